@@ -1,0 +1,24 @@
+"""Held-out prompts for evaluation, as token ids."""
+
+from data.packing import DataConfig, held_out_rows
+
+
+def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts that training never saw.
+
+    A row with a prompt of its own gives that prompt (its last `tokens` tokens); plain text gives windows of `tokens`
+    tokens, taken round-robin: one from the start of every text, then one from further on in every text that is
+    long enough, so that few texts still give many different prompts. Raises ValueError if there are too few.
+    """
+    prompts, windows = [], []
+    for row in held_out_rows(config):
+        if row["prompt"]:
+            prompts.append(tokenizer(row["prompt"])["input_ids"][-tokens:])
+            continue
+        ids = tokenizer(row["text"])["input_ids"]
+        starts = range(0, len(ids) - 2 * tokens, 4 * tokens)
+        windows += [(turn, ids[start : start + tokens]) for turn, start in enumerate(starts)]
+    prompts += [ids for _, ids in sorted(windows, key=lambda window: window[0])]
+    if len(prompts) < count:
+        raise ValueError(f"evaluation.prompts={count}: the held-out text gives only {len(prompts)} prompts")
+    return prompts[:count]

@@ -1,0 +1,35 @@
+"""Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`.
+
+Needs torch, transformers and safetensors only. Names are imported on first use, so that `infer.config` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infer.api import Generation, generate
+    from infer.checkpoint import load_drafter, save_drafter
+    from infer.config import DecodeOptions, DrafterConfig
+    from infer.decode import DecodeStats
+    from infer.dflash import DFlash
+    from infer.target import Target, load_target
+
+_HOME = {
+    "Generation": "infer.api",
+    "generate": "infer.api",
+    "load_drafter": "infer.checkpoint",
+    "save_drafter": "infer.checkpoint",
+    "DecodeOptions": "infer.config",
+    "DrafterConfig": "infer.config",
+    "DecodeStats": "infer.decode",
+    "DFlash": "infer.dflash",
+    "Target": "infer.target",
+    "load_target": "infer.target",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'infer' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,269 @@
+"""The DFlash drafter: proposes a whole block of tokens in one pass over the target's hidden states.
+
+B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions),
+D hidden size, H heads, E head size, V vocabulary.
+
+The architecture is that of the public DFlash checkpoints: a few Qwen3 layers whose queries are the block
+`[bonus, mask x L]` and whose keys and values come from the normalised, projected context features (the same for every
+layer) and from the block itself, at absolute positions. Embedding and head are the target's. Training (`forward`, many
+blocks of a packed row under one mask) and decoding (`draft`, one block of every row against a cache) share each line
+of the layer; DDTree section 3 has the marginals it yields.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from infer.cache import KVCache
+from infer.config import DrafterConfig
+from infer.target import Target
+
+
+def default_layer_ids(target_layers: int, layers: int) -> list[int]:
+    """Where the public drafters tap: from layer 1 to N - 3, evenly; the middle for a single layer."""
+    if layers == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
+
+
+def default_mask_token(target: Target) -> int:
+    """The tokenizer's own mask token, or the first id past the tokenizer's inside the padded vocabulary.
+
+    Raises ValueError where neither exists.
+    """
+    tokenizer = target.tokenizer
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < target.config.vocab_size:
+        return len(tokenizer)
+    raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
+
+
+def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
+    """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
+    options.check()
+    theirs = target.config
+    ids = options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers, options.layers)
+    if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
+        raise ValueError(
+            f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {theirs.num_hidden_layers - 1}"
+        )
+    mask = default_mask_token(target) if options.mask_token_id is None else options.mask_token_id
+    if not 0 <= mask < theirs.vocab_size:
+        raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {theirs.vocab_size - 1}")
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    return Qwen3Config(
+        architectures=["DFlashDraftModel"],
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+        block_size=options.block_size,
+        dflash_config={
+            "block_size": options.block_size,
+            "mask_token_id": mask,
+            "target_layer_ids": [int(layer) for layer in ids],
+        },
+        num_target_layers=theirs.num_hidden_layers,
+        num_hidden_layers=options.layers,
+        layer_types=["full_attention"] * options.layers,
+        hidden_size=theirs.hidden_size,
+        intermediate_size=theirs.intermediate_size,
+        num_attention_heads=theirs.num_attention_heads,
+        num_key_value_heads=theirs.num_key_value_heads,
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+        rms_norm_eps=theirs.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 1e4))},
+        max_position_embeddings=theirs.max_position_embeddings,
+        vocab_size=theirs.vocab_size,
+        tie_word_embeddings=False,
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=theirs.eos_token_id,
+    )
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from context and block through the same projections."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
+
+    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """States (B, T, D) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E)."""
+        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
+        return rotate(keys, cos, sin), self.heads(self.v_proj(states)).transpose(1, 2)
+
+    def queries(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), cos, sin)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on (B, H, T, E)."""
+    return apply_rotary_pos_emb(states, states[:, :1], cos, sin)[0]
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config)
+
+    def forward(self, block: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
+        """One layer over block states (B, Q, D). `attend(queries, keys, values)`, all of the block, (B, H, Q, E), adds
+        the context to the keys and values and returns (B, H, Q, E): from a cache or from a packed row."""
+        states = self.input_layernorm(block)
+        queries = self.self_attn.queries(states, *rotary)
+        keys, values = self.self_attn.keys_values(states, *rotary)
+        mixed = attend(queries, keys, values).transpose(1, 2).flatten(2)  # (B, Q, H*E)
+        block = block + self.self_attn.o_proj(mixed)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+@dataclass
+class DraftState:
+    """What a drafter remembers of the texts it drafts for: keys and values of their context features."""
+
+    cache: KVCache
+
+
+class DFlash(nn.Module):
+    """The drafter. Parameters carry the names of the public checkpoint layout."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.block_size: int = config.block_size
+        self.mask_token_id: int = config.dflash_config["mask_token_id"]
+        self.layer_ids: tuple[int, ...] = tuple(config.dflash_config["target_layer_ids"])
+        self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
+            else:
+                nn.init.ones_(parameter)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (B, T, E) of absolute positions (B, T)."""
+        rotary = self.rotary[0].to(positions.device)
+        return rotary(self.norm.weight, positions)
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """Context features (B, T, len(layer_ids) * D) to what every layer's K/V see: (B, T, D)."""
+        return self.hidden_norm(self.fc(features))
+
+    def block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
+        """Bonus tokens (...,) to blocks `[bonus, mask x L]` (..., K)."""
+        block = bonus.unsqueeze(-1).repeat_interleave(self.block_size, dim=-1)
+        block[..., 1:] = self.mask_token_id
+        return block
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        blocks: torch.Tensor,
+        block_positions: torch.Tensor,
+        attention,
+    ) -> torch.Tensor:
+        """Training: all blocks of packed rows at once.
+
+        features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D) embedded, at
+        block_positions (B, N*K); attention(queries, keys, values) applies the prefix-shared mask of
+        `infer.masks.block_mask_mod` to queries (B, H, N*K, E) and keys [context | blocks].
+        Returns hidden states before the head, (B, N*K, D).
+        """
+        context, block = self.context(features), blocks
+        rotary, context_rotary = self.angles(block_positions), self.angles(positions)
+        for layer in self.layers:
+            context_keys, context_values = layer.self_attn.keys_values(context, *context_rotary)
+
+            def attend(queries, keys, values, context_keys=context_keys, context_values=context_values):
+                return attention(
+                    queries, torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
+                )
+
+            block = layer(block, rotary, attend)
+        return self.norm(block)
+
+    def state(self, rows: int, capacity: int) -> DraftState:
+        """An empty memory for `rows` texts of up to `capacity` positions."""
+        config, weight = self.config, self.norm.weight
+        cache = KVCache(
+            config.num_hidden_layers,
+            rows,
+            capacity + self.block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            weight.dtype,
+            weight.device,
+        )
+        return DraftState(cache)
+
+    @torch.no_grad()
+    def draft(
+        self, target: Target, features: torch.Tensor, counts: list[int], bonus: torch.Tensor, state: DraftState
+    ) -> torch.Tensor:
+        """One block for every row: takes in the context features (B, C, len(layer_ids) * D) that the last round
+        committed (`counts[b]` of them are real, the rest padding), and returns the marginals of the L positions after
+        the bonus tokens (B,), in log space and float32: (B, L, V). The block's own K/V are never kept."""
+        cache = state.cache
+        width = features.shape[1]
+        slots = cache.slots(width)
+        context = self.context(features)
+        positions = self._positions(cache.lengths, width)
+        rotary = self.angles(positions)
+        for i, layer in enumerate(self.layers):
+            cache.write(i, *layer.self_attn.keys_values(context, *rotary), slots)
+        cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
+
+        slots = cache.slots(self.block_size)
+        rotary = self.angles(self._positions(cache.lengths, self.block_size))
+        extent, mask = cache.extent + self.block_size, self._padding_mask(cache.lengths)
+        block = target.embed(self.block_ids(bonus)).to(self.norm.weight.dtype)  # (B, K, D)
+        for i, layer in enumerate(self.layers):
+
+            def attend(queries, keys, values, i=i):
+                cache.write(i, keys, values, slots)
+                keys, values = cache.view(i, extent)
+                return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+            block = layer(block, rotary, attend)
+        logits = target.head(self.norm(block[:, 1:]).to(target.dtype))  # (B, L, V)
+        return logits.float().log_softmax(dim=-1)
+
+    def _positions(self, lengths: list[int], width: int) -> torch.Tensor:
+        device = self.norm.weight.device
+        return torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)  # (B, width)
+
+    def _padding_mask(self, lengths: list[int]) -> torch.Tensor | None:
+        """(B, 1, 1, extent + K) bool, or None when all rows are equally long."""
+        if len(set(lengths)) == 1:
+            return None
+        ends = torch.tensor(lengths, device=self.norm.weight.device) + self.block_size
+        return (torch.arange(int(ends.max()), device=ends.device) < ends[:, None])[:, None, None]

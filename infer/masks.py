@@ -1,0 +1,74 @@
+"""Who may look at whom: one predicate for training, and its plain counterparts for decoding.
+
+B rows, N anchors, K block size, T packed context length, Q new positions, M tree nodes.
+
+Training lays the queries of one packed row out as N blocks of K positions, and the keys as
+[T context positions | N * K block positions]. `block_mask_mod` is the truth about this layout: FlexAttention
+compiles it on CUDA, `dense` evaluates it to a boolean mask for SDPA elsewhere (torch has no backward of FlexAttention
+on the CPU). It is the prefix-shared mask of DART section 3.2 and figure 4, for DFlash blocks: a block sees the context
+features strictly before its anchor, and itself.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def block_mask_mod(anchors: torch.Tensor, documents: torch.Tensor, block_size: int, causal: bool = False) -> MaskMod:
+    """The prefix-shared training mask.
+
+    anchors (B, N) int64 positions of the bonus tokens (an unused slot may hold any position: its block sees something,
+    and carries no loss); documents (B, T) int64 document number of every context position, -1 for padding.
+    `causal` makes positions inside a block see only those before them (DART), otherwise all (DFlash).
+    """
+    length = documents.shape[1]
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        block = q // block_size
+        anchor = anchors[b, block]
+        is_context = kv < length
+        context = torch.where(is_context, kv, 0)
+        before_anchor = context < anchor
+        same_document = documents[b, context] == documents[b, anchor]
+        same_block = (kv - length) // block_size == block
+        inside = same_block & ((kv - length) % block_size <= q % block_size) if causal else same_block
+        return torch.where(is_context, before_anchor & same_document, inside)
+
+    return mask_mod
+
+
+def packed_causal_mod(documents: torch.Tensor) -> MaskMod:
+    """Causal attention inside each document of a packed row; documents (B, T), padding (-1) sees padding."""
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (documents[b, q] == documents[b, kv]) & (kv <= q)
+
+    return mask_mod
+
+
+def dense(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """A predicate evaluated everywhere: (rows, 1, queries, keys) bool."""
+    b = torch.arange(rows, device=device).view(-1, 1, 1, 1)
+    q = torch.arange(queries, device=device).view(1, 1, -1, 1)
+    kv = torch.arange(keys, device=device).view(1, 1, 1, -1)
+    return mask_mod(b, torch.zeros_like(b), q, kv).expand(rows, 1, queries, keys)
+
+
+def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where allowed, the dtype's lowest value elsewhere. Hugging Face's eager attention adds whatever it is given, so
+    that a boolean mask would be silently wrong there."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def cached(lengths: list[int], inside: torch.Tensor) -> torch.Tensor:
+    """The decoding mask (B, 1, Q, max(lengths) + Q) bool: a query sees its row's cached positions, and of the Q new
+    ones those that `inside` (B, Q, Q) allows (tree attention, DDTree section 4.4)."""
+    rows, width, _ = inside.shape
+    extent = max(lengths)
+    allowed = torch.zeros(rows, 1, width, extent + width, dtype=torch.bool, device=inside.device)
+    for row, length in enumerate(lengths):
+        allowed[row, 0, :, :length] = True
+        allowed[row, 0, :, length : length + width] = inside[row]
+    return allowed

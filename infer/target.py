@@ -1,0 +1,183 @@
+"""The target: any Hugging Face causal language model, frozen, tapped and verified through one wrapper.
+
+B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infer.cache import KVCache
+from infer.masks import additive, cached, dense, packed_causal_mod
+from infer.trees import DraftTree
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "data" / "embedded"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What one target pass leaves: the drafter's food and the head's."""
+
+    context: torch.Tensor  # (B, Q, K*D) outputs of the tapped layers, concatenated
+    last: torch.Tensor  # (B, Q, D) final hidden state, after the target's last norm
+
+
+@dataclass
+class Target:
+    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0."""
+
+    model: nn.Module
+    tokenizer: object | None = None
+    name: str = "target"
+    _tapped: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.model.eval().requires_grad_(False)
+        self.config = self.model.config.get_text_config()
+        self.body = self.model.get_decoder()
+        for layer, module in enumerate(self.body.layers):
+            module.register_forward_hook(self._tap(layer))
+        self._taps: frozenset[int] = frozenset()
+
+    def _tap(self, layer: int):
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+            if layer in self._taps:
+                self._tapped[layer] = output if isinstance(output, torch.Tensor) else output[0]
+
+        return hook
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """(V, D), shared with the drafter and frozen."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text, from the generation config."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = generation.eos_token_id if generation is not None else self.config.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (...,) to embeddings (..., D)."""
+        return self.embedding(ids)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states (..., D) to logits (..., V)."""
+        return self.model.get_output_embeddings()(hidden)
+
+    def cache(self, rows: int, capacity: int) -> KVCache:
+        """An empty cache for `rows` texts of up to `capacity` positions."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        return KVCache(layers, rows, capacity, heads, head_dim, self.dtype, self.device)
+
+    def features(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        allowed: torch.Tensor,
+        layers: tuple[int, ...] = (),
+        cache: KVCache | None = None,
+    ) -> Features:
+        """One pass over ids (B, Q) at absolute positions (B, Q) under a mask (B, 1, Q, S) bool, S counting the cached
+        positions first. Keeps the outputs of `layers` only, not of every layer."""
+        self._taps = frozenset(layers)
+        last = self.body(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=additive(allowed, self.dtype),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+        tapped = [self._tapped.pop(layer) for layer in layers]
+        return Features(context=torch.cat(tapped, dim=-1) if tapped else last[..., :0], last=last)
+
+    @torch.no_grad()
+    def packed_features(
+        self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor, layers: tuple[int, ...]
+    ) -> Features:
+        """Features of packed documents for training: all arguments (B, T), documents -1 on padding."""
+        rows, length = ids.shape
+        allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
+        return self.features(ids, positions, allowed, layers)
+
+    def prefill(self, prompts: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
+        """Runs the prompts into an empty cache, padded on the right: (B, Q) with Q the longest prompt."""
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
+        positions = torch.arange(width, device=self.device).expand(len(prompts), width)
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        features = self.features(ids, positions, causal.expand(len(prompts), 1, width, width), layers, cache)
+        cache.lengths = [len(prompt) for prompt in prompts]
+        return features
+
+    def verify(
+        self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
+    ) -> Features:
+        """Scores every node of the draft trees in one pass (DDTree section 4.4): positions by depth, each node sees its
+        row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a path."""
+        start = torch.tensor(cache.lengths, device=self.device)
+        return self.features(tree.tokens, tree.positions(start), cached(cache.lengths, ancestors), layers, cache)
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for anything that is no such dtype."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
+    return getattr(torch, name)
+
+
+def resolve_path(path: str) -> str:
+    return str(EMBEDDED) if path == "embedded" else path
+
+
+def load_target(
+    path: str = "embedded", dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Target:
+    """Loads a target from a local folder or the hub; "embedded" is the repository's own.
+
+    Raises FileNotFoundError with what could not be found and how to give a local path.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = resolve_device(device)
+    source = resolve_path(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=resolve_dtype(dtype, place),
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and Path(source).exists():
+            raise
+        raise FileNotFoundError(
+            f"target.path={path}: found neither as a local folder nor on the model hub from here. "
+            "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
+        ) from error
+    return Target(model.to(place), tokenizer, name=path)

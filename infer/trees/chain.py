@@ -1,0 +1,19 @@
+"""The chain: the most probable token at each position, what DFlash verifies. A tree of width one."""
+
+import torch
+
+from infer.trees.tree import DraftTree
+
+
+def chain(bonus: torch.Tensor, marginals: torch.Tensor, budget: int) -> DraftTree:
+    """The first min(budget, L) positions' likeliest tokens behind bonus (B,); marginals (B, L, V) in log space."""
+    length = min(budget, marginals.shape[1])
+    log_probs, tokens = marginals[:, :length].max(-1)  # (B, length)
+    order = torch.arange(length + 1, device=bonus.device).expand(len(bonus), -1)
+    return DraftTree(
+        tokens=torch.cat([bonus[:, None], tokens], 1),
+        parents=(order - 1).clamp(min=0),
+        depths=order,
+        log_probs=torch.cat([torch.zeros_like(log_probs[:, :1]), log_probs.cumsum(1)], 1),
+        max_depth=length,
+    )

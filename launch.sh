@@ -1,0 +1,136 @@
+#!/usr/bin/env bash
+# One door: sets up .venv on first use, then trains (default), evaluates, generates, pre-trains or tests.
+# Exit code 2: nothing was started, and one sentence says why. Otherwise the code of what was started.
+set -euo pipefail
+
+repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null && pwd)
+torch="torch==2.13.0"
+
+usage() {
+    cat <<'END'
+Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
+
+  train      train a drafter and evaluate it (what happens without a command); on several GPUs one process each
+  eval       decode held-out prompts with a checkpoint: ./launch.sh eval checkpoint=runs/...
+  generate   continue a text with a checkpoint: ./launch.sh generate checkpoint=runs/...
+  pretrain   make the embedded target model anew
+  test       check the style and run the tests; arguments go to pytest
+  help       print this text
+
+KEY=VALUE are Hydra overrides (+model=qwen3-4b, optim.lr=1e-3); "--cfg job" prints the whole configuration.
+Relative paths count from the folder you stand in.
+
+Environment:
+  NPROC=n                     train with n processes instead of one for each visible GPU
+  LAUNCH_PYTHON=/path/python  use this Python, whose environment is yours, and install nothing
+END
+}
+
+die() {
+    echo "launch.sh: $1" >&2
+    exit 2
+}
+
+# Prints the first Python that can make the environment. Each one is really run: a version manager's python3.13
+# may be on the path and still start nothing.
+find_python() {
+    local candidate bare=
+    for candidate in python3.13 python3.12 python3.11 python3; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+        if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+        bare=${bare:-$candidate}
+    done
+    [[ -z $bare ]] || die "$bare has no venv module: install it (on Debian and Ubuntu: apt install $bare-venv)."
+    die "Python 3.11 or newer is needed, and none of python3.13, python3.12, python3.11 and python3 is that."
+}
+
+# Makes .venv and installs into it. The stamp, written last, says for which pins that was finished: later starts go
+# straight on, changed pins and an interrupted installation are installed again.
+set_up() {
+    local venv=$repo/.venv found pins
+    python=$venv/bin/python
+    pins="$torch $(cksum <"$repo/pyproject.toml")"
+    if [[ -x $python && $(cat "$venv/.installed" 2>/dev/null) == "$pins" ]]; then return; fi
+
+    echo "launch.sh: installing into .venv, once; this takes some minutes" >&2
+    if ! "$python" -m pip --version >/dev/null 2>&1; then
+        found=$(find_python)
+        "$found" -m venv "$venv" >&2 || die "$found could not make $venv."
+    fi
+    # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
+    # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
+    { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[test]"; } >&2 ||
+        die "the installation did not finish (pip says why, above); the same command goes on from there."
+    echo "$pins" >"$venv/.installed"
+}
+
+# Prints how many training processes to start: NPROC, or one for each visible GPU, at least one. Questions that
+# Hydra answers by printing something are asked of one process.
+process_count() {
+    local argument gpus
+    for argument; do
+        case $argument in
+        --cfg* | -c | --help | -h | --hydra-help | --info* | -i | --version) echo 1 && return ;;
+        esac
+    done
+    if [[ -n ${NPROC:-} ]]; then
+        [[ $NPROC =~ ^[1-9][0-9]*$ ]] || die "NPROC=$NPROC is not a number of processes: give 1 or more."
+        echo "$NPROC"
+        return
+    fi
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || gpus=0
+    if [[ $gpus -gt 0 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') || gpus=0 # "" and -1 hide all of them
+    fi
+    echo "$((gpus > 1 ? gpus : 1))"
+}
+
+train() {
+    local processes cores
+    processes=$(process_count "$@")
+    if [[ $processes == 1 ]]; then exec "$python" "$repo/train/main.py" "$@"; fi
+
+    # torchrun and not DeepSpeed's launcher: that one leaves its workers alive when it is stopped, and adds a
+    # --local_rank that Hydra refuses. This one passes the signals on (SIGUSR1 is what clusters send before the end
+    # of a job; the workers have sessions of their own, so a closed terminal must be passed on too) and then gives
+    # the workers time to save. As a variable, because torch 2.11 has no option for that time and would refuse it.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+    # Left alone, torchrun gives each process one thread: share the cores instead.
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
+    exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$processes" \
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$repo/train/main.py" "$@"
+}
+
+run_tests() {
+    cd "$repo"
+    "$python" -m ruff check .
+    "$python" -m ruff format --check .
+    exec "$python" -m pytest "$@"
+}
+
+command=${1-train}
+case $command in
+help | --help | -h) usage && exit ;;
+train | eval | generate | pretrain | test) shift $(($# > 0)) ;;
+[-+~]* | *=*) command=train ;;
+*) die "unknown command '$command': ./launch.sh help names the commands." ;;
+esac
+
+if [[ -n ${LAUNCH_PYTHON:-} ]]; then
+    python=$LAUNCH_PYTHON
+    command -v "$python" >/dev/null || die "LAUNCH_PYTHON=$python cannot be run."
+else
+    set_up
+fi
+export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+
+case $command in
+train) train "$@" ;;
+eval | generate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
+pretrain) exec "$python" "$repo/train/pretrain.py" "$@" ;;
+test) run_tests "$@" ;;
+esac

@@ -1,0 +1,62 @@
+"""What every test stands on: no network, two threads, the repository's folder."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The repository's root."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    """The repository's own target, float32, with its tokenizer. Read only."""
+    from infer import load_target
+
+    return load_target("embedded", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def make_tiny():
+    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed) -> (target,
+    drafter)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from infer.config import DrafterConfig
+    from infer.dflash import DFlash, drafter_config
+    from infer.target import Target
+
+    def make(dtype: torch.dtype = torch.float32, block_size: int = 4, seed: int = 0, layers: int = 2):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            initializer_range=0.2,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+        target = Target(Qwen3ForCausalLM(config).to(dtype))
+        options = DrafterConfig(layers=layers, block_size=block_size, mask_token_id=96)
+        drafter = DFlash(drafter_config(options, target))
+        drafter.config.initializer_range = 0.2
+        drafter.reset(torch.Generator().manual_seed(seed))
+        return target, drafter.to(dtype)
+
+    return make

@@ -1,0 +1,269 @@
+"""launch.sh: which script each command starts, with what; a stub records it in place of Python."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("train", "eval", "generate", "pretrain", "test", "help")
+
+
+@pytest.fixture
+def launch(repo, tmp_path):
+    """Runs launch.sh with a stub for Python; returns the finished process and the calls that the stub recorded."""
+    stub, record = tmp_path / "python", tmp_path / "record"
+    # One line a call: PYTHONPATH, OMP_NUM_THREADS, folder, then the arguments, separated by tabs.
+    stub.write_text(
+        "#!/usr/bin/env bash\n"
+        f'printf "%s\\t" "$PYTHONPATH" "${{OMP_NUM_THREADS-unset}}" "$PWD" "$@" >>"{record}"; echo >>"{record}"\n'
+    )
+    stub.chmod(0o755)
+
+    def run(*arguments: str, cwd: Path = repo, script: Path = repo / "launch.sh", **variables: str):
+        record.unlink(missing_ok=True)
+        dropped = {"NPROC", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH", "LAUNCH_PYTHON"}
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        environment |= {"LAUNCH_PYTHON": str(stub), "NPROC": "1"} | variables
+        done = subprocess.run(["bash", script, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+        lines = record.read_text().splitlines() if record.exists() else []
+        return done, [line.rstrip("\t").split("\t") for line in lines]
+
+    return run
+
+
+def with_tool(folder: Path, name: str, output: str) -> str:
+    """A PATH on which the tool `name` comes first and prints `output`."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/usr/bin/env bash\ncat <<'END'\n{output}END\n")
+    (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_scripts_parse_and_can_be_executed(repo):
+    for script in (repo / "launch.sh", repo / ".ci" / "run"):
+        assert subprocess.run(["bash", "-n", script]).returncode == 0
+        assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize("word", ["help", "-h", "--help"])
+def test_help_names_every_command(launch, word):
+    done, calls = launch(word)
+    assert done.returncode == 0 and not calls and not done.stderr
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+
+
+@pytest.mark.parametrize("word", ["serve", "trian", "runs/x", ""])
+def test_unknown_command_is_one_sentence(launch, word):
+    done, calls = launch(word, "a=1")
+    assert done.returncode == 2 and not calls and not done.stdout
+    assert f"'{word}'" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, script, passed",
+    [
+        ((), "train/main.py", ()),
+        (("optim.lr=1e-3", "+model=qwen3-4b"), "train/main.py", ("optim.lr=1e-3", "+model=qwen3-4b")),
+        (("+model=qwen3-4b",), "train/main.py", ("+model=qwen3-4b",)),
+        (("~tracking",), "train/main.py", ("~tracking",)),
+        (("--cfg", "job"), "train/main.py", ("--cfg", "job")),
+        (("train", "run.name=two words", "x=[1,2]"), "train/main.py", ("run.name=two words", "x=[1,2]")),
+        (("train", "--help"), "train/main.py", ("--help",)),
+        (("eval", "checkpoint=runs/a b"), "infer/main.py", ("--config-name", "eval", "checkpoint=runs/a b")),
+        (("generate", "prompt=def f"), "infer/main.py", ("--config-name", "generate", "prompt=def f")),
+        (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
+    ],
+)
+def test_commands_start_their_scripts(launch, repo, tmp_path, arguments, script, passed):
+    for cwd in (repo, tmp_path):  # from anywhere; relative paths stay the caller's
+        done, calls = launch(*arguments, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        assert calls == [[str(repo), "unset", str(cwd), str(repo / script), *passed]]
+        assert not done.stdout and not done.stderr
+
+
+def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
+    done, calls = launch("test", "-k", "tree and not slow", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [call[2:] for call in calls] == [
+        [str(repo), "-m", "ruff", "check", "."],
+        [str(repo), "-m", "ruff", "format", "--check", "."],
+        [str(repo), "-m", "pytest", "-k", "tree and not slow"],
+    ]
+
+
+def test_a_style_fault_stops_the_tests(repo, tmp_path):
+    stub, record = tmp_path / "python", tmp_path / "record"
+    stub.write_text(f'#!/usr/bin/env bash\necho "$2" >>"{record}"\n[[ $2 != ruff ]]\n')
+    stub.chmod(0o755)
+    environment = os.environ | {"LAUNCH_PYTHON": str(stub)}
+    assert subprocess.run(["bash", repo / "launch.sh", "test"], env=environment).returncode == 1
+    assert record.read_text() == "ruff\n"
+
+
+def test_ci_runs_the_tests(launch, repo, tmp_path):
+    done, calls = launch(cwd=tmp_path, script=repo / ".ci" / "run")
+    assert done.returncode == 0 and calls[-1][2:] == [str(repo), "-m", "pytest"]
+
+
+def test_own_python_path_is_kept(launch, repo):
+    _, calls = launch("train", PYTHONPATH="/elsewhere")
+    assert calls[0][0] == f"{repo}:/elsewhere"
+
+
+def test_several_processes_go_through_torchrun(launch, repo, tmp_path):
+    done, calls = launch("a=1", "b=c d", NPROC="2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [call] = calls
+    assert call[0] == str(repo) and call[3:5] == ["-m", "torch.distributed.run"]
+    options, rest = call[5:8], call[8:]
+    assert options == [
+        "--standalone",
+        "--nproc-per-node=2",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    ]
+    assert rest == [str(repo / "train" / "main.py"), "a=1", "b=c d"]
+
+
+@pytest.mark.parametrize("given, threads", [({}, "6"), ({"OMP_NUM_THREADS": "7"}, "7")])
+def test_processes_share_the_cores(launch, tmp_path, given, threads):
+    path = with_tool(tmp_path / "bin", "nproc", "12\n")
+    assert launch("train", NPROC="2", PATH=path, **given)[1][0][1] == threads
+    assert launch("train", NPROC="64", PATH=path)[1][0][1] == "1"
+
+
+def test_torchrun_knows_its_options():
+    from torch.distributed.run import get_args_parser
+
+    options = ["--standalone", "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", "main.py", "--cfg", "job"]
+    parsed = get_args_parser().parse_args(options)
+    assert parsed.standalone and parsed.nproc_per_node == "2" and parsed.signals_to_handle == "SIGTERM,SIGUSR1"
+    assert parsed.training_script == "main.py" and parsed.training_script_args == ["--cfg", "job"]
+
+
+@pytest.mark.parametrize("question", [("--cfg", "job"), ("--cfg=job",), ("-c", "job"), ("a=1", "--help"), ("--info",)])
+def test_questions_to_hydra_are_asked_of_one_process(launch, repo, question):
+    _, calls = launch("train", *question, NPROC="4")
+    assert [call[3:] for call in calls] == [[str(repo / "train" / "main.py"), *question]]
+
+
+@pytest.mark.parametrize(
+    "present, visible, processes",
+    [(0, None, 1), (1, None, 1), (3, None, 3), (3, "0,2", 2), (3, "GPU-1", 1), (3, "", 1), (3, "-1", 1), (0, "0,1", 1)],
+)
+def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visible, processes):
+    # As nvidia-smi does, with the slices of a device on lines of their own.
+    listing = "".join(
+        f"GPU {i}: A GPU (UUID: GPU-{i})\n  MIG 1g Device 0: (UUID: MIG-GPU {i})\n" for i in range(present)
+    )
+    variables = {"PATH": with_tool(tmp_path / "bin", "nvidia-smi", listing), "NPROC": ""}
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible
+    done, [call] = launch("a=1", **variables)
+    assert done.returncode == 0, done.stderr
+    expected = f"--nproc-per-node={processes}" if processes > 1 else str(repo / "train" / "main.py")
+    assert expected in call
+    assert ("torch.distributed.run" in call) == (processes > 1)
+
+
+def test_only_training_takes_several_processes(launch):
+    for command in ("eval", "generate", "pretrain", "test"):
+        assert all("torch.distributed.run" not in call for call in launch(command, NPROC="2")[1])
+
+
+@pytest.mark.parametrize("count", ["0", "two", "-1", "1.5"])
+def test_wrong_process_count_is_one_sentence(launch, count):
+    done, calls = launch(NPROC=count)
+    assert done.returncode == 2 and not calls
+    assert f"NPROC={count} " in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_wrong_own_python_is_one_sentence(launch, tmp_path):
+    done, calls = launch(LAUNCH_PYTHON=str(tmp_path / "missing"))
+    assert done.returncode == 2 and not calls
+    assert "missing" in done.stderr and done.stderr.count("\n") == 1
+
+
+class TestSetUp:
+    """The first use, in a copy of the two files that it reads, with stubs for every Python on the path."""
+
+    PYTHON = """#!/usr/bin/env bash
+case "$*" in
+*version_info*) exit {old} ;;
+*ensurepip*) exit {bare} ;;
+"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pip" ;;
+"-m pip --version") [[ -e "$(dirname "$0")/../pip" ]] ;;
+*) echo "$*" >>"{record}"; [[ "$*" != *"${{BREAK-nothing}}"* ]] ;;
+esac
+"""
+
+    @pytest.fixture
+    def fresh(self, repo, tmp_path):
+        """Copies the files and returns a function that runs launch.sh there, and the record of what ran."""
+        folder, path, record = tmp_path / "clone", tmp_path / "path", tmp_path / "record"
+        folder.mkdir()
+        path.mkdir()
+        for name in ("launch.sh", "pyproject.toml"):
+            shutil.copy(repo / name, folder)
+        for tool in ("bash", "env", "dirname", "cat", "cksum", "mkdir", "cp", "touch", "grep", "tr"):
+            (path / tool).symlink_to(shutil.which(tool))
+
+        def run(*pythons: str, old: int = 0, bare: int = 0, **variables: str):
+            for name in pythons:
+                (path / name).write_text(self.PYTHON.format(old=old, bare=bare, record=record))
+                (path / name).chmod(0o755)
+            record.write_text("")
+            command = [str(folder / "launch.sh"), "pretrain", "steps=3"]
+            done = subprocess.run(command, env={"PATH": str(path)} | variables, capture_output=True, text=True)
+            return done, record.read_text().splitlines()
+
+        return folder, run
+
+    def test_first_use_installs_torch_first_and_later_uses_nothing(self, fresh):
+        folder, run = fresh
+        started = f"{folder}/train/pretrain.py steps=3"
+        done, calls = run("python3")
+        assert done.returncode == 0 and not done.stdout
+        assert [call.removeprefix("-m pip install ") for call in calls] == [
+            "torch==2.13.0",
+            f"--editable {folder}[test]",
+            started,
+        ]
+        assert run()[1] == [started]
+        with (folder / "pyproject.toml").open("a") as pins:
+            pins.write("# another pin\n")
+        assert len(run()[1]) == 3
+        assert run()[1] == [started]
+
+    @pytest.mark.parametrize("broken", ["torch==", "--editable"])
+    def test_interrupted_installation_is_done_again(self, fresh, broken):
+        _, run = fresh
+        done, calls = run("python3", BREAK=broken)
+        assert done.returncode == 2 and broken in calls[-1]
+        assert "did not finish" in done.stderr
+        assert len(run()[1]) == 3
+
+    def test_old_python_is_passed_over(self, fresh):
+        folder, run = fresh
+        run("python3.13", old=1)
+        done, _ = run("python3.12")
+        assert done.returncode == 0
+        assert "exit 0 ;;" in (folder / ".venv" / "bin" / "python").read_text().splitlines()[2]
+
+    @pytest.mark.parametrize(
+        "pythons, old, bare, told",
+        [
+            ((), 0, 0, "Python 3.11 or newer"),
+            (("python3",), 1, 0, "Python 3.11 or newer"),
+            (("python3",), 0, 1, "venv"),
+        ],
+    )
+    def test_no_fit_python_is_one_sentence(self, fresh, pythons, old, bare, told):
+        folder, run = fresh
+        done, calls = run(*pythons, old=old, bare=bare)
+        assert done.returncode == 2 and not calls
+        assert told in done.stderr.splitlines()[-1]
+        assert not (folder / ".venv").exists()

@@ -1,0 +1,290 @@
+"""The trained block: equal to blocks run alone, blind to the future, equal to the cached inference block."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from infer.masks import block_mask_mod, dense, packed_causal_mod
+from train.blocks import block_attention, draw_anchors, lay_out
+from train.config import ObjectiveConfig, TrainConfig
+from train.loop import block_loss
+
+K = 4  # block size
+
+
+def packed(lengths: list[list[int]], total: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of random documents of the given lengths, padded to `total`; a few tokens carry no loss."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {name: [] for name in ("ids", "positions", "documents", "loss")}
+    for row in lengths:
+        padding = total - sum(row)
+        rows["ids"].append(torch.randint(90, (total,), generator=generator))
+        rows["positions"].append(torch.cat([*(torch.arange(n) for n in row), torch.zeros(padding, dtype=torch.long)]))
+        numbers = [torch.full((n,), i) for i, n in enumerate(row)]
+        rows["documents"].append(torch.cat([*numbers, torch.full((padding,), -1)]))
+        loss = torch.rand(total, generator=generator) < 0.9
+        loss[total - padding :] = False
+        rows["loss"].append(loss)
+    return {name: torch.stack(columns) for name, columns in rows.items()}
+
+
+def some_blocks(rows: dict[str, torch.Tensor], slots: int, seed: int = 0):
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], slots, torch.Generator().manual_seed(seed))
+    return lay_out(rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, K)
+
+
+def config(divergence: str = "kl") -> TrainConfig:
+    result = TrainConfig(objective=ObjectiveConfig(divergence=divergence, chunk_rows=7))
+    result.drafter.block_size = K
+    return result
+
+
+def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
+    """Every anchor's block alone: its document's prefix through the target and the drafter, no mask anywhere."""
+    total = torch.zeros((), dtype=target.dtype)
+    for b in range(len(rows["ids"])):
+        for n in range(blocks.anchors.shape[1]):
+            if not blocks.valid[b, n]:
+                continue
+            anchor = int(blocks.anchors[b, n])
+            document = rows["documents"][b] == rows["documents"][b, anchor]
+            begin = int(document.nonzero()[0])
+            end = int(document.nonzero()[-1]) + 1
+            ids = rows["ids"][b, begin:end]
+            with torch.no_grad():
+                out = target.model(ids[None], output_hidden_states=True)
+            teacher = out.logits[0].log_softmax(-1)
+            prefix = anchor - begin
+            features = torch.cat([out.hidden_states[k + 1] for k in drafter.layer_ids], -1)[:, :prefix]
+            block = target.embed(drafter.block_ids(ids[prefix : prefix + 1]))
+            hidden = drafter(
+                features,
+                torch.arange(prefix)[None],
+                block,
+                torch.arange(prefix, prefix + K)[None],
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            )
+            for t in range(1, K):
+                if prefix + t >= len(ids) or not rows["loss"][b, anchor + t]:
+                    continue
+                student = target.head(hidden[0, t]).log_softmax(-1)
+                p = teacher[prefix + t - 1]
+                kl = (p.exp() * (p - student)).sum()
+                total = total + 0.6 ** (t - 1) * (kl if divergence == "kl" else -student[ids[prefix + t]])
+    return total
+
+
+@pytest.mark.parametrize("divergence", ["kl", "cross_entropy"])
+def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence):
+    target, drafter = make_tiny(torch.float64, K)
+    rows = packed([[13, 9, 6], [20, 3], [28]], total=30)
+    blocks = some_blocks(rows, slots=9)
+    assert blocks.valid.any(1).all()
+    assert not blocks.supervised.all()
+
+    loss, _ = block_loss(drafter, target, rows, blocks, config(divergence))
+    loss.backward()
+    fast = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.zero_grad()
+    slow = slow_loss(drafter, target, rows, blocks, divergence)
+    slow.backward()
+
+    assert loss.item() == pytest.approx(slow.item(), rel=1e-5)
+    for name, p in drafter.named_parameters():
+        assert p.grad.norm() > 0, name
+        assert (fast[name] - p.grad).norm() < 1e-5 * p.grad.norm(), name
+
+
+def test_anchors_are_sorted_allowed_and_spread_over_documents():
+    rows = packed([[200, 40, 10], [3, 2, 100], [1, 1, 1]], total=256, seed=3)
+    rows["loss"][1, :50] = False
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], 32, torch.Generator().manual_seed(0))
+    assert (anchors[:, 1:] >= anchors[:, :-1]).all()
+    for b in range(3):
+        used = anchors[b][valid[b]]
+        assert len(set(used.tolist())) == len(used)
+        for a in used.tolist():
+            assert rows["loss"][b, a] and rows["loss"][b, a + 1]
+            assert rows["documents"][b, a] == rows["documents"][b, a + 1]
+    assert valid[0].all()
+    assert set(rows["documents"][0][anchors[0]].tolist()) == {0, 1, 2}  # even the shortest has its share
+    assert not valid[2].any()
+
+
+def test_few_candidates_are_each_used_once():
+    rows = packed([[6]], total=20)
+    rows["loss"][:] = False
+    rows["loss"][0, 1:6] = True
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], 16, torch.Generator().manual_seed(1))
+    assert sorted(anchors[valid].tolist()) == [1, 2, 3, 4]
+
+
+def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
+    target, drafter = make_tiny(block_size=K)
+    rows = packed([[10]], total=16)
+    rows["loss"][:] = False
+    loss, _ = block_loss(drafter, target, rows, some_blocks(rows, 4), config())
+    loss.backward()
+    assert loss.item() == 0
+    assert all(torch.isfinite(p.grad).all() and not p.grad.any() for p in drafter.parameters() if p.grad is not None)
+
+
+def block_hidden(drafter, target, rows, blocks, features=None, embedded=None):
+    """Final states (B, N, K, D) of all blocks, from given or freshly computed features and block embeddings."""
+    if features is None:
+        packed_row = (rows["ids"], rows["positions"], rows["documents"])
+        features = target.packed_features(*packed_row, drafter.layer_ids).context
+    if embedded is None:
+        embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2)
+    attention = block_attention(blocks.anchors, rows["documents"], K)
+    hidden = drafter(features, rows["positions"], embedded, blocks.positions, attention)
+    return hidden.unflatten(1, (blocks.anchors.shape[1], K))
+
+
+def test_perturbing_what_a_block_must_not_see_changes_no_bit(make_tiny):
+    target, drafter = make_tiny(block_size=K)
+    rows = packed([[14, 16]], total=32, seed=5)
+    rows["loss"][:, :30] = True
+    blocks = some_blocks(rows, 8)
+    with torch.no_grad():
+        before = block_hidden(drafter, target, rows, blocks)
+        for n in range(8):
+            anchor = int(blocks.anchors[0, n])
+            document = rows["documents"][0] == rows["documents"][0, anchor]
+            changed = {name: column.clone() for name, column in rows.items()}
+            hidden_from = ~document | (torch.arange(32) > anchor)
+            changed["ids"][0, hidden_from] = (changed["ids"][0, hidden_from] + 7) % 90
+            other = lay_out(
+                *(changed[k] for k in ("ids", "positions", "documents", "loss")), blocks.anchors, blocks.valid, K
+            )
+            after = block_hidden(drafter, target, changed, other)
+            assert torch.equal(before[0, n], after[0, n])
+            changed["ids"][0, anchor] = (rows["ids"][0, anchor] + 1) % 90
+            other = lay_out(
+                *(changed[k] for k in ("ids", "positions", "documents", "loss")), blocks.anchors, blocks.valid, K
+            )
+            assert not torch.equal(before[0, n], block_hidden(drafter, target, changed, other)[0, n])
+
+
+def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny):
+    target, drafter = make_tiny(block_size=K)
+    rows = packed([[14, 16]], total=32, seed=6)
+    rows["loss"][:, :30] = True
+    blocks = some_blocks(rows, 6)
+    features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
+    features = features.clone().requires_grad_()
+    embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2).clone().requires_grad_()
+    hidden = block_hidden(drafter, target, rows, blocks, features, embedded)
+    for n in range(6):
+        to_features, to_blocks = torch.autograd.grad(hidden[0, n, 1:].sum(), (features, embedded), retain_graph=True)
+        anchor = int(blocks.anchors[0, n])
+        document = rows["documents"][0] == rows["documents"][0, anchor]
+        visible = document & (torch.arange(32) < anchor)
+        assert (to_features[0, ~visible] == 0).all()
+        assert (to_features[0, visible].abs().sum(-1) > 0).all()
+        to_blocks = to_blocks.view(6, K, -1)
+        assert (to_blocks[[m for m in range(6) if m != n]] == 0).all()
+        assert (to_blocks[n].abs().sum(-1) > 0).all()
+
+
+def test_trained_block_equals_cached_inference_block(make_tiny):
+    """The block that decoding drafts, its context taken in piece by piece, has the trained block's logits."""
+    target, drafter = make_tiny(torch.float64, K)
+    rows = packed([[24]], total=24, seed=7)
+    rows["loss"][:] = True
+    blocks = some_blocks(rows, 6)
+    with torch.no_grad():
+        trained = target.head(block_hidden(drafter, target, rows, blocks))[0, :, 1:].log_softmax(-1)  # (N, L, V)
+        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
+        for n in range(6):
+            anchor = int(blocks.anchors[0, n])
+            for cut in {0, anchor // 2, anchor}:
+                state = drafter.state(1, 40)
+                if cut:
+                    drafter.draft(target, features[:, :cut], [cut], rows["ids"][:, cut], state)
+                marginals = drafter.draft(target, features[:, cut:anchor], [anchor - cut], blocks.bonus[:, n], state)
+                assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
+
+
+def test_rows_of_a_batch_draft_as_if_alone(make_tiny):
+    target, drafter = make_tiny(block_size=K)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(3, 9, 2 * 32, generator=generator)
+    bonus = torch.tensor([5, 6, 7])
+    together = drafter.state(3, 30)
+    counts, later = [9, 4, 6], [1, 3, 2]
+    drafter.draft(target, features, counts, bonus, together)
+    second = drafter.draft(target, features[:, :3], later, bonus, together)
+    for b in range(3):
+        state = drafter.state(1, 30)
+        drafter.draft(target, features[b : b + 1, : counts[b]], [counts[b]], bonus[b : b + 1], state)
+        alone = drafter.draft(target, features[b : b + 1, : later[b]], [later[b]], bonus[b : b + 1], state)
+        assert torch.allclose(alone[0], second[b], atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_mask_predicate_equals_a_double_loop(causal):
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0]])
+    anchors = torch.tensor([[1, 4], [0, 6]])
+    allowed = dense(block_mask_mod(anchors, documents, 3, causal), 2, 6, 14, torch.device("cpu"))
+    for b in range(2):
+        for q in range(6):
+            for kv in range(14):
+                anchor = int(anchors[b, q // 3])
+                if kv < 8:
+                    expected = kv < anchor and documents[b, kv] == documents[b, anchor]
+                else:
+                    expected = (kv - 8) // 3 == q // 3 and (not causal or (kv - 8) % 3 <= q % 3)
+                assert bool(allowed[b, 0, q, kv]) == bool(expected), (b, q, kv)
+    assert allowed.any(-1).all()  # no query sees nothing, so no softmax is NaN
+
+
+def test_flex_attention_takes_the_same_predicate():
+    """FlexAttention's forward, which runs on the CPU, agrees with the dense mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.tensor([[0] * 20 + [1] * 30 + [-1] * 14])
+    anchors = torch.tensor([[3, 12, 25, 40]])
+    mod = block_mask_mod(anchors, documents, K)
+    q = torch.randn(1, 4, 16, 8, generator=generator)
+    k, v = torch.randn(2, 1, 2, 80, 8, generator=generator)
+    mask = create_block_mask(mod, 1, None, 16, 80, device="cpu")
+    flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    assert torch.allclose(flex, block_attention(anchors, documents, K)(q, k, v), atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="FlexAttention has a backward on CUDA only, and there is none"
+)
+def test_compiled_flex_attention_equals_the_dense_mask_on_cuda():
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.tensor([[0] * 50 + [1] * 70 + [-1] * 8])
+    anchors = torch.arange(1, 113, 7)[None]
+    q = torch.randn(1, 4, 64, 16, generator=generator)
+    k, v = torch.randn(2, 1, 2, 192, 16, generator=generator)
+    outs = []
+    for device in ("cpu", "cuda"):
+        parts = [x.to(device).detach().requires_grad_() for x in (q, k, v)]
+        out = block_attention(anchors.to(device), documents.to(device), K)(*parts)
+        out.square().sum().backward()
+        outs.append([x.cpu() for x in (out, *(part.grad for part in parts))])
+    for dense_part, flex_part in zip(*outs, strict=True):
+        assert torch.allclose(dense_part, flex_part, atol=1e-3)
+
+
+def test_packed_rows_give_the_target_what_single_documents_give(make_tiny):
+    target, _ = make_tiny()
+    rows = packed([[5, 11, 8]], total=26)
+    packed_row = (rows["ids"], rows["positions"], rows["documents"])
+    together = target.packed_features(*packed_row, (1, 4))
+    begin = 0
+    for length in (5, 11, 8):
+        out = target.model(rows["ids"][:, begin : begin + length], output_hidden_states=True)
+        expected = torch.cat([out.hidden_states[2], out.hidden_states[5]], -1)
+        assert torch.allclose(together.context[:, begin : begin + length], expected, atol=1e-5)
+        assert torch.allclose(target.head(together.last)[:, begin : begin + length], out.logits, atol=1e-4)
+        begin += length
+    mask = dense(packed_causal_mod(rows["documents"]), 1, 26, 26, torch.device("cpu"))
+    assert mask.any(-1).all()

@@ -1,0 +1,1 @@
+"""Training of block-diffusion drafters. Imports `infer` and `data`; nothing imports `train`."""

@@ -1,0 +1,108 @@
+"""Where a drafter is trained: anchors, the blocks behind them, their labels, weights and teacher rows.
+
+B rows, T packed length, N anchor slots, K block size, L = K - 1 drafted positions, H heads, E head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from infer.masks import block_mask_mod, dense
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a batch. Slots without an anchor (too few candidates in a row) carry no weight."""
+
+    anchors: torch.Tensor  # (B, N) positions in the row, sorted
+    valid: torch.Tensor  # (B, N) bool
+    bonus: torch.Tensor  # (B, N) token at the anchor
+    positions: torch.Tensor  # (B, N*K) absolute positions inside the document: anchor .. anchor + L
+    labels: torch.Tensor  # (B, N, L) the true tokens after the anchor
+    supervised: torch.Tensor  # (B, N, L) bool: inside the document, loss allowed
+    teacher_rows: torch.Tensor  # (B, N, L) row of the flattened (B*T) target states that predicts the label
+
+
+def draw_anchors(
+    loss: torch.Tensor, documents: torch.Tensor, slots: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor positions (B, slots) int64, sorted, and whether each slot is used (B, slots).
+
+    An anchor's token and its successor both carry loss and belong to one document. Slot j draws uniformly from the
+    j-th of `slots` equal strata of a row's candidates: each document gets its share of the slots, the list is
+    sorted as drawn, and shapes are fixed. In a row with fewer candidates than slots the repeated ones go unused.
+    """
+    candidate = torch.zeros_like(loss)  # (B, T)
+    candidate[:, :-1] = loss[:, :-1] & loss[:, 1:] & (documents[:, :-1] == documents[:, 1:])
+    counts = candidate.sum(1, keepdim=True)  # (B, 1)
+    jitter = torch.rand(len(loss), slots, generator=generator).to(loss.device)
+    wanted = ((torch.arange(slots, device=loss.device) + jitter) * counts / slots).long()  # (B, N) ranks
+    wanted = torch.minimum(wanted, (counts - 1).clamp(min=0))
+    order = candidate.cumsum(1) - 1  # (B, T) rank of each candidate
+    anchors = torch.searchsorted(order, wanted, side="left").clamp(max=loss.shape[1] - 1)
+    valid = (counts > 0).expand_as(wanted).clone()
+    valid[:, 1:] &= wanted[:, 1:] != wanted[:, :-1]
+    return anchors, valid
+
+
+def lay_out(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    documents: torch.Tensor,
+    loss: torch.Tensor,
+    anchors: torch.Tensor,
+    valid: torch.Tensor,
+    block_size: int,
+) -> Blocks:
+    """The blocks behind anchors (B, N) of packed rows (B, T). Labels beyond the document's end are not supervised."""
+    rows, length = ids.shape
+    steps = torch.arange(block_size, device=ids.device)
+    inside = anchors[..., None] + steps  # (B, N, K)
+    ahead = inside[..., 1:]  # (B, N, L)
+    safe = ahead.clamp(max=length - 1)
+
+    def at(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return values.gather(1, where.flatten(1)).view(where.shape)
+
+    same_document = at(documents, safe) == at(documents, anchors)[..., None]
+    supervised = valid[..., None] & (ahead < length) & same_document & at(loss, safe)
+    row = torch.arange(rows, device=ids.device).view(-1, 1, 1)
+    return Blocks(
+        anchors=anchors,
+        valid=valid,
+        bonus=at(ids, anchors),
+        positions=(at(positions, anchors)[..., None] + steps).flatten(1),
+        labels=at(ids, safe),
+        supervised=supervised,
+        teacher_rows=row * length + safe - 1,
+    )
+
+
+def block_attention(anchors: torch.Tensor, documents: torch.Tensor, block_size: int):
+    """Attention under the prefix-shared mask: a function of queries (B, H, N*K, E), keys and values
+    (B, H', T + N*K, E). FlexAttention on CUDA; the same predicate, dense, elsewhere."""
+    mask_mod = block_mask_mod(anchors, documents, block_size)
+    rows, slots = anchors.shape
+    queries, keys = slots * block_size, documents.shape[1] + slots * block_size
+    if anchors.device.type == "cuda":
+        return _flex_attention(mask_mod, rows, queries, keys, anchors.device)
+    allowed = dense(mask_mod, rows, queries, keys, anchors.device)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+
+    return attention
+
+
+def _flex_attention(mask_mod, rows: int, queries: int, keys: int, device: torch.device):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Compiled, the block mask costs a tenth and never exists densely; both compilations happen once per shape.
+    mask = torch.compile(create_block_mask)(mask_mod, rows, None, queries, keys, device=device)
+    compiled = torch.compile(flex_attention)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+    return attention

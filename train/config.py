@@ -1,0 +1,126 @@
+"""The whole configuration of a training run. No torch here: a wrong option is refused before it loads.
+
+A default is written once, here or in `infer.config` and `data.packing`; conf/ holds only choices that differ.
+"""
+
+from dataclasses import dataclass, field
+
+from data.packing import DataConfig
+from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
+
+
+@dataclass
+class ObjectiveConfig:
+    """The loss on a block's L drafted positions."""
+
+    divergence: str = "kl"  # kl: KL(target || drafter), DART section 3.3; cross_entropy: the true next token
+    weights: str = "gamma"  # gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma), DFlash
+    gamma: float = 0.6  # DART table 4; the DFlash recipe has 7 for block 16 and 4 for block 8
+    chunk_rows: int = 512  # rows of vocabulary-sized tensors alive at a time
+
+    def check(self) -> None:
+        """Raises ValueError for an objective that does not exist."""
+        if self.divergence not in ("kl", "cross_entropy"):
+            raise ValueError(f"objective.divergence={self.divergence}: use kl or cross_entropy")
+        if self.weights not in ("gamma", "exponential"):
+            raise ValueError(f"objective.weights={self.weights}: use gamma or exponential")
+        if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
+            raise ValueError(f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma")
+        if self.chunk_rows < 1:
+            raise ValueError(f"objective.chunk_rows={self.chunk_rows}: at least 1")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, warm-up and cosine."""
+
+    lr: float = 6e-4  # peak
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float = 0.04  # share of all steps
+    clip: float = 1.0  # gradient norm
+    batch: int = 8  # packed rows per process and micro-step
+    accumulation: int = 1  # micro-steps per step
+    epochs: float = 6.0  # length of the run, unless steps is given
+    steps: int | None = None
+    precision: str = "auto"  # float32, bfloat16 (fp32 master weights), or auto: bfloat16 on CUDA that has it
+
+    def check(self) -> None:
+        """Raises ValueError for settings that cannot train."""
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr={self.lr}: above 0")
+        for name in ("batch", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"optim.{name}={getattr(self, name)}: at least 1")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"optim.steps={self.steps}: at least 1, or null to train for optim.epochs")
+        if not self.epochs > 0:
+            raise ValueError(f"optim.epochs={self.epochs}: above 0")
+        if not self.clip > 0:
+            raise ValueError(f"optim.clip={self.clip}: above 0")
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"optim.precision={self.precision}: use auto, float32 or bfloat16")
+
+
+@dataclass
+class DeepSpeedConfig:
+    """How DeepSpeed spreads the drafter's training state."""
+
+    stage: int = 0  # ZeRO stage 0 to 3
+    offload: bool = False  # optimiser state in host memory (stages 1 to 3)
+
+    def check(self) -> None:
+        """Raises ValueError for combinations that DeepSpeed does not have."""
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"deepspeed.stage={self.stage}: 0, 1, 2 or 3")
+        if self.offload and self.stage == 0:
+            raise ValueError("deepspeed.offload=true needs deepspeed.stage 1, 2 or 3")
+
+
+@dataclass
+class TrackingConfig:
+    """Weights & Biases; metrics.jsonl is always written."""
+
+    wandb: bool = False
+    project: str = "blockdraft"
+
+
+@dataclass
+class TrainConfig:
+    """A run. Its folder is runs_dir/name."""
+
+    name: str = "embedded-dflash"
+    runs_dir: str = "runs"
+    seed: int = 0
+    resume: str = "auto"  # auto: go on from the newest whole checkpoint of this run; never: refuse an existing run
+    anchors: int = 64  # blocks per packed row
+    checkpoints: int = 3  # evenly spread over the run, the last at its end; each is evaluated
+    keep_states: int = 2  # newest checkpoints that keep their training state (drafters and evaluations always stay)
+    log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def check(self) -> None:
+        """Raises ValueError, one sentence, for anything that could not work."""
+        parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed")
+        for part in parts:
+            getattr(self, part).check()
+        for name in ("anchors", "checkpoints", "keep_states", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.resume not in ("auto", "never"):
+            raise ValueError(f"resume={self.resume}: use auto or never")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError(f"name={self.name}: a plain folder name")
+        if self.drafter.block_size >= self.data.length:
+            raise ValueError(
+                f"drafter.block_size={self.drafter.block_size} does not fit in rows of data.length={self.data.length}"
+            )

@@ -1,0 +1,66 @@
+"""What happens at a checkpoint: decode held-out prompts, leave numbers and pictures, mark the best."""
+
+import json
+from pathlib import Path
+
+from data.prompts import held_out_prompts
+from infer.checkpoint import load_drafter
+from infer.evaluate import best_tau, evaluate, same_output
+from infer.report import table, write_report
+from infer.target import Target
+from train.config import TrainConfig
+from train.progress import Progress
+from train.state import checkpoints, mark_best, step_of
+from train.tracking import Tracker
+
+
+def evaluate_checkpoint(
+    run: Path, folder: Path, target: Target, config: TrainConfig, progress: Progress, tracker: Tracker
+) -> dict:
+    """Decodes with the drafter as it lies on disk, the way a user would, and updates the run's report."""
+    drafter = load_drafter(folder, dtype=target.dtype, device=target.device)
+    options = config.evaluation
+    prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+    with progress.counting(f"evaluating step {step_of(folder)}", len(prompts)) as advance:
+        result = evaluate(target, drafter, prompts, options, advance)
+    result |= {"step": step_of(folder), "checkpoint": str(folder), "drafter": config.name}
+    out = folder / "evaluation"
+    out.mkdir(exist_ok=True)
+    fresh = out / ".evaluation.json"
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    fresh.replace(out / "evaluation.json")
+    if options.temperature == 0 and str(target.dtype) == "torch.float32" and not same_output(result):
+        raise AssertionError(f"greedy outputs differ from plain decoding in float32: see {out}/evaluation.json")
+    evaluations = evaluations_of(run)
+    best = max(evaluations, key=best_tau)
+    mark_best(run, folder.with_name(Path(best["checkpoint"]).name))
+    write_report(run / "report", evaluations)
+    taus = ", ".join(
+        f"{method['name']}{method['budget'] or ''} τ {method['tau']:.2f} ({method['speedup']:.2f}x)"
+        for method in result["methods"][1:]
+    )
+    progress.say(f"step {result['step']}: {taus}")
+    tracker.summary(result)
+    return result
+
+
+def evaluations_of(run: Path) -> list[dict]:
+    """All evaluations of a run, by step."""
+    files = (folder / "evaluation" / "evaluation.json" for folder in checkpoints(run))
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def finish_report(run: Path, tracker: Tracker) -> None:
+    """The end of a run: the best checkpoint's table and where everything lies."""
+    evaluations = evaluations_of(run)
+    if not evaluations:
+        return
+    best = max(evaluations, key=best_tau)
+    page = write_report(run / "report", evaluations)
+    tracker.pictures(run / "report")
+    print(f"\nBest checkpoint: step {best['step']}, greedy on {best['prompts']} held-out prompts, {best['device']}\n")
+    print(table(best))
+    print(f"\nreport      {page}")
+    print(f"pictures    {', '.join(str(path) for path in sorted(page.parent.glob('*.png')))}")
+    print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
+    print(f"metrics     {run / 'metrics.jsonl'}", flush=True)

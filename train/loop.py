@@ -1,0 +1,317 @@
+"""The training loop: frozen target in, trained drafter out.
+
+One step: packed rows -> the target's features and final states (no gradient) -> anchors and their blocks -> the
+drafter on all blocks at once under the prefix-shared mask -> annealed divergence to the target at every drafted
+position.
+
+B rows, T packed length, N anchors, K block size, L = K - 1, D hidden size.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data.packing import batch, packed_rows
+from infer.dflash import DFlash, drafter_config
+from infer.target import Target, load_target, resolve_device
+from train.blocks import Blocks, block_attention, draw_anchors, lay_out
+from train.config import OptimConfig, TrainConfig
+from train.hooks import evaluate_checkpoint, finish_report
+from train.objective import divergence, position_weights
+from train.progress import Progress
+from train.state import checkpoint_folder, load, newest, save, seeded, trim_log
+from train.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step over all processes. Tensors on the device: reading them synchronises."""
+
+    loss: torch.Tensor  # () weighted mean divergence, nats
+    agreement: torch.Tensor  # (L,) share of supervised positions where drafter and target choose the same token
+    prefix: torch.Tensor  # () teacher-forced joint prefix length, the bonus token included
+    grad_norm: torch.Tensor  # ()
+
+    def numbers(self) -> dict:
+        return {
+            "loss": self.loss.item(),
+            "prefix": self.prefix.item(),
+            "agreement": self.agreement.tolist(),
+            "grad_norm": float(self.grad_norm),
+        }
+
+
+def block_loss(
+    drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, config: TrainConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed weighted divergence of a batch's blocks, and where the drafter agrees with the target: (B, N, L) bool.
+
+    drafter: the DFlash module, or the engine around it; rows: columns (B, T).
+    """
+    module: DFlash = getattr(drafter, "module", drafter)
+    features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], module.layer_ids)
+    embedded = target.embed(module.block_ids(blocks.bonus)).flatten(1, 2)  # (B, N*K, D)
+    kind = module.norm.weight.dtype
+    hidden = drafter(
+        features.context.to(kind),
+        rows["positions"],
+        embedded.to(kind),
+        blocks.positions,
+        block_attention(blocks.anchors, rows["documents"], module.block_size),
+    )  # (B, N*K, D)
+    slots = blocks.anchors.shape[1]
+    drafted = hidden.unflatten(1, (slots, module.block_size))[:, :, 1:]  # (B, N, L, D)
+    weights = position_weights(config.objective, module.block_size - 1).to(hidden.device) * blocks.supervised
+    result = divergence(
+        drafted.flatten(0, 2).to(target.dtype),
+        features.last.flatten(0, 1),
+        blocks.teacher_rows.flatten(),
+        blocks.labels.flatten(),
+        weights.flatten(),
+        target.head_weight,
+        config.objective,
+    )
+    return result.loss, result.agree.view(blocks.supervised.shape)
+
+
+def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, generator: torch.Generator) -> Blocks:
+    """Anchors for a batch, and the blocks behind them."""
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], config.anchors, generator)
+    return lay_out(
+        rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size
+    )
+
+
+def train_step(engine, target: Target, dataset, config: TrainConfig, step: int) -> StepMetrics:
+    """One optimiser step. The loss is divided by the weights of all blocks of all micro-steps and processes, so that
+    it depends neither on their number nor on how the blocks fell among them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optim, device, length = config.optim, target.device, config.drafter.block_size - 1
+    micro = []
+    for i in range(optim.accumulation):
+        part = (step * optim.accumulation + i) * world + rank  # a pure function of the step: resuming needs no more
+        rows = {k: v.to(device) for k, v in batch(dataset, part * optim.batch, optim.batch, config.seed).items()}
+        micro.append((rows, draw_blocks(rows, config, seeded(config.seed, part))))
+    weights = position_weights(config.objective, length).to(device)
+    supervised = sum(blocks.supervised.sum((0, 1)) for _, blocks in micro).float()  # (L,)
+    dist.all_reduce(supervised)
+    total = (supervised * weights).sum().clamp(min=1e-6)
+
+    loss_sum, agree_sum = torch.zeros((), device=device), torch.zeros(length, device=device)
+    prefix_sum = torch.zeros(2, device=device)
+    for rows, blocks in micro:
+        loss, agree = block_loss(engine, target, rows, blocks, config)
+        engine.backward(loss * (world * optim.accumulation / total))  # DeepSpeed averages over both
+        engine.step()
+        agree = agree & blocks.supervised  # (B, N, L)
+        loss_sum += loss.detach()
+        agree_sum += agree.sum((0, 1))
+        prefix_sum += torch.stack([agree.long().cumprod(-1).sum() + blocks.valid.sum(), blocks.valid.sum()])
+    sums = torch.cat([loss_sum[None], agree_sum, prefix_sum])
+    dist.all_reduce(sums)
+    norm = engine.get_global_grad_norm()
+    return StepMetrics(
+        loss=sums[0] / total,
+        agreement=sums[1 : 1 + length] / supervised.clamp(min=1),
+        prefix=sums[-2] / sums[-1].clamp(min=1),
+        grad_norm=torch.as_tensor(float("nan") if norm is None else norm),
+    )
+
+
+def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
+    """Linear warm-up, then half a cosine to zero."""
+    warmup = max(1, round(optim.warmup * total))
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+def start_processes(device: torch.device) -> None:
+    """Joins the process group that torchrun announced, or founds one of a single process."""
+    import deepspeed
+
+    # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and g++.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in alone.items()})
+    if not dist.is_initialized():
+        deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+
+
+def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
+    """DeepSpeed around drafter and AdamW. The target stays outside: it has no training state."""
+    import deepspeed
+
+    optim = config.optim
+    matrices = [p for p in drafter.parameters() if p.ndim == 2]
+    vectors = [p for p in drafter.parameters() if p.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas))
+    half = optim.precision == "bfloat16" or (
+        optim.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    )
+    zero: dict = {"stage": config.deepspeed.stage}
+    if config.deepspeed.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    engine, *_ = deepspeed.initialize(
+        model=drafter.to(device),
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": optim.batch,
+            "gradient_accumulation_steps": optim.accumulation,
+            "gradient_clipping": optim.clip,
+            "bf16": {"enabled": half},
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        },
+    )
+    return engine
+
+
+def open_run(config: TrainConfig) -> Path:
+    """The run's folder with its resolved config; an existing run is gone on with or refused, never overwritten.
+
+    Raises ValueError when the folder holds a run of another configuration, or any run and resume=never.
+    """
+    run = Path(config.runs_dir) / config.name
+    wanted = asdict(config)
+    free = ("resume", "runs_dir", "keep_states", "log_every", "tracking", "evaluation")  # may differ when resuming
+    file = run / "config.json"
+    if file.exists():
+        if config.resume == "never":
+            raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
+        known = json.loads(file.read_text())
+        changed = [
+            key for key in json.loads(json.dumps(wanted)) if key not in free and known.get(key) != _plain(wanted[key])
+        ]
+        if changed:
+            raise ValueError(
+                f"{run} holds a run with another configuration ({', '.join(changed)} differ): choose another name="
+            )
+    elif dist.get_rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(wanted, indent=1) + "\n")
+    return run
+
+
+def _plain(value: object) -> object:
+    return json.loads(json.dumps(value))
+
+
+def total_steps(config: TrainConfig, rows: int) -> int:
+    if config.optim.steps is not None:
+        return config.optim.steps
+    return max(
+        1, round(config.optim.epochs * rows / (config.optim.batch * config.optim.accumulation * dist.get_world_size()))
+    )
+
+
+def train(config: TrainConfig) -> Path:
+    """Trains a drafter from a checked configuration; returns the run's folder.
+
+    Raises ValueError or FileNotFoundError with a sentence for what the user can mend.
+    """
+    device = resolve_device(config.target.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    target = load_target(config.target.path, config.target.dtype, str(device), config.target.trust_remote_code)
+    drafter = DFlash(drafter_config(config.drafter, target))
+    drafter.reset(seeded(config.seed))
+    start_processes(device)
+    run = open_run(config)
+    dataset = packed_rows(config.data, target.tokenizer)
+    engine = build_engine(drafter, config, device)
+    first = dist.get_rank() == 0
+    total = total_steps(config, len(dataset))
+    stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}
+
+    folder, skipped = newest(run)
+    done = load(folder, engine) if folder is not None else 0
+    progress = Progress(total, enabled=first)
+    for line in skipped:
+        progress.say(line)
+    progress.say(
+        f"{config.name}: {sum(p.numel() for p in drafter.parameters()):,} trainable parameters, "
+        f"{len(dataset):,} packed rows of {config.data.length} tokens, {total} steps"
+        + (f"; going on after step {done}" if done else "")
+    )
+    if first:
+        trim_log(run / "metrics.jsonl", done)
+    tracker = Tracker(config, run, enabled=first)
+    evaluate = lambda step: evaluate_checkpoint(run, checkpoint_folder(run, step), target, config, progress, tracker)  # noqa: E731
+    if done and first and not (folder / "evaluation" / "evaluation.json").exists():
+        evaluate(done)  # the run was stopped between saving and evaluating
+    stopping = catch_signals()
+
+    pending: list[tuple[int, StepMetrics, float]] = []
+    began = time.perf_counter()
+    for step in range(done, total):
+        rate = learning_rate(config.optim, step, total)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        pending.append((step + 1, train_step(engine, target, dataset, config, step), rate))
+        stop = False
+        if (step + 1) % config.log_every == 0 or step + 1 in stops:
+            flag = torch.tensor(float(stopping.is_set), device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX)  # all processes stop after the same step
+            stop = bool(flag.item())
+            tokens = len(pending) * config.optim.batch * config.optim.accumulation * config.data.length
+            speed = tokens * dist.get_world_size() / (time.perf_counter() - began)
+            for number, metrics, rate in pending:
+                line = {"step": number, "lr": rate, "tokens_per_second": speed, **metrics.numbers()}
+                if first:
+                    with (run / "metrics.jsonl").open("a") as log:
+                        log.write(json.dumps(line) + "\n")
+                    tracker.log(line, number)
+                    progress.step(line)
+            pending.clear()
+            began = time.perf_counter()
+        if step + 1 in stops or stop:
+            saved = save(run, step + 1, engine, drafter, config.keep_states)
+            if first and step + 1 in stops:
+                evaluate(step + 1)
+            dist.barrier()
+            began = time.perf_counter()
+        if stop:
+            progress.say(
+                f"stopped by a signal after step {step + 1}; saved {saved}; the same command goes on from there"
+            )
+            break
+    progress.close()
+    if first:
+        finish_report(run, tracker)
+    tracker.close()
+    dist.barrier()
+    return run
+
+
+@dataclass
+class StopFlag:
+    is_set: bool = False
+
+
+def catch_signals() -> StopFlag:
+    """SIGTERM and SIGUSR1 (a scheduler's preemption) let the step end, save and stop; exit code 0."""
+    flag = StopFlag()
+
+    def handler(number: int, frame: object) -> None:
+        flag.is_set = True
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, handler)
+    return flag

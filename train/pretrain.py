@@ -1,0 +1,194 @@
+"""Pre-trains the embedded target: a small Qwen3 on the sources of the Python standard library.
+
+    python train/pretrain.py            # about an hour on two cores; writes runs/embedded-target
+
+The folder `data/embedded` in the repository is what this script wrote. Recipe: matrices by Muon, the embedding
+and the norms by AdamW, one peak rate, warm-up, plateau, linear decay; windows of the token stream in a fresh
+order every epoch. Single process: a target this small needs no engine.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infer.entry import entry
+
+END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
+
+
+@dataclass
+class PretrainConfig:
+    """Options of the embedded target's pre-training; every default is the shipped recipe."""
+
+    out: str = "runs/embedded-target"
+    seed: int = 0
+    vocab_size: int = 2048
+    hidden_size: int = 192
+    intermediate_size: int = 416
+    num_hidden_layers: int = 10
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 3
+    head_dim: int = 32
+    length: int = 512  # tokens a window
+    batch: int = 16  # windows a step
+    steps: int = 1500
+    lr: float = 3e-3  # peak, of both optimisers
+    weight_decay: float = 0.05  # on matrices
+    warmup: float = 0.02  # share of the steps
+    decay: float = 0.5  # share of the steps, linear to zero, at the end
+    clip: float = 1.0
+    compile: bool = True
+    save_every: int = 100
+
+    def check(self) -> None:
+        """Raises ValueError for a recipe that cannot run."""
+        if min(self.steps, self.batch, self.length, self.save_every) < 1:
+            raise ValueError("steps, batch, length and save_every are at least 1")
+
+
+def train_tokenizer(texts: list[str], vocab_size: int):
+    """A byte-level BPE of exactly `vocab_size` ids, special tokens first (end of text, mask, padding)."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer(add_prefix_space=False)
+    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT, MASK, PAD], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, mask_token=MASK, pad_token=PAD
+    )
+
+
+def windows(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
+    """Batches (batch, length + 1) of consecutive windows of the token stream; every epoch shifts the
+    cuts by a random phase and permutes the windows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    queue = []
+    for _ in range(steps):
+        while len(queue) < batch:
+            phase = int(torch.randint(length, (1,), generator=generator))
+            starts = torch.arange(phase, len(stream) - length - 1, length)
+            queue += starts[torch.randperm(len(starts), generator=generator)].tolist()
+        rows, queue = queue[:batch], queue[batch:]
+        yield torch.stack([stream[start : start + length + 1] for start in rows])
+
+
+def rate(step: int, steps: int, warmup: float, decay: float) -> float:
+    """Trapezoid: the share of the peak rate at a step."""
+    return min((step + 1) / max(1, warmup * steps), 1.0, (steps - step) / max(1, decay * steps))
+
+
+def held_out_loss(model, stream, length: int) -> float:
+    """Mean cross-entropy (nats a token) over the held-out stream cut into windows."""
+    import torch
+
+    total, count = 0.0, 0
+    starts = range(0, len(stream) - length - 1, length)
+    with torch.no_grad():
+        for start in starts:
+            ids = stream[start : start + length + 1][None]
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+            total += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum").item()
+            count += length
+    return total / count
+
+
+def pretrain(config: PretrainConfig) -> dict:
+    """Trains and saves tokenizer and weights (bf16 safetensors) to `config.out`; returns the figures."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from data.corpus import stdlib_documents
+
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    train_texts = [document.text for document in stdlib_documents("train")]
+    held_texts = [document.text for document in stdlib_documents("held_out")]
+    tokenizer = train_tokenizer(train_texts, config.vocab_size)
+    tokenizer.save_pretrained(out)
+
+    def to_stream(texts: list[str]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(config.seed)
+        order = torch.randperm(len(texts), generator=generator).tolist()
+        encoded = tokenizer([texts[i] for i in order])["input_ids"]
+        return torch.tensor([id for ids in encoded for id in [*ids, tokenizer.eos_token_id]])
+
+    stream, held_stream = to_stream(train_texts), to_stream(held_texts)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=2048,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens", flush=True)
+
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    body = torch.compile(model.model) if config.compile else model.model
+    began, recent = time.time(), []
+    batches = windows(stream, config.length, config.batch, config.steps, config.seed)
+    for step, ids in enumerate(batches):
+        share = rate(step, config.steps, config.warmup, config.decay)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * share
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        recent.append(loss.item())
+        last = step + 1 == config.steps
+        if step % 20 == 0 or last:
+            tokens = (step + 1) * ids.numel()
+            seconds = time.time() - began
+            print(
+                f"step {step + 1}/{config.steps} loss {sum(recent) / len(recent):.3f} "
+                f"{tokens / seconds:,.0f} tokens/s, {seconds / (step + 1) * (config.steps - step - 1) / 60:.0f} min left",
+                flush=True,
+            )
+            recent.clear()
+        if (step + 1) % config.save_every == 0 or last:
+            figures = {
+                "step": step + 1,
+                "held_out_loss": held_out_loss(model, held_stream, config.length),
+                "held_out_bits_per_byte": None,
+                "minutes": (time.time() - began) / 60,
+                "train_tokens": len(stream),
+                "recipe": asdict(config),
+            }
+            held_bytes = sum(len(text.encode()) for text in held_texts)
+            figures["held_out_bits_per_byte"] = figures["held_out_loss"] * len(held_stream) / held_bytes / math.log(2)
+            print(figures, flush=True)
+            twin = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+            twin.load_state_dict(model.state_dict())
+            twin.save_pretrained(out)
+            (out / "pretraining.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+if __name__ == "__main__":
+    entry("pretrain", PretrainConfig, pretrain)

@@ -1,0 +1,149 @@
+"""Checkpoints of a run: whole or absent, newest first, best marked.
+
+    <run>/checkpoints/step-00000300/
+        drafter/        config.json, model.safetensors: the public layout, what serving engines read
+        state/          DeepSpeed's training state, and manifest.json: size and sha256 of every file of the checkpoint
+        evaluation/     evaluation.json and pictures, written after the checkpoint
+    <run>/checkpoints/best -> step-...
+
+A checkpoint is written into a hidden sibling folder, synced, given its manifest and renamed, so that a kill at any
+moment leaves either none or a whole one. There is no other state: data order, anchors and learning rate are
+pure functions of seed and step.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infer.checkpoint import save_drafter
+
+MANIFEST = "manifest.json"
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first, whole or not."""
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _digest(path: Path) -> dict:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def save(run: Path, step: int, engine, drafter, keep_states: int) -> Path:
+    """Saves all ranks' state and the drafter; returns the finished folder. Called by every rank."""
+    import deepspeed
+
+    final = checkpoint_folder(run, step)
+    partial = final.parent / f".{final.name}"
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    engine.save_checkpoint(str(partial), tag="state", client_state={"step": step}, save_latest=False)
+    with deepspeed.zero.GatheredParameters(list(drafter.parameters()), enabled=engine.zero_optimization_stage() == 3):
+        if first:
+            save_drafter(drafter, partial / "drafter")
+    dist.barrier()
+    if first:
+        files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+        manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
+        (partial / "state" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        for path in partial.rglob("*"):
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _sync(final.parent)
+        for old in checkpoints(run)[:-keep_states]:
+            shutil.rmtree(old / "state", ignore_errors=True)
+    dist.barrier()
+    return final
+
+
+def whole(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every file is as its manifest says."""
+    manifest = folder / "state" / MANIFEST
+    if not manifest.is_file():
+        return "has no training state"
+    try:
+        expected = json.loads(manifest.read_text())
+    except ValueError:
+        return "its manifest cannot be read"
+    for name, digest in expected.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _digest(folder / name) != digest:
+            return f"{name} is truncated or altered"
+    return None
+
+
+def newest(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint, or None, and a sentence about every newer one that was skipped."""
+    skipped = []
+    for folder in reversed(checkpoints(run)):
+        problem = whole(folder)
+        if problem is None:
+            return folder, skipped
+        skipped.append(f"skipped checkpoint {folder.name}: {problem}")
+    return None, skipped
+
+
+def load(folder: Path, engine) -> int:
+    """Puts a checkpoint's state into the engine and returns its step. Its files were checked by `newest`."""
+    loaded, client = engine.load_checkpoint(str(folder), tag="state")
+    if loaded is None:
+        raise ValueError(f"{folder}: DeepSpeed could not load the training state (another number of processes?)")
+    return client["step"]
+
+
+def mark_best(run: Path, best: Path) -> None:
+    """Points checkpoints/best at the best checkpoint, atomically."""
+    link = run / "checkpoints" / "best"
+    fresh = link.with_name(".best")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(best.name)
+    fresh.replace(link)
+
+
+def trim_log(path: Path, step: int) -> None:
+    """Drops lines of metrics.jsonl from steps that a resumed run will do again (and a half-written last line)."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text("".join(line + "\n" for line in kept))
+    fresh.replace(path)
+
+
+def seeded(*parts: int) -> torch.Generator:
+    """A generator that is a pure function of its parts (seed, step, rank, ...)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
