@@ -26,7 +26,18 @@ _HOME = {
     "Target": "infer.target",
     "load_target": "infer.target",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "DFlash",
+    "DecodeOptions",
+    "DecodeStats",
+    "DrafterConfig",
+    "Generation",
+    "Target",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "save_drafter",
+]
 
 
 def __getattr__(name: str) -> object:

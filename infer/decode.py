@@ -102,10 +102,12 @@ def decode(
     prompts: list[list[int]],
     options: DecodeOptions,
     clock: Callable[[], float] = time.perf_counter,
+    seeds: list[int] | None = None,
 ) -> list[Decoded]:
     """Decodes a batch of prompts (token ids, none empty); every row has its own length, tree, acceptance and end.
 
-    `clock` times the stages; a benchmark on CUDA passes one that synchronises. The drafter may be None for plain.
+    `clock` times the stages; a benchmark on CUDA passes one that synchronises. `seeds` gives every row a sampling seed
+    of its own instead of options.seed. The drafter may be None for plain.
     """
     options.check()
     build = None if options.method == "plain" else TREES[options.method]
@@ -120,6 +122,7 @@ def decode(
     rows = [_Row(DecodeStats(prompt_tokens=len(prompt))) for prompt in prompts]
     seconds = dict.fromkeys(("prefill", *STAGES), 0.0)
     device = target.device
+    row_seeds = None if seeds is None else torch.tensor(seeds, device=device)
 
     # Prefill: the prompt's features feed the first draft, its last position yields the first bonus token.
     began = mark = clock()
@@ -130,7 +133,7 @@ def decode(
     counts = list(cache.lengths)
     last = torch.tensor(counts, device=device) - 1
     hidden = features.last.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.last.shape[-1]))  # (B, 1, D)
-    bonus = choose(target.head(hidden), torch.zeros_like(last)[:, None], last, 0, sampling)[:, 0]  # (B,)
+    bonus = choose(target.head(hidden), torch.zeros_like(last)[:, None], last, 0, sampling, row_seeds)[:, 0]  # (B,)
     context = features.context
     for row, token in zip(rows, bonus.tolist(), strict=True):
         row.take([token], ends)
@@ -151,7 +154,7 @@ def decode(
         mark = now
         start = torch.tensor(cache.lengths, device=device)
         features = target.verify(tree, ancestors, cache, layers)
-        chosen = choose(target.head(features.last), tree.depths, start, tree.max_depth, sampling)  # (B, M)
+        chosen = choose(target.head(features.last), tree.depths, start, tree.max_depth, sampling, row_seeds)  # (B, M)
         seconds["verify"] += (now := clock()) - mark
 
         mark = now

@@ -1,0 +1,128 @@
+"""The chunked objective against the dense one."""
+
+import pytest
+import torch
+
+from train.config import ObjectiveConfig
+from train.objective import divergence, position_weights
+
+R, P, D, V = 23, 9, 6, 31
+
+
+def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(R, generator=generator, dtype=torch.float32)
+    weights[torch.rand(R, generator=generator) < 0.3] = 0
+    return {
+        "hidden": torch.randn(R, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
+        "teacher_hidden": torch.randn(P, D, generator=generator, dtype=torch.float64).to(dtype),
+        "teacher_rows": torch.randint(P, (R,), generator=generator),
+        "labels": torch.randint(V, (R,), generator=generator),
+        "weights": weights,
+        "head": torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype),
+    }
+
+
+def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str):
+    log_q = (hidden @ head.T).log_softmax(-1)
+    log_p = (teacher_hidden @ head.T).log_softmax(-1)[teacher_rows]
+    agree = log_q.argmax(-1) == log_p.argmax(-1)
+    rows = (log_p.exp() * (log_p - log_q)).sum(-1) if kind == "kl" else -log_q.gather(1, labels[:, None])[:, 0]
+    return (rows * weights).sum(), rows, agree
+
+
+@pytest.mark.parametrize("kind", ["kl", "cross_entropy"])
+@pytest.mark.parametrize("chunk", [1, 4, 23, 100])
+def test_equals_the_dense_objective(kind, chunk):
+    args = case()
+    expected, rows, agree = dense(**args, kind=kind)
+    (expected * 1.7).backward()
+    gradient = args["hidden"].grad.clone()
+    args["hidden"].grad = None
+    result = divergence(**args, config=ObjectiveConfig(divergence=kind, chunk_rows=chunk))
+    (result.loss * 1.7).backward()
+    live = args["weights"] > 0
+    assert 0 < live.sum() < R
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-7)  # weights are float32
+    assert torch.allclose(args["hidden"].grad, gradient, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(result.rows[live], rows[live], rtol=1e-10)
+    assert torch.equal(result.agree[live], agree[live])
+    assert not result.rows[~live].any()
+    assert not result.agree[~live].any()
+    assert not args["hidden"].grad[~live].any()
+
+
+@pytest.mark.parametrize("kind", ["kl", "cross_entropy"])
+def test_gradcheck(kind):
+    args = case(1)
+    config = ObjectiveConfig(divergence=kind, chunk_rows=5)
+    args["weights"] = args["weights"].double()
+    rest = {k: v for k, v in args.items() if k != "hidden"}
+    assert torch.autograd.gradcheck(lambda h: divergence(h, **rest, config=config).loss, (args["hidden"],))
+
+
+def test_nothing_supervised_costs_nothing():
+    args = case()
+    args["weights"] = torch.zeros(R)
+    result = divergence(**args, config=ObjectiveConfig())
+    result.loss.backward()
+    assert result.loss.item() == 0
+    assert not args["hidden"].grad.any()
+    empty = {k: v[:0] if len(v) == R else v for k, v in args.items()}
+    assert divergence(**empty, config=ObjectiveConfig()).loss.item() == 0
+
+
+def test_zero_where_drafter_and_target_agree_in_distribution():
+    args = case()
+    args["hidden"] = args["teacher_hidden"][args["teacher_rows"]].clone().requires_grad_()
+    result = divergence(**args, config=ObjectiveConfig())
+    result.loss.backward()
+    assert abs(result.loss.item()) < 1e-12
+    assert args["hidden"].grad.abs().max() < 1e-12
+    assert result.agree[args["weights"] > 0].all()
+
+
+def test_bfloat16_is_close_and_finite():
+    half = divergence(**case(2, torch.bfloat16), config=ObjectiveConfig(chunk_rows=6))
+    full = divergence(**case(2), config=ObjectiveConfig(chunk_rows=6))
+    assert half.rows.dtype == torch.float32
+    assert half.loss.item() == pytest.approx(full.loss.item(), rel=0.05)
+
+
+def test_shared_teacher_rows_are_projected_once(monkeypatch):
+    """All rows of weight share two teacher rows: with one chunk, two teacher rows are projected."""
+    args = case(3)
+    args["weights"] = torch.ones(R)
+    args["teacher_rows"] = torch.arange(R) % 2 * 5
+    projected = []
+    real = torch.Tensor.__matmul__
+
+    def spy(a, b):
+        if b.shape == (D, V):
+            projected.append(len(a))
+        return real(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", spy)
+    divergence(**args, config=ObjectiveConfig(chunk_rows=100))
+    assert sorted(projected) == [2, R]
+
+
+def test_position_weights():
+    assert torch.allclose(position_weights(ObjectiveConfig(gamma=0.6), 3), torch.tensor([1, 0.6, 0.36]))
+    exponential = position_weights(ObjectiveConfig(weights="exponential", gamma=4.0), 3)
+    assert torch.allclose(exponential, torch.exp(torch.tensor([0, -0.25, -0.5])))
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"divergence": "l2"}, "l2"),
+        ({"weights": "linear"}, "linear"),
+        ({"gamma": 0.0}, "gamma=0.0"),
+        ({"gamma": 1.5}, "gamma=1.5"),
+        ({"chunk_rows": 0}, "chunk_rows=0"),
+    ],
+)
+def test_bad_objectives_are_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        ObjectiveConfig(**options).check()
