@@ -56,9 +56,8 @@ def read_jsonl(path: str) -> list[dict]:
                     if not (isinstance(text, str) and isinstance(prompt, str)):
                         raise TypeError("text, prompt and response are strings")
                 except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"{file}, line {number}: expected a JSON object with 'text', or 'prompt' and 'response' ({error!r})"
-                    ) from error
+                    wanted = "a JSON object with 'text', or 'prompt' and 'response'"
+                    raise ValueError(f"{file}, line {number}: expected {wanted} ({error!r})") from error
                 rows.append({"prompt": prompt, "text": text})
     if not rows:
         raise ValueError(f"data.path={path}: no rows in {len(files)} *.jsonl files")

@@ -144,58 +144,15 @@ GLOSSARY = (
     ),
     (
         "τ (acceptance length)",
-        "Tokens committed per round, counting the token that the target itself adds at the end of each round (the bonus
-        
-        
-        
-        
-        
-        
-        
-        
-        
-        
-         " "token). Plain decoding has τ = 1; the most that a round can commit is the block size.",
+        "Tokens committed per round, counting the token that the target itself adds at the end of each round (the bonus "
+        "token). Plain decoding has τ = 1; the most that a round can commit is the block size.",
     ),
     (
-    
-    
-    
-    
-    
-    
-    
-    
-    
-    
-    
         "Node budget",
         "How many drafted tokens the target checks per round, arranged as a tree of alternatives (DDTree) or as a "
         "single line (chain). A larger tree catches more of what the target wants, and costs more to check.",
     ),
 )
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def write_report(folder: Path, evaluations: list[dict]) -> Path:

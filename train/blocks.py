@@ -25,18 +25,18 @@ class Blocks:
 
 
 def draw_anchors(
-    loss: torch.Tensor, documents: torch.Tensor, slots: int, generator: torch.Generator
+    loss: torch.Tensor, documents: torch.Tensor, jitter: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor positions (B, slots) int64, sorted, and whether each slot is used (B, slots).
+    """Anchor positions (B, N) int64, sorted, and whether each slot is used (B, N), from jitter (B, N) in [0, 1).
 
     An anchor's token and its successor both carry loss and belong to one document. Slot j draws uniformly from the
-    j-th of `slots` equal strata of a row's candidates: each document gets its share of the slots, the list is
+    j-th of N equal strata of a row's candidates: each document gets its share of the slots, the list is
     sorted as drawn, and shapes are fixed. In a row with fewer candidates than slots the repeated ones go unused.
     """
     candidate = torch.zeros_like(loss)  # (B, T)
     candidate[:, :-1] = loss[:, :-1] & loss[:, 1:] & (documents[:, :-1] == documents[:, 1:])
     counts = candidate.sum(1, keepdim=True)  # (B, 1)
-    jitter = torch.rand(len(loss), slots, generator=generator).to(loss.device)
+    slots = jitter.shape[1]
     wanted = ((torch.arange(slots, device=loss.device) + jitter) * counts / slots).long()  # (B, N) ranks
     wanted = torch.minimum(wanted, (counts - 1).clamp(min=0))
     order = candidate.cumsum(1) - 1  # (B, T) rank of each candidate

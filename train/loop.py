@@ -82,9 +82,12 @@ def block_loss(
     return result.loss, result.agree.view(blocks.supervised.shape)
 
 
-def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, generator: torch.Generator) -> Blocks:
-    """Anchors for a batch, and the blocks behind them."""
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], config.anchors, generator)
+def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
+    """Anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them. Anchors belong to a
+    draw, not to a batch: the same ones come out however the rows are spread over processes and micro-steps."""
+    count = len(rows["ids"])
+    jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.stack(jitter).to(rows["ids"].device))
     return lay_out(
         rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size
     )
@@ -97,9 +100,10 @@ def train_step(engine, target: Target, dataset, config: TrainConfig, step: int) 
     optim, device, length = config.optim, target.device, config.drafter.block_size - 1
     micro = []
     for i in range(optim.accumulation):
-        part = (step * optim.accumulation + i) * world + rank  # a pure function of the step: resuming needs no more
-        rows = {k: v.to(device) for k, v in batch(dataset, part * optim.batch, optim.batch, config.seed).items()}
-        micro.append((rows, draw_blocks(rows, config, seeded(config.seed, part))))
+        # a pure function of the step: resuming needs no more
+        draw = ((step * optim.accumulation + i) * world + rank) * optim.batch
+        rows = {k: v.to(device) for k, v in batch(dataset, draw, optim.batch, config.seed).items()}
+        micro.append((rows, draw_blocks(rows, config, draw)))
     weights = position_weights(config.objective, length).to(device)
     supervised = sum(blocks.supervised.sum((0, 1)) for _, blocks in micro).float()  # (L,)
     dist.all_reduce(supervised)

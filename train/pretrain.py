@@ -165,9 +165,10 @@ def pretrain(config: PretrainConfig) -> dict:
         if step % 20 == 0 or last:
             tokens = (step + 1) * ids.numel()
             seconds = time.time() - began
+            left = seconds / (step + 1) * (config.steps - step - 1) / 60
             print(
                 f"step {step + 1}/{config.steps} loss {sum(recent) / len(recent):.3f} "
-                f"{tokens / seconds:,.0f} tokens/s, {seconds / (step + 1) * (config.steps - step - 1) / 60:.0f} min left",
+                f"{tokens / seconds:,.0f} tokens/s, {left:.0f} min left",
                 flush=True,
             )
             recent.clear()

@@ -28,8 +28,12 @@ def packed(lengths: list[list[int]], total: int, seed: int = 0) -> dict[str, tor
     return {name: torch.stack(columns) for name, columns in rows.items()}
 
 
+def jitter(rows: int, slots: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(rows, slots, generator=torch.Generator().manual_seed(seed))
+
+
 def some_blocks(rows: dict[str, torch.Tensor], slots: int, seed: int = 0):
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], slots, torch.Generator().manual_seed(seed))
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(len(rows["ids"]), slots, seed))
     return lay_out(rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, K)
 
 
@@ -98,7 +102,7 @@ def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence):
 def test_anchors_are_sorted_allowed_and_spread_over_documents():
     rows = packed([[200, 40, 10], [3, 2, 100], [1, 1, 1]], total=256, seed=3)
     rows["loss"][1, :50] = False
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], 32, torch.Generator().manual_seed(0))
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(3, 32))
     assert (anchors[:, 1:] >= anchors[:, :-1]).all()
     for b in range(3):
         used = anchors[b][valid[b]]
@@ -115,7 +119,7 @@ def test_few_candidates_are_each_used_once():
     rows = packed([[6]], total=20)
     rows["loss"][:] = False
     rows["loss"][0, 1:6] = True
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], 16, torch.Generator().manual_seed(1))
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(1, 16))
     assert sorted(anchors[valid].tolist()) == [1, 2, 3, 4]
 
 

@@ -1,0 +1,114 @@
+"""Every configuration composes, is checked before torch loads, and is refused in one sentence when wrong."""
+
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from infer.main import COMMANDS
+from train.config import TrainConfig
+from train.pretrain import PretrainConfig
+
+SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig} | {name: schema for name, (schema, _) in COMMANDS.items()}
+
+
+def composed(repo, name: str, overrides: list[str]):
+    ConfigStore.instance().store(name=f"{name}_schema", node=SCHEMAS[name])
+    with initialize_config_dir(version_base=None, config_dir=str(repo / "conf")):
+        config = compose(name, overrides)
+    plain = OmegaConf.to_container(config, resolve=True)
+    result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), plain))
+    result.check()
+    return config
+
+
+@pytest.mark.parametrize("name", list(SCHEMAS))
+def test_entry_configs_compose(repo, name):
+    composed(repo, name, [])
+
+
+def test_every_group_option_composes(repo):
+    count = 0
+    for group in ("target", "drafter", "objective", "optim", "evaluation", "deepspeed", "tracking"):
+        for file in (repo / "conf" / group).glob("*.yaml"):
+            composed(repo, "train", [f"{group}={file.stem}"])
+            count += 1
+    composed(repo, "train", ["data=jsonl", f"data.path={repo / 'README.md'}"])
+    for file in (repo / "conf" / "decoding").glob("*.yaml"):
+        composed(repo, "generate", [f"decoding={file.stem}"])
+    assert count >= 14
+
+
+@pytest.mark.parametrize("model", ["default", "qwen3-4b"])
+def test_a_model_bundle_is_what_the_committed_file_says(repo, model):
+    """A change of configuration shows in review: rewrite the file with what --cfg job prints."""
+    overrides = [] if model == "default" else [f"+model={model}"]
+    expected = (repo / "tests" / "golden" / f"{model}.yaml").read_text()
+    assert OmegaConf.to_yaml(composed(repo, "train", overrides)) == expected
+
+
+def test_all_model_bundles_have_a_committed_file(repo):
+    bundles = {file.stem for file in (repo / "conf" / "model").glob("*.yaml")}
+    assert bundles | {"default"} == {file.stem for file in (repo / "tests" / "golden").glob("*.yaml")}
+
+
+def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(repo / script), *arguments]
+    environment = {"PYTHONPATH": str(repo), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "override, word",
+    [
+        ("optim.lrr=1", "lrr"),
+        ("+optim.lrr=1", "lrr"),
+        ("optim.lr=abc", "abc"),
+        ("optim.lr=-1", "optim.lr=-1"),
+        ("drafter.block_size=1", "drafter.block_size=1"),
+        ("drafter.block_size=600", "drafter.block_size=600"),
+        ("target=nope", "embedded"),
+        ("+model=nope", "qwen3-4b"),
+        ("data=jsonl", "data.path"),
+        ("deepspeed.offload=true", "deepspeed.stage"),
+        ("resume=maybe", "resume=maybe"),
+        ("evaluation.budgets=[]", "budgets"),
+        ("name=../x", "name=../x"),
+    ],
+)
+def test_wrong_configuration_is_one_sentence_and_exit_2(repo, override, word):
+    result = run(repo, "train/main.py", override)
+    assert result.returncode == 2
+    assert word in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+
+
+def test_composing_and_checking_load_no_torch(repo):
+    code = (
+        "import sys; from infer.entry import entry; from train.config import TrainConfig\n"
+        "entry('train', TrainConfig, lambda c: print('torch' in sys.modules, c.drafter.layers), ['+model=qwen3-4b'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["False", "5"], result.stderr
+
+
+def test_cfg_job_shows_the_published_sizes(repo):
+    result = run(repo, "train/main.py", "+model=qwen3-4b", "--cfg", "job")
+    assert result.returncode == 0
+    for line in ("path: Qwen/Qwen3-4B", "layers: 5", "block_size: 16", "anchors: 512", "length: 3072", "lr: 0.0006"):
+        assert line in result.stdout
+
+
+def test_without_the_hub_one_sentence_says_what_is_missing_and_what_to_do(repo, tmp_path):
+    result = run(repo, "train/main.py", "+model=qwen3-4b", f"runs_dir={tmp_path}")
+    assert result.returncode == 2
+    sentence = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(sentence) == 1
+    assert "Qwen/Qwen3-4B" in sentence[0]
+    assert "target.path=" in sentence[0]
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())

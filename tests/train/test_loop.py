@@ -1,0 +1,221 @@
+"""Runs as a user starts them: exact resume after kills and signals, independence of the number of processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from train.config import OptimConfig
+from train.loop import learning_rate
+from train.state import newest, trim_log, whole
+
+SMALL = [
+    "data.length=64",
+    "data.limit=12",
+    "anchors=4",
+    "optim.batch=2",
+    "drafter.layers=1",
+    "evaluation.prompts=1",
+    "evaluation.prompt_tokens=8",
+    "evaluation.max_new_tokens=6",
+    "evaluation.budgets=[4]",
+]
+
+
+def start(repo: Path, runs: Path, *overrides: str, processes: int = 1, **popen) -> subprocess.Popen:
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [str(repo / "train" / "main.py"), f"runs_dir={runs}", *SMALL, *overrides]
+    environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == code, output
+    return output
+
+
+def lines(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while not (lines(run) and lines(run)[-1]["step"] >= step):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def whole_run(repo, tmp_path_factory) -> Path:
+    """An uninterrupted run of 60 steps with checkpoints every 12."""
+    runs = tmp_path_factory.mktemp("runs")
+    output = finish(start(repo, runs, "name=whole", "optim.steps=60", "checkpoints=5"))
+    for word in ("plain", "chain", "ddtree", "report.html", "tokens/s"):
+        assert word in output
+    return runs / "whole"
+
+
+def test_killed_and_resumed_run_has_the_same_losses(repo, whole_run):
+    """A SIGTERM, then a kill -9 between checkpoints, then the rest."""
+    runs, options = whole_run.parent, ("name=killed", "optim.steps=60", "checkpoints=5")
+    run = runs / "killed"
+    process = start(repo, runs, *options)
+    wait_for_step(process, run, 17)
+    process.send_signal(signal.SIGTERM)
+    assert "stopped by a signal" in finish(process)
+    stopped = lines(run)[-1]["step"]
+    assert 17 <= stopped < 60
+
+    process = start(repo, runs, *options)
+    wait_for_step(process, run, min(stopped + 5, 58))
+    process.kill()
+    process.communicate()
+    assert lines(run)[-1]["step"] < 60
+
+    output = finish(start(repo, runs, *options))
+    assert "going on after step" in output
+    keys = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
+    assert [[line[k] for k in keys] for line in lines(run)] == [[line[k] for k in keys] for line in lines(whole_run)]
+    for name in ("config.json", "model.safetensors"):
+        paths = (Path("checkpoints/step-00000060/drafter") / name,) * 2
+        assert (run / paths[0]).read_bytes() == (whole_run / paths[1]).read_bytes()
+
+
+def test_losses_do_not_depend_on_processes_or_accumulation(repo, tmp_path):
+    options = ("optim.steps=4", "checkpoints=1")
+    finish(start(repo, tmp_path, "name=one", *options))
+    finish(start(repo, tmp_path, "name=accumulated", *options, "optim.batch=1", "optim.accumulation=2"))
+    finish(start(repo, tmp_path, "name=two", *options, "optim.batch=1", "deepspeed=zero2", processes=2))
+    expected = lines(tmp_path / "one")
+    for name in ("accumulated", "two"):
+        for line, other in zip(expected, lines(tmp_path / name), strict=True):
+            assert other["loss"] == pytest.approx(line["loss"], rel=1e-4)
+            assert other["agreement"] == pytest.approx(line["agreement"], abs=1e-6)
+
+
+def test_drafter_folder_is_the_public_layout(whole_run):
+    """Keys and tensor names exactly as serving engines read them."""
+    folder = whole_run / "checkpoints" / "best" / "drafter"
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "block_size": 8,
+        "dflash_config": {"block_size": 8, "mask_token_id": 1, "target_layer_ids": [5]},
+        "num_target_layers": 10,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "hidden_size": 192,
+        "intermediate_size": 416,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "vocab_size": 2048,
+        "tie_word_embeddings": False,
+    }
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == {
+        "fc.weight": (192, 192),
+        "hidden_norm.weight": (192,),
+        "norm.weight": (192,),
+        "layers.0.input_layernorm.weight": (192,),
+        "layers.0.post_attention_layernorm.weight": (192,),
+        "layers.0.self_attn.q_proj.weight": (192, 192),
+        "layers.0.self_attn.k_proj.weight": (96, 192),
+        "layers.0.self_attn.v_proj.weight": (96, 192),
+        "layers.0.self_attn.o_proj.weight": (192, 192),
+        "layers.0.self_attn.q_norm.weight": (32,),
+        "layers.0.self_attn.k_norm.weight": (32,),
+        "layers.0.mlp.gate_proj.weight": (416, 192),
+        "layers.0.mlp.up_proj.weight": (416, 192),
+        "layers.0.mlp.down_proj.weight": (192, 416),
+    }
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_run_folder_explains_itself(whole_run):
+    folders = sorted(path.name for path in (whole_run / "checkpoints").iterdir())
+    assert folders == ["best", *(f"step-{step:08d}" for step in (12, 24, 36, 48, 60))]
+    states = [path.parent.name for path in sorted(whole_run.glob("checkpoints/step-*/state"))]
+    assert states == ["step-00000048", "step-00000060"]  # keep_states=2
+    evaluations = {
+        path.parent.parent.name: json.loads(path.read_text())
+        for path in whole_run.glob("checkpoints/step-*/evaluation/evaluation.json")
+    }
+    assert len(evaluations) == 5
+    best = max(evaluations, key=lambda name: max(method["tau"] for method in evaluations[name]["methods"]))
+    taus = {name: max(m["tau"] for m in evaluations[name]["methods"]) for name in evaluations}
+    assert taus[(whole_run / "checkpoints" / "best").readlink().name] == taus[best]
+    assert all(method["identical"] for result in evaluations.values() for method in result["methods"])
+    pictures = ("acceptance_histogram.png", "budget_curve.png", "tau_by_step.png", "report.html")
+    assert all((whole_run / "report" / name).stat().st_size > 1000 for name in pictures)
+
+
+def test_finished_run_is_shown_again_and_never_overwritten(repo, whole_run):
+    before = (whole_run / "metrics.jsonl").read_bytes()
+    options = ("name=whole", "optim.steps=60", "checkpoints=5")
+    assert "report.html" in finish(start(repo, whole_run.parent, *options))
+    assert (whole_run / "metrics.jsonl").read_bytes() == before
+    for more, word in ((("resume=never",), "holds a run already"), (("optim.lr=0.1",), "optim differ")):
+        output = finish(start(repo, whole_run.parent, *options, *more), code=2)
+        assert word in output
+        assert "Traceback" not in output
+    assert (whole_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
+    import shutil
+
+    run = tmp_path / "copy"
+    shutil.copytree(whole_run, run, symlinks=True)
+    last = run / "checkpoints" / "step-00000060"
+    assert newest(run) == (last, [])
+    state = next((last / "state").glob("*.pt"))
+    data = bytearray(state.read_bytes())
+    data[len(data) // 2] ^= 1
+    state.write_bytes(data)
+    assert whole(last) == f"state/{state.name} is truncated or altered"
+    found, skipped = newest(run)
+    assert found.name == "step-00000048"
+    assert skipped == [f"skipped checkpoint step-00000060: state/{state.name} is truncated or altered"]
+    (found / "drafter" / "model.safetensors").unlink()
+    assert newest(run)[0] is None
+    assert "drafter/model.safetensors is missing" in newest(run)[1][1]
+
+
+def test_log_is_trimmed_to_the_resumed_step(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    trim_log(log, 2)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_learning_rate_warms_up_and_falls_along_a_cosine():
+    optim = OptimConfig(lr=2.0, warmup=0.1)
+    rates = torch.tensor([learning_rate(optim, step, 100) for step in range(100)])
+    assert rates[:10].tolist() == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert rates.max() == 2.0
+    assert (rates[10:].diff() < 0).all()
+    assert rates[55].item() == pytest.approx(1.0)
+    assert rates[-1] < 0.002
