@@ -144,8 +144,8 @@ GLOSSARY = (
     ),
     (
         "τ (acceptance length)",
-        "Tokens committed per round, counting the token that the target itself adds at the end of each round (the bonus "
-        "token). Plain decoding has τ = 1; the most that a round can commit is the block size.",
+        "Tokens committed per round, counting the token that the target itself adds at the end of each round (the "
+        "bonus token). Plain decoding has τ = 1; the most that a round can commit is the block size.",
     ),
     (
         "Node budget",

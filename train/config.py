@@ -16,7 +16,7 @@ class ObjectiveConfig:
     divergence: str = "kl"  # kl: KL(target || drafter), DART section 3.3; cross_entropy: the true next token
     weights: str = "gamma"  # gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma), DFlash
     gamma: float = 0.6  # DART table 4; the DFlash recipe has 7 for block 16 and 4 for block 8
-    chunk_rows: int = 512  # rows of vocabulary-sized tensors alive at a time
+    chunk_rows: int = 256  # rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
 
     def check(self) -> None:
         """Raises ValueError for an objective that does not exist."""

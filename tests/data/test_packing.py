@@ -1,0 +1,107 @@
+"""Documents to packed rows: nothing lost, nothing mixed, prompts without loss, held-out text unseen."""
+
+import json
+
+import pytest
+import torch
+
+from data.corpus import is_held_out, stdlib_documents
+from data.packing import DataConfig, batch, pack, packed_rows, read_jsonl, row_index, tokenize
+from data.prompts import held_out_prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(repo):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(repo / "data" / "embedded")
+
+
+def test_library_files_are_split_by_a_hash_of_their_path():
+    train = {document.name for document in stdlib_documents("train")}
+    held = {document.name for document in stdlib_documents("held_out")}
+    assert not train & held
+    assert len(held) >= 15
+    assert len(train) > 10 * len(held)
+    assert all(is_held_out(name) for name in held)
+    assert is_held_out("chunk.py")  # the same on every machine
+    assert not is_held_out("abc.py")
+
+
+def test_documents_come_back_out_of_packed_rows(tokenizer):
+    texts = ["def f(x):\n    return x\n" * n for n in (1, 9, 2, 30, 1)]
+    pieces = tokenize({"prompt": ["", "say: ", "", "", ""], "text": texts}, tokenizer, 64)
+    rows = pack(pieces, 64)
+    found = []
+    for ids, positions, documents, loss in zip(*rows.values(), strict=True):
+        assert len(ids) == len(positions) == len(documents) == len(loss) == 64
+        for number in range(max(documents) + 1):
+            where = [i for i, document in enumerate(documents) if document == number]
+            assert where == list(range(where[0], where[0] + len(where)))
+            assert [positions[i] for i in where] == list(range(len(where)))
+            found.append(([ids[i] for i in where], [loss[i] for i in where]))
+        padding = documents.count(-1)
+        assert documents[64 - padding :] == [-1] * padding
+        assert not any(loss[64 - padding :])
+    assert found == list(zip(pieces["ids"], pieces["loss"], strict=True))
+    joined = [token for ids, _ in found for token in ids]
+    assert tokenizer.decode(joined, skip_special_tokens=True) == "say: ".join(["".join(texts[:1]), "".join(texts[1:])])
+    assert joined.count(tokenizer.eos_token_id) == 5
+    assert max(map(len, pieces["ids"])) == 64
+
+
+def test_a_prompt_carries_no_loss(tokenizer):
+    pieces = tokenize({"prompt": ["import os\n"], "text": ["import sys\n"]}, tokenizer, 64)
+    prompt = len(tokenizer("import os\n")["input_ids"])
+    assert pieces["loss"] == [[False] * prompt + [True] * (len(pieces["ids"][0]) - prompt)]
+    long = tokenize({"prompt": ["import os\n" * 100], "text": ["x = 1\n"]}, tokenizer, 64)
+    assert all(any(loss) for loss in long["loss"])  # pieces without loss are not trained on
+
+
+def test_draws_are_permutations_and_pure():
+    for epoch in range(3):
+        draws = [row_index(epoch * 17 + i, 17, seed=5) for i in range(17)]
+        assert sorted(draws) == list(range(17))
+    assert [row_index(i, 17, 5) for i in range(34)] == [row_index(i, 17, 5) for i in range(34)]
+    assert [row_index(i, 17, 5) for i in range(17)] != [row_index(17 + i, 17, 5) for i in range(17)]
+    assert [row_index(i, 17, 5) for i in range(17)] != [row_index(i, 17, 6) for i in range(17)]
+
+
+def test_jsonl_files_become_rows(tokenizer, tmp_path):
+    for name, count in (("a.jsonl", 60), ("b.jsonl", 60)):
+        lines = [{"prompt": f"{name} {i}: ", "response": "x = 1\n" * 20} for i in range(count)]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = DataConfig(source="jsonl", path=str(tmp_path), length=128)
+    dataset = packed_rows(config, tokenizer)
+    columns = batch(dataset, 0, 4, seed=0)
+    assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (4, 128))
+    assert columns["loss"].dtype == torch.bool
+    assert set(columns) == {"ids", "positions", "documents", "loss"}
+    prompts = held_out_prompts(config, tokenizer, 3, 32)
+    assert tokenizer.decode(prompts[0]) == "a.jsonl 0: "
+    everything = [tokenizer.decode(row["ids"]) for row in dataset]
+    assert not any("a.jsonl 0: " in text for text in everything)
+    assert any("a.jsonl 1: " in text for text in everything)
+
+
+@pytest.mark.parametrize("line", ["{not json", '{"prompt": "x"}', '{"text": 3}', "[1]"])
+def test_a_bad_line_is_named(tmp_path, line):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
+        read_jsonl(str(file))
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no rows"):
+        read_jsonl(str(tmp_path))
+
+
+def test_library_prompts_are_many_different_and_held_out(tokenizer):
+    prompts = held_out_prompts(DataConfig(), tokenizer, 64, 48)
+    assert len({tuple(prompt) for prompt in prompts}) == 64
+    assert {len(prompt) for prompt in prompts} == {48}
+    held = "\n".join(document.text for document in stdlib_documents("held_out"))
+    assert all(tokenizer.decode(prompt) in held for prompt in prompts)
+    with pytest.raises(ValueError, match="prompts=1000000"):
+        held_out_prompts(DataConfig(), tokenizer, 1_000_000, 48)
