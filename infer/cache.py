@@ -14,9 +14,6 @@ class KVCache:
     as a Hugging Face cache: attention layers call `update(keys, values, layer)`.
     """
 
-    is_compileable = False
-    is_sliding = (False,)
-
     def __init__(
         self, layers: int, rows: int, capacity: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -36,6 +36,7 @@ class Target:
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
+        refuse_unsupported(self.config, self.model.get_output_embeddings())
         self.body = self.model.get_decoder()
         for layer, module in enumerate(self.body.layers):
             module.register_forward_hook(self._tap(layer))
@@ -136,6 +137,21 @@ class Target:
         return self.features(tree.tokens, tree.positions(start), cached(cache.lengths, ancestors), layers, cache)
 
 
+def refuse_unsupported(config, head: nn.Module | None) -> None:
+    """Raises ValueError for targets that one tree mask for all layers, or a head without extras, would get wrong."""
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if layers != {"full_attention"} or (sliding and not getattr(config, "layer_types", None)):
+        raise ValueError(
+            f"this target ({config.model_type}) has layers other than full attention: trees cannot be verified there yet"
+        )
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None):
+            raise ValueError(f"this target ({config.model_type}) rescales its logits ({name}): not supported yet")
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported yet")
+
+
 def resolve_device(name: str) -> torch.device:
     """ "auto" is CUDA where there is one."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
@@ -162,7 +178,9 @@ def load_target(
     Raises FileNotFoundError with what could not be found and how to give a local path.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     place = resolve_device(device)
     source = resolve_path(path)
     try:

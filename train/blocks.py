@@ -4,11 +4,12 @@ B rows, T packed length, N anchor slots, K block size, L = K - 1 drafted positio
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.nn import functional as F
 
-from infer.masks import block_mask_mod, dense
+from infer.masks import MaskMod, block_mask_mod, dense
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,19 @@ def block_attention(anchors: torch.Tensor, documents: torch.Tensor, block_size: 
     return attention
 
 
-def _flex_attention(mask_mod, rows: int, queries: int, keys: int, device: torch.device):
+@cache
+def _compiled_flex():
+    """FlexAttention's two halves, compiled once per shape. So compiled, the block mask is never dense."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Compiled, the block mask costs a tenth and never exists densely; both compilations happen once per shape.
-    mask = torch.compile(create_block_mask)(mask_mod, rows, None, queries, keys, device=device)
-    compiled = torch.compile(flex_attention)
+    return torch.compile(create_block_mask), torch.compile(flex_attention)
+
+
+def _flex_attention(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device):
+    create_block_mask, flex_attention = _compiled_flex()
+    mask = create_block_mask(mask_mod, rows, None, queries, keys, device=device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
     return attention

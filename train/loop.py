@@ -140,6 +140,8 @@ def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
 
 def start_processes(device: torch.device) -> None:
     """Joins the process group that torchrun announced, or founds one of a single process."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
     import deepspeed
 
     # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and g++.
@@ -192,16 +194,16 @@ def open_run(config: TrainConfig) -> Path:
     Raises ValueError when the folder holds a run of another configuration, or any run and resume=never.
     """
     run = Path(config.runs_dir) / config.name
-    wanted = asdict(config)
+    wanted = json.loads(json.dumps(asdict(config)))
     free = ("resume", "runs_dir", "keep_states", "log_every", "tracking", "evaluation")  # may differ when resuming
     file = run / "config.json"
-    if file.exists():
+    existed = file.exists()
+    dist.barrier()  # all have looked before the first process writes
+    if existed:
         if config.resume == "never":
             raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
         known = json.loads(file.read_text())
-        changed = [
-            key for key in json.loads(json.dumps(wanted)) if key not in free and known.get(key) != _plain(wanted[key])
-        ]
+        changed = [key for key in wanted if key not in free and known.get(key) != wanted[key]]
         if changed:
             raise ValueError(
                 f"{run} holds a run with another configuration ({', '.join(changed)} differ): choose another name="
@@ -210,10 +212,6 @@ def open_run(config: TrainConfig) -> Path:
         run.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(wanted, indent=1) + "\n")
     return run
-
-
-def _plain(value: object) -> object:
-    return json.loads(json.dumps(value))
 
 
 def total_steps(config: TrainConfig, rows: int) -> int:
@@ -257,7 +255,10 @@ def train(config: TrainConfig) -> Path:
     if first:
         trim_log(run / "metrics.jsonl", done)
     tracker = Tracker(config, run, enabled=first)
-    evaluate = lambda step: evaluate_checkpoint(run, checkpoint_folder(run, step), target, config, progress, tracker)  # noqa: E731
+
+    def evaluate(step: int) -> None:
+        evaluate_checkpoint(run, checkpoint_folder(run, step), target, config, progress, tracker)
+
     if done and first and not (folder / "evaluation" / "evaluation.json").exists():
         evaluate(done)  # the run was stopped between saving and evaluating
     stopping = catch_signals()
