@@ -15,12 +15,15 @@ from data.corpus import stdlib_documents
 if TYPE_CHECKING:
     import torch
 
+# What the embedded target wrote after prompts from its training text, by train/pretrain.py.
+ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
+
 
 @dataclass
 class DataConfig:
     """What to train on."""
 
-    source: str = "stdlib"  # stdlib: sources of the Python standard library; jsonl: your own files
+    source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files
     path: str | None = (
         None  # jsonl: a file or a folder of *.jsonl with "text", or "prompt" and "response", in each line
     )
@@ -29,8 +32,8 @@ class DataConfig:
 
     def check(self) -> None:
         """Raises ValueError for a source that cannot be read."""
-        if self.source not in ("stdlib", "jsonl"):
-            raise ValueError(f"data.source={self.source}: use stdlib or jsonl")
+        if self.source not in ("embedded", "stdlib", "jsonl"):
+            raise ValueError(f"data.source={self.source}: use embedded, stdlib or jsonl")
         if self.source == "jsonl" and not self.path:
             raise ValueError("data.source=jsonl needs data.path=<a .jsonl file or a folder of them>")
         if self.source == "jsonl" and not Path(self.path).exists():
@@ -67,7 +70,7 @@ def read_jsonl(path: str) -> list[dict]:
 def held_out_rows(config: DataConfig) -> list[dict]:
     """Rows {"prompt", "text"} that training never sees: the library's held-out files, or every 50th row of one's
     own."""
-    if config.source == "stdlib":
+    if config.source in ("embedded", "stdlib"):
         return [{"prompt": "", "text": document.text} for document in stdlib_documents("held_out")]
     return read_jsonl(config.path)[::50]
 
@@ -76,6 +79,8 @@ def training_rows(config: DataConfig) -> list[dict]:
     """Rows {"prompt", "text"} to train on."""
     if config.source == "stdlib":
         rows = [{"prompt": "", "text": document.text} for document in stdlib_documents("train")]
+    elif config.source == "embedded":
+        rows = read_jsonl(str(ANSWERS))
     else:
         rows = [row for i, row in enumerate(read_jsonl(config.path)) if i % 50]
     if not rows:
@@ -95,7 +100,7 @@ def tokenize(rows: dict[str, list[str]], tokenizer, length: int) -> dict[str, li
     for prompt, text in zip(prompts, texts, strict=True):
         ids, loss = prompt + text + end, [False] * len(prompt) + [True] * (len(text) + len(end))
         for cut in range(0, len(ids), length):
-            if any(loss[cut : cut + length]):
+            if sum(loss[cut : cut + length]) > 1:  # an anchor needs a successor
                 pieces["ids"].append(ids[cut : cut + length])
                 pieces["loss"].append(loss[cut : cut + length])
     return pieces

@@ -28,6 +28,7 @@ class DrafterConfig:
     layers: int = 2
     block_size: int = 8  # bonus token and block_size - 1 drafted positions
     target_layer_ids: list[int] | None = None  # tapped decoder layers, from 0; None: spread by the public formula
+    warm_start: bool = True  # begin with the target's own layers where the shapes agree, else from noise
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first id past its own
 
     def check(self) -> None:
@@ -72,7 +73,7 @@ class EvaluationConfig:
     prompts: int = 16  # held-out prompts
     prompt_tokens: int = 64  # of them, at most
     max_new_tokens: int = 128
-    budgets: list[int] = field(default_factory=lambda: [8, 16, 32, 64, 128])  # DDTree nodes
+    budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128])  # DDTree nodes
     temperature: float = 0.0
     seed: int = 0
     samples: int = 3  # decoded texts shown in the report

@@ -159,8 +159,8 @@ def decode(
 
         mark = now
         accepted = walk(tree, chosen, ancestors)
-        path = accepted.path  # (B, W)
         lengths, bonus = accepted.lengths.tolist(), accepted.bonus
+        path = accepted.path[:, : max(lengths)]  # (B, W)
         drafted = tree.tokens.gather(1, path).tolist()
         for i, (row, token) in enumerate(zip(rows, bonus.tolist(), strict=True)):
             if row.finish is not None:

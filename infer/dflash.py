@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
-    Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
     apply_rotary_pos_emb,
 )
@@ -99,8 +98,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
@@ -122,9 +121,9 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 class Layer(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
 
     def forward(self, block: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
@@ -143,6 +142,7 @@ class DraftState:
     """What a drafter remembers of the texts it drafts for: keys and values of their context features."""
 
     cache: KVCache
+    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
 
 
 class DFlash(nn.Module):
@@ -155,9 +155,9 @@ class DFlash(nn.Module):
         self.mask_token_id: int = config.dflash_config["mask_token_id"]
         self.layer_ids: tuple[int, ...] = tuple(config.dflash_config["target_layer_ids"])
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
 
     def reset(self, generator: torch.Generator) -> None:
@@ -167,6 +167,28 @@ class DFlash(nn.Module):
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
             else:
                 nn.init.ones_(parameter)
+
+    @torch.no_grad()
+    def warm_start(self, target: Target) -> bool:
+        """Starts from the target's own layers, where their shapes are ours; returns whether they are.
+
+        The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
+        `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's context
+        K/V are then exactly the target's own.
+        """
+        first = min(self.layer_ids[0] + 1, len(target.body.layers) - len(self.layers))
+        theirs = [target.body.layers[first + i].state_dict() for i in range(len(self.layers))]
+        for ours, layer in zip(self.layers, theirs, strict=True):
+            if {k: v.shape for k, v in ours.state_dict().items()} != {k: v.shape for k, v in layer.items()}:
+                return False
+        for ours, layer in zip(self.layers, theirs, strict=True):
+            ours.load_state_dict(layer)
+        size = self.config.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, :size] = torch.eye(size)
+        self.hidden_norm.weight.copy_(theirs[0]["input_layernorm.weight"])
+        self.norm.weight.copy_(target.body.norm.weight)
+        return True
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin (B, T, E) of absolute positions (B, T)."""
@@ -214,16 +236,17 @@ class DFlash(nn.Module):
     def state(self, rows: int, capacity: int) -> DraftState:
         """An empty memory for `rows` texts of up to `capacity` positions."""
         config, weight = self.config, self.norm.weight
+        capacity += self.block_size
         cache = KVCache(
             config.num_hidden_layers,
             rows,
-            capacity + self.block_size,
+            capacity,
             config.num_key_value_heads,
             config.head_dim,
             weight.dtype,
             weight.device,
         )
-        return DraftState(cache)
+        return DraftState(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
 
     @torch.no_grad()
     def draft(
@@ -236,14 +259,13 @@ class DFlash(nn.Module):
         width = features.shape[1]
         slots = cache.slots(width)
         context = self.context(features)
-        positions = self._positions(cache.lengths, width)
-        rotary = self.angles(positions)
+        rotary = self._angles_at(state, width)
         for i, layer in enumerate(self.layers):
             cache.write(i, *layer.self_attn.keys_values(context, *rotary), slots)
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
         slots = cache.slots(self.block_size)
-        rotary = self.angles(self._positions(cache.lengths, self.block_size))
+        rotary = self._angles_at(state, self.block_size)
         extent, mask = cache.extent + self.block_size, self._padding_mask(cache.lengths)
         block = target.embed(self.block_ids(bonus)).to(self.norm.weight.dtype)  # (B, K, D)
         for i, layer in enumerate(self.layers):
@@ -257,9 +279,12 @@ class DFlash(nn.Module):
         logits = target.head(self.norm(block[:, 1:]).to(target.dtype))  # (B, L, V)
         return logits.float().log_softmax(dim=-1)
 
-    def _positions(self, lengths: list[int], width: int) -> torch.Tensor:
+    def _angles_at(self, state: DraftState, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (B, width, E) of the `width` positions behind every row's committed ones."""
         device = self.norm.weight.device
-        return torch.tensor(lengths, device=device)[:, None] + torch.arange(width, device=device)  # (B, width)
+        positions = torch.tensor(state.cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
+        cos, sin = (table[0, positions] for table in state.angles)
+        return cos, sin
 
     def _padding_mask(self, lengths: list[int]) -> torch.Tensor | None:
         """(B, 1, 1, extent + K) bool, or None when all rows are equally long."""

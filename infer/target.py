@@ -143,7 +143,7 @@ def refuse_unsupported(config, head: nn.Module | None) -> None:
     sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if layers != {"full_attention"} or (sliding and not getattr(config, "layer_types", None)):
         raise ValueError(
-            f"this target ({config.model_type}) has layers other than full attention: trees cannot be verified there yet"
+            f"this target ({config.model_type}) has layers other than full attention: trees cannot be verified yet"
         )
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None):

@@ -96,7 +96,7 @@ class TrainConfig:
     seed: int = 0
     resume: str = "auto"  # auto: go on from the newest whole checkpoint of this run; never: refuse an existing run
     anchors: int = 64  # blocks per packed row
-    checkpoints: int = 3  # evenly spread over the run, the last at its end; each is evaluated
+    checkpoints: int = 2  # evenly spread over the run, the last at its end; each is evaluated
     keep_states: int = 2  # newest checkpoints that keep their training state (drafters and evaluations always stay)
     log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -120,6 +120,11 @@ class TrainConfig:
             raise ValueError(f"resume={self.resume}: use auto or never")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name={self.name}: a plain folder name")
+        if self.data.source == "embedded" and self.target.path != "embedded":
+            raise ValueError(
+                "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
+                f"or data=stdlib, for target.path={self.target.path}"
+            )
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
                 f"drafter.block_size={self.drafter.block_size} does not fit in rows of data.length={self.data.length}"

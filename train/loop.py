@@ -234,6 +234,8 @@ def train(config: TrainConfig) -> Path:
     target = load_target(config.target.path, config.target.dtype, str(device), config.target.trust_remote_code)
     drafter = DFlash(drafter_config(config.drafter, target))
     drafter.reset(seeded(config.seed))
+    if config.drafter.warm_start:
+        drafter.warm_start(target)
     start_processes(device)
     run = open_run(config)
     dataset = packed_rows(config.data, target.tokenizer)

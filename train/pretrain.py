@@ -42,6 +42,9 @@ class PretrainConfig:
     clip: float = 1.0
     compile: bool = True
     save_every: int = 100
+    answers: int = 2560  # texts that the finished target writes, for drafters to learn from
+    prompt_tokens: int = 64
+    answer_tokens: int = 192  # greedy
 
     def check(self) -> None:
         """Raises ValueError for a recipe that cannot run."""
@@ -188,7 +191,32 @@ def pretrain(config: PretrainConfig) -> dict:
             twin.load_state_dict(model.state_dict())
             twin.save_pretrained(out)
             (out / "pretraining.json").write_text(json.dumps(figures, indent=1) + "\n")
+    write_answers(config, out)
     return figures
+
+
+def write_answers(config: PretrainConfig, out: Path) -> None:
+    """Lets the finished target continue prompts from its training text, greedily, into out/answers.jsonl: a drafter
+    learns best from what its target writes."""
+    import torch
+
+    from data.packing import DataConfig, training_rows
+    from infer import DecodeOptions, load_target
+    from infer.decode import decode
+
+    target = load_target(str(out))
+    size = config.prompt_tokens
+    texts = target.tokenizer([row["text"] for row in training_rows(DataConfig(source="stdlib"))])["input_ids"]
+    windows = [ids[start : start + size] for ids in texts for start in range(0, len(ids) - 2 * size, size)]
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed)).tolist()
+    options = DecodeOptions("plain", max_new_tokens=config.answer_tokens)
+    with (out / "answers.jsonl").open("w") as file:
+        for first in range(0, config.answers, 128):
+            prompts = [windows[i] for i in order[first : min(first + 128, config.answers)]]
+            for prompt, row in zip(prompts, decode(target, None, prompts, options), strict=True):
+                response = target.tokenizer.decode(row.ids, skip_special_tokens=True)
+                file.write(json.dumps({"prompt": target.tokenizer.decode(prompt), "response": response}) + "\n")
+            print(f"{first + len(prompts)}/{config.answers} answers", flush=True)
 
 
 if __name__ == "__main__":

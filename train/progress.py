@@ -22,7 +22,7 @@ class Progress:
         self.live = self.console.is_terminal and enabled
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, line: dict) -> None:
         """One step's metrics, as they are written to metrics.jsonl."""

@@ -17,6 +17,7 @@ from train.loop import learning_rate
 from train.state import newest, trim_log, whole
 
 SMALL = [
+    "data=stdlib",
     "data.length=64",
     "data.limit=12",
     "anchors=4",
