@@ -173,8 +173,8 @@ class DFlash(nn.Module):
         """Starts from the target's own layers, where their shapes are ours; returns whether they are.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
-        `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's context
-        K/V are then exactly the target's own.
+        `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
+        context K/V are then exactly the target's own.
         """
         first = min(self.layer_ids[0] + 1, len(target.body.layers) - len(self.layers))
         theirs = [target.body.layers[first + i].state_dict() for i in range(len(self.layers))]
