@@ -95,7 +95,7 @@ def text_end(
     return ends
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decode(
     target: Target,
     drafter: DFlash | None,

@@ -82,3 +82,44 @@ def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         load_drafter(tmp_path)
+
+
+def test_warm_start_makes_the_first_layer_the_targets_own():
+    """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token, then
+    is the target's last layer: its logits are the target's."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from infer.dflash import DFlash
+    from infer.target import Target
+    from train.blocks import block_attention
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=97, initializer_range=0.2, **sizes, **heads)))
+    options = DrafterConfig(layers=1, target_layer_ids=[2], mask_token_id=96)
+    drafter = DFlash(drafter_config(options, target))
+    drafter.reset(torch.Generator().manual_seed(0))
+    assert drafter.warm_start(target)
+    ids = torch.randint(97, (1, 20))
+    positions = torch.arange(20)[None]
+    with torch.no_grad():
+        out = target.model(ids, output_hidden_states=True)
+        attention = block_attention(positions, torch.zeros_like(ids), block_size=1)
+        features = out.hidden_states[3]
+        hidden = drafter(features, positions, features, positions, attention)
+        assert torch.allclose(target.head(hidden), out.logits, atol=1e-4)
+
+
+def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from infer.dflash import DFlash
+    from infer.target import Target
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)))
+    drafter = DFlash(drafter_config(DrafterConfig(mask_token_id=96), target))
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert not drafter.warm_start(target)  # Llama has no q_norm and k_norm
+    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
