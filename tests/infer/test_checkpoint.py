@@ -85,8 +85,8 @@ def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):
 
 
 def test_warm_start_makes_the_first_layer_the_targets_own():
-    """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token, then
-    is the target's last layer: its logits are the target's."""
+    """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token,
+    then is the target's last layer: its logits are the target's."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from infer.dflash import DFlash
