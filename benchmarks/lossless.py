@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("drafters", nargs="+", help="drafter folders or checkpoints")
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 64, 512])
     parser.add_argument("--batch", type=int, default=10, help="prompts decoded together by our engine")
@@ -33,11 +33,8 @@ def main() -> None:
     failed = 0
 
     def ours(drafter, method: str, budget: int, temperature: float):
-        options = DecodeOptions(method, budget, args.new_tokens, temperature, seed=1)
-        rows = []
-        for first in range(0, len(prompts), args.batch):
-            rows += decode(target, drafter, prompts[first : first + args.batch], options)
-        return rows
+        options = DecodeOptions(args.new_tokens, temperature, seed=1, method=method, budget=budget, rows=args.batch)
+        return decode(target, drafter, prompts, options)
 
     def report(name: str, block: object, rows: list[list[int]], expected: list[list[int]], length: float) -> None:
         nonlocal failed

@@ -7,21 +7,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from infer.api import Generation, generate
+    from infer.api import Generation, generate, stream
     from infer.checkpoint import load_drafter, save_drafter
     from infer.config import DecodeOptions, DrafterConfig
-    from infer.decode import DecodeStats
+    from infer.decode import DecodeStats, Engine
     from infer.dflash import DFlash
     from infer.target import Target, load_target
 
 _HOME = {
     "Generation": "infer.api",
     "generate": "infer.api",
+    "stream": "infer.api",
     "load_drafter": "infer.checkpoint",
     "save_drafter": "infer.checkpoint",
     "DecodeOptions": "infer.config",
     "DrafterConfig": "infer.config",
     "DecodeStats": "infer.decode",
+    "Engine": "infer.decode",
     "DFlash": "infer.dflash",
     "Target": "infer.target",
     "load_target": "infer.target",
@@ -31,12 +33,14 @@ __all__ = [
     "DecodeOptions",
     "DecodeStats",
     "DrafterConfig",
+    "Engine",
     "Generation",
     "Target",
     "generate",
     "load_drafter",
     "load_target",
     "save_drafter",
+    "stream",
 ]
 
 

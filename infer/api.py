@@ -1,13 +1,15 @@
-"""What people call: text or token ids in, text, ids and statistics out."""
+"""What people call: text or token ids in, text, ids and statistics out; at once or piece by piece."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from infer.config import DecodeOptions
-from infer.decode import DecodeStats, decode
+from infer.config import DecodeOptions, TextOptions
+from infer.decode import DecodeStats, Engine, Processor, Text, TokenLogprob, decode
 from infer.dflash import DFlash
 from infer.target import Target
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
 
 @dataclass(frozen=True)
@@ -19,55 +21,145 @@ class Generation:
     prompt_ids: list[int]
     finish_reason: str  # "stop" or "length"
     commits: list[int]  # how many of `ids` each round committed, the prefill's one first
+    logprobs: list[TokenLogprob]  # one a token, if asked for
     stats: DecodeStats
 
 
 def generate(
     target: Target,
     drafter: DFlash | None,
-    prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
-    method: str = "ddtree",
-    budget: int = 64,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
+    prompts: Prompt | Sequence[Prompt],
+    options: DecodeOptions | None = None,
+    processors: Sequence[Processor] = (),
     clock: Callable[[], float] = time.perf_counter,
+    **overrides: object,
 ) -> Generation | list[Generation]:
-    """Continues one prompt (a string or token ids) or many (a list of them; decoded together).
+    """Continues one prompt or many: a string, token ids, or chat messages ({"role": ..., "content": ...}), which go
+    through the tokenizer's chat template. Options are those of `DecodeOptions`, as one object or by name:
+    `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7, seed=1)`.
 
     The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text for the same seed,
-    whatever the method, budget and drafter. Raises ValueError for options or prompts that make no sense.
+    whatever the method, budget and drafter. `processors` are Hugging Face logits processors; each sees the true prefix
+    of every token it judges. Raises ValueError for options or prompts that make no sense.
     """
-    options = DecodeOptions(method, budget, max_new_tokens, temperature, seed, list(stop))
-    options.check()
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    ids = [_encode(target, prompt) for prompt in ([prompts] if one else prompts)]
-    if options.stop and target.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: load the target with load_target")
-    limit = getattr(target.config, "max_position_embeddings", None)
-    longest = max(map(len, ids)) + max_new_tokens
-    if limit is not None and longest > limit:
-        raise ValueError(f"prompt and answer may take {longest} positions, the target has {limit}: shorten either")
-    done = decode(target, drafter, ids, options, clock)
-    answers = [
-        Generation(_text(target, row.ids, options), row.ids, prompt, row.finish, row.commits, row.stats)
-        for prompt, row in zip(ids, done, strict=True)
-    ]
+    options = settings(options, overrides)
+    one = _is_prompt(prompts)
+    ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
+    for prompt in ids:
+        check_length(target, len(prompt) + options.max_new_tokens)
+    if processors:
+        longest = max(map(len, ids)) + options.max_new_tokens
+        rows = min(options.rows, len(ids))
+        engine = Engine(target, drafter, options.method, options.budget, rows, longest, clock)
+        done = [engine.submit(prompt, options, processors) for prompt in ids]
+        while engine.busy:
+            engine.step()
+    else:
+        done = decode(target, drafter, ids, options, clock)
+    answers = [generation(target, text) for text in done]
     return answers[0] if one else answers
 
 
-def _encode(target: Target, prompt: str | Sequence[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if target.tokenizer is None:
+def stream(
+    target: Target,
+    drafter: DFlash | None,
+    prompt: Prompt,
+    options: DecodeOptions | None = None,
+    processors: Sequence[Processor] = (),
+    **overrides: object,
+) -> Iterator[str]:
+    """Continues one prompt and yields its text as rounds commit it: the pieces joined are `generate(...).text`."""
+    options = settings(options, overrides)
+    ids = encode(target, prompt)
+    length = len(ids) + options.max_new_tokens
+    check_length(target, length)
+    engine = Engine(target, drafter, options.method, options.budget, 1, length)
+    text = engine.submit(ids, options, processors)
+    return _pieces(engine, text, TextStream(target, text))
+
+
+def _pieces(engine: Engine, text: Text, pieces: "TextStream") -> Iterator[str]:
+    while engine.busy:
+        engine.step()
+        piece = pieces.next()
+        if piece:
+            yield piece
+
+
+class TextStream:
+    """The text of a `Text` that grows: `next()` gives what is new and certain. Held back are characters whose bytes are
+    not all there yet, and ends that may turn out to begin a stop string."""
+
+    def __init__(self, target: Target, text: Text) -> None:
+        if target.tokenizer is None:
+            raise ValueError("this target has no tokenizer: there is no text to stream")
+        self.target, self.text = target, text
+        self.given = 0  # characters
+
+    def next(self) -> str:
+        if self.text.finish is not None:
+            certain = answer_text(self.target, self.text.ids, self.text.options)
+        else:
+            certain = self.target.tokenizer.decode(self.text.ids, skip_special_tokens=True).rstrip("\ufffd")
+            longest = max(map(len, self.text.options.stop), default=0)
+            for size in range(min(longest - 1, len(certain)), 0, -1):
+                if any(stop.startswith(certain[-size:]) for stop in self.text.options.stop):
+                    certain = certain[:-size]
+                    break
+        piece = certain[self.given :]
+        self.given = max(self.given, len(certain))
+        return piece
+
+
+def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> DecodeOptions:
+    """Checked options. Raises ValueError for unknown names and for options given both ways."""
+    if options is not None and overrides:
+        raise ValueError(f"give options or {', '.join(overrides)}, not both")
+    unknown = sorted(overrides.keys() - DecodeOptions.__dataclass_fields__.keys())
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: no such option; there is {', '.join(DecodeOptions.__dataclass_fields__)}"
+        )
+    options = options or DecodeOptions(**overrides)
+    options.check()
+    return options
+
+
+def check_length(target: Target, positions: int) -> None:
+    """Raises ValueError when the target has fewer positions than prompt and answer may take."""
+    limit = getattr(target.config, "max_position_embeddings", None)
+    if limit is not None and positions > limit:
+        raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
+
+
+def encode(target: Target, prompt: Prompt) -> list[int]:
+    """A prompt's token ids; messages through the chat template. Raises ValueError where there is none."""
+    tokenizer = target.tokenizer
+    chat = len(prompt) > 0 and isinstance(prompt[0], dict)
+    if not isinstance(prompt, str) and not chat:
+        return [int(id) for id in prompt]
+    if tokenizer is None:
         raise ValueError("this target has no tokenizer: give token ids")
-    return target.tokenizer(prompt)["input_ids"]
+    if chat:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
+        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer(prompt)["input_ids"]
 
 
-def _text(target: Target, ids: list[int], options: DecodeOptions) -> str | None:
-    if target.tokenizer is None:
-        return None
+def generation(target: Target, text: Text) -> Generation:
+    """A finished text as an answer."""
+    words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
+    return Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
+
+
+def answer_text(target: Target, ids: list[int], options: TextOptions) -> str:
+    """The answer without special tokens, cut before the first stop string."""
     text = target.tokenizer.decode(ids, skip_special_tokens=True)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
+
+
+def _is_prompt(prompts: object) -> bool:
+    """One prompt, rather than a list of them."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))

@@ -42,28 +42,61 @@ class DrafterConfig:
 
 
 @dataclass
-class DecodeOptions:
-    """How to decode."""
+class TextOptions:
+    """How one text is written: what the target may choose, and where the text ends. The order is Hugging Face's:
+    penalty, temperature, top-k, top-p, min-p; log-probabilities are the target's own, before any of these."""
 
-    method: str = "ddtree"  # plain, chain or ddtree
-    budget: int = 64  # drafted nodes the target verifies each round; a chain uses at most block_size - 1 of them
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # sample among the k likeliest tokens only; 0: among all
+    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability
+    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # above 1: tokens that prompt or text hold already become less likely
     seed: int = 0  # of sampling; the same seed gives the same text, whatever the method
     stop: list[str] = field(default_factory=list)  # texts that end the answer; they are not part of it
+    logprobs: int | None = None  # log-probability of every token, and of this many likeliest alternatives
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
-        if self.budget < 1:
-            raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least 1")
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: a number of tokens, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: a probability above 0, at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: between 0 and 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty={self.repetition_penalty}: above 0; 1 changes nothing")
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty stop string would end every answer at once")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise ValueError(f"logprobs={self.logprobs}: 0 to 20 alternatives, or none at all")
+
+
+@dataclass
+class DecodeOptions(TextOptions):
+    """How texts are written and decoded. Method and budget change the speed, never the text."""
+
+    method: str = "ddtree"  # plain, chain or ddtree
+    budget: int | str = 64  # drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
+    rows: int = 16  # texts decoded side by side at most; others wait
+
+    def check(self) -> None:
+        """Raises ValueError for options that cannot be followed."""
+        super().check()
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
+        if isinstance(self.budget, str) and self.budget != "auto":
+            raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
+        if self.budget == "auto" and self.method != "ddtree":
+            raise ValueError(f"budget=auto: for method=ddtree only, not for {self.method}")
+        if self.budget != "auto" and self.budget < 1:
+            raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows}: at least 1 text at a time")
 
 
 @dataclass
@@ -71,16 +104,17 @@ class EvaluationConfig:
     """What is decoded at every checkpoint."""
 
     prompts: int = 16  # held-out prompts
-    prompt_tokens: int = 64  # of them, at most
+    prompt_tokens: int = 96  # of them, at most
     max_new_tokens: int = 128
     budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128])  # DDTree nodes
     temperature: float = 0.0
     seed: int = 0
+    rows: int = 1  # prompts decoded side by side
     samples: int = 3  # decoded texts shown in the report
 
     def check(self) -> None:
         """Raises ValueError for an evaluation that measures nothing."""
-        for name in ("prompts", "prompt_tokens", "max_new_tokens"):
+        for name in ("prompts", "prompt_tokens", "max_new_tokens", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)}: at least 1")
         if not self.budgets or any(budget < 1 for budget in self.budgets):

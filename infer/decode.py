@@ -3,37 +3,46 @@
 A chain is a tree of width one and plain decoding is a tree with a root alone, so that baselines and methods are
 measured by the same code. DDTree section 4.1 lists the steps.
 
-B rows, M tree nodes, L drafted positions, V vocabulary.
+B rows, M tree nodes, L drafted positions, W = max depth + 1, D hidden size, V vocabulary.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from infer.config import DecodeOptions
-from infer.dflash import DFlash
-from infer.sampling import Sampling, choose
+from infer.budget import BudgetRule, calibrate
+from infer.cache import KVCache
+from infer.config import DecodeOptions, TextOptions
+from infer.dflash import DFlash, DraftState
+from infer.sampling import adjust, choose, round_noise, seen_at_nodes, seen_tokens, steer
 from infer.target import Target
-from infer.trees import TREES, root_only
-from infer.verify import walk
+from infer.trees import TREES, DraftTree, root_only
+from infer.verify import Accepted, walk
 
-STAGES = ("draft", "build", "verify", "commit")
+STAGES = ("prefill", "draft", "build", "verify", "commit")
+PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
+
+Processor = Callable[
+    [torch.Tensor, torch.Tensor], torch.Tensor
+]  # Hugging Face's: (ids (1, T), scores (1, V)) -> scores
 
 
 @dataclass
 class DecodeStats:
     """What decoding one text took. A round commits the accepted drafts and the next bonus token; the prefill yields the
-    first bonus token, so `tokens = 1 + sum of the rounds' commits`. Of rows decoded together, each is given
-    the whole batch's seconds."""
+    first bonus token, so `tokens = 1 + sum of the rounds' commits`. The seconds are those that passed while the text
+    was being written, whatever other rows were written beside it."""
 
     prompt_tokens: int
     tokens: int = 0  # kept new tokens
     rounds: int = 0
     histogram: list[int] = field(default_factory=list)  # [i]: rounds that committed i + 1 kept tokens
     seconds: float = 0.0  # wall-clock, prefill included
-    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", *STAGES), 0.0))
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @property
     def tau(self) -> float:
@@ -46,56 +55,333 @@ class DecodeStats:
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """New token ids of one row, nothing past its end; `commits` are the ids' counts round by round, prefill first."""
+class TokenLogprob:
+    """The target's own log-probability of a token, and its likeliest tokens at that place, likeliest first."""
 
-    ids: list[int]
-    finish: str  # "stop" (an end token or a stop string) or "length"
-    commits: list[int]
-    stats: DecodeStats
+    logprob: float
+    top: list[tuple[int, float]]
 
 
-@dataclass
-class _Row:
-    """One text while it is being written."""
+@dataclass(eq=False)
+class Text:
+    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing past the end;
+    `commits` their counts round by round, the prefill's one first."""
 
-    stats: DecodeStats
+    prompt: list[int]
+    options: TextOptions
+    processors: Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
+    stats: DecodeStats = field(init=False)
     ids: list[int] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
-    finish: str | None = None
+    drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
+    finish: str | None = None  # "stop" (an end token or a stop string), "length" or "cancelled"
+    cancelled: bool = False
 
-    def take(self, new: list[int], ends: Callable[[list[int], int], tuple[int, str] | None]) -> None:
+    def __post_init__(self) -> None:
+        self.stats = DecodeStats(prompt_tokens=len(self.prompt))
+
+    def take(self, new: list[int], target: Target) -> None:
         """Adds a round's tokens up to the end of the text."""
         before = len(self.ids)
         self.ids += new
-        found = ends(self.ids, before)
+        found = text_end(self.ids, before, self.options, target)
         if found is not None:
             length, self.finish = found
             del self.ids[length:]
+        del self.logprobs[len(self.ids) :]
         self.commits.append(len(self.ids) - before)
 
 
-def text_end(
-    options: DecodeOptions, end_ids: frozenset[int], decode: Callable[[list[int]], str] | None
-) -> Callable[[list[int], int], tuple[int, str] | None]:
-    """A rule that finds where a text ends: (ids, first new index) -> (length to keep, reason) or None.
+def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -> tuple[int, str] | None:
+    """Where a text ends, looking at its tokens from `first` on: (length to keep, reason) or None. An end token is kept,
+    a stop string's tokens up to the one that completes it (the text is cut before it later)."""
+    limit = min(len(ids), options.max_new_tokens)
+    for i in range(first, limit):
+        if ids[i] in target.end_ids:
+            return i + 1, "stop"
+        for stop in options.stop:
+            window = ids[max(0, i - 4 * len(stop) - 8) : i + 1]  # a character is at most four tokens
+            if stop in target.tokenizer.decode(window):
+                return i + 1, "stop"
+    return (limit, "length") if limit == options.max_new_tokens else None
 
-    An end token is kept, a stop string's tokens up to the one that completes it (the text is cut before it later).
+
+class Engine:
+    """Writes texts side by side: every row with its own length, tree, acceptance and end; a row that ends makes room
+    for the next waiting text.
+
+    `capacity` is the number of positions a row may take, prompt and answer. A text does not depend on what is
+    written beside it (float32; lower precisions round differently in other batch shapes). The drafter may be None for
+    method "plain". `clock` times the stages; on CUDA pass one that synchronises.
     """
 
-    def ends(ids: list[int], first: int) -> tuple[int, str] | None:
-        limit = min(len(ids), options.max_new_tokens)
-        for i in range(first, limit):
-            if ids[i] in end_ids:
-                return i + 1, "stop"
-            if options.stop and any(text in decode(ids[: i + 1]) for text in options.stop):
-                return i + 1, "stop"
-        return (limit, "length") if limit == options.max_new_tokens else None
+    def __init__(
+        self,
+        target: Target,
+        drafter: DFlash | None,
+        method: str = "ddtree",
+        budget: int | str = 64,
+        rows: int = 1,
+        capacity: int = 2048,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.target, self.drafter, self.clock = target, drafter, clock
+        self.build = None if method == "plain" else TREES[method]
+        if self.build is not None and drafter is None:
+            raise ValueError(f"method={method} needs a drafter: load one with load_drafter, or use method=plain")
+        self.rule: BudgetRule | None = None
+        self.nodes = 0
+        if self.build is not None:
+            self.rule = calibrate(target, drafter, clock) if budget == "auto" else None
+            self.nodes = self.rule.largest if self.rule else budget
+        self.length = drafter.block_size - 1 if self.build is not None else 0  # L
+        if method == "chain":
+            self.nodes = min(self.nodes, self.length)
+        self.layers = drafter.layer_ids if self.build is not None else ()
+        self.rows, self.capacity = rows, capacity
+        self.cache = target.cache(rows, capacity + self.nodes + 1)
+        self.state = drafter.state(rows, capacity) if self.build is not None else None
+        self.bonus = torch.empty(0, dtype=torch.long, device=target.device)  # (B,)
+        self.fresh: tuple[torch.Tensor, list[int]] | None = None  # features that the drafter has not taken in yet
+        self.waiting: deque[Text] = deque()
+        self.writing: list[Text] = []  # in the order of the rows
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._began: dict[Text, tuple[float, dict[str, float]]] = {}
 
-    return ends
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.writing)
+
+    def submit(self, prompt: list[int], options: TextOptions, processors: Sequence[Processor] = ()) -> Text:
+        """Queues a text. Raises ValueError for options or lengths that make no sense."""
+        options.check()
+        if not prompt:
+            raise ValueError("every prompt needs at least one token")
+        if options.stop and self.target.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: load the target with load_target")
+        if len(prompt) + options.max_new_tokens > self.capacity:
+            raise ValueError(
+                f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "
+                f"there are {self.capacity}: shorten either"
+            )
+        text = Text(prompt, options, processors)
+        self.waiting.append(text)
+        return text
+
+    @torch.inference_mode()
+    def step(self) -> list[Text]:
+        """Lets waiting texts in, runs one round for all rows, and returns the texts that grew or ended."""
+        changed = [text for text in self.waiting if text.cancelled]
+        self.waiting = deque(text for text in self.waiting if not text.cancelled)
+        for text in changed:
+            text.finish = "cancelled"
+        dropped = [text for text in self.writing if text.cancelled]
+        for text in dropped:
+            text.finish = "cancelled"
+        changed += dropped
+        self._release()
+        while free := min(self.rows - len(self.writing), len(self.waiting)):
+            changed += self._admit([self.waiting.popleft() for _ in range(free)])
+            self._release()
+        if self.writing:
+            changed += [text for text in self.writing if text not in changed]
+            self._round()
+            self._release()
+        return changed
+
+    def _admit(self, texts: list[Text]) -> list[Text]:
+        """Prefill: the prompts' features feed the first draft, their last positions yield the first bonus tokens."""
+        mark = self.clock()
+        for text in texts:
+            self._began[text] = mark, dict(self.seconds)
+        self._absorb()
+        prompts = [text.prompt for text in texts]
+        with (
+            self.cache.add(len(texts)) as cache,
+            nullcontext() if self.state is None else self.state.add(len(texts)) as state,
+        ):
+            last = self._prefill(prompts, cache, state)
+        logits = self.target.head(last)  # (B, 1, V)
+        start = torch.tensor([len(prompt) - 1 for prompt in prompts], device=logits.device)
+        tree = root_only(torch.tensor([prompt[-1] for prompt in prompts], device=logits.device))
+        noise = round_noise([text.options for text in texts], start, 1, logits.shape[-1])
+        chosen = self._choose(tree, tree.ancestors(), logits, texts, noise, self._seen(texts))  # (B, 1)
+        self._log_probabilities(logits, chosen, [1] * len(texts), texts)
+        self.writing += texts
+        self.bonus = torch.cat([self.bonus, chosen[:, 0]])
+        for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
+            text.take([token], self.target)
+        self.seconds["prefill"] += self.clock() - mark
+        return texts
+
+    def _prefill(self, prompts: list[list[int]], cache: KVCache, state: DraftState | None) -> torch.Tensor:
+        """Runs the prompts through target and drafter; returns the final hidden state of each one's last token,
+        (B, 1, D)."""
+        last = [None] * len(prompts)
+        for first in range(0, max(map(len, prompts)), PREFILL_CHUNK):
+            parts = [prompt[first : first + PREFILL_CHUNK] for prompt in prompts]
+            features = self.target.extend(parts, cache, self.layers)
+            if state is not None:
+                self.drafter.absorb(features.context, [len(part) for part in parts], state)
+            for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
+                if part and first + len(part) == len(prompt):
+                    last[row] = features.last[row, len(part) - 1]
+        return torch.stack(last)[:, None]
+
+    def _absorb(self) -> None:
+        """Gives the drafter the features of the last round's committed nodes."""
+        if self.fresh is not None:
+            self.drafter.absorb(*self.fresh, self.state)
+            self.fresh = None
+
+    def _round(self) -> None:
+        """One round of all rows; their texts are up to date afterwards, finished rows still in place."""
+        mark = self.clock()
+
+        def lap(stage: str) -> None:
+            nonlocal mark
+            now = self.clock()
+            self.seconds[stage] += now - mark
+            mark = now
+
+        target, texts = self.target, self.writing
+        options = [text.options for text in texts]
+        vocabulary = target.head_weight.shape[0]
+        start = torch.tensor(self.cache.lengths, device=target.device)  # positions of the roots
+        noise = round_noise(options, start, self.length + 1, vocabulary)
+        seen = self._seen(texts)
+        if self.build is None:
+            tree = root_only(self.bonus)
+        else:
+            self._absorb()
+            marginals = self.drafter.draft(target, self.bonus, self.state)  # (B, L, V)
+            marginals = steer(marginals, options, noise, seen if seen is None else seen[:, None])
+            lap("draft")
+            tree = self.build(self.bonus, marginals, self.nodes)
+            if self.rule is not None:
+                tree = tree.first(self.rule.nodes(tree))
+        ancestors = tree.ancestors()  # (B, M, M)
+        lap("build")
+
+        features = target.verify(tree, ancestors, self.cache, self.layers)
+        logits = target.head(features.last)  # (B, M, V)
+        chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
+        lap("verify")
+
+        accepted = walk(tree, chosen, ancestors)
+        lengths = self._commit(tree, accepted, logits, chosen)
+        self.bonus = accepted.bonus
+        if self.build is not None:
+            path = accepted.path[:, : max(lengths)]
+            context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
+            self.fresh = context, lengths
+        lap("commit")
+
+    def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
+        """Cache and texts take the accepted paths. One copy to the host, the only one of a greedy round."""
+        drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
+        host = torch.cat([accepted.lengths[:, None], accepted.bonus[:, None], drafted], 1).tolist()
+        lengths = [row[0] for row in host]
+        path = accepted.path[:, : max(lengths)]
+        self.cache.commit(path, lengths)
+        if any(text.options.logprobs is not None for text in self.writing):
+            along = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
+            self._log_probabilities(along, chosen.gather(1, path), lengths, self.writing)
+        for text, (length, bonus, _, *tokens) in zip(self.writing, host, strict=True):
+            text.take([*tokens[: length - 1], bonus], self.target)
+            text.drafted.append(tree.budget)
+            text.stats.rounds += 1
+        return lengths
+
+    def _release(self) -> None:
+        """Takes finished texts out; the last rows move into the holes."""
+        finished = [i for i, text in enumerate(self.writing) if text.finish is not None]
+        if not finished:
+            return
+        self._absorb()
+        now = self.clock()
+        for i in finished:
+            text = self.writing[i]
+            began, before = self._began.pop(text)
+            stats = text.stats
+            stats.tokens, stats.seconds = len(text.ids), now - began
+            stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
+            stats.histogram = [0] * (self.length + 1)
+            for commit in text.commits[1:]:
+                stats.histogram[commit - 1] += 1
+        alive = [i for i in range(len(self.writing)) if i not in finished]
+        order = alive[:]
+        for hole in [i for i in finished if i < len(alive)]:
+            order.insert(hole, order.pop())
+        self.writing = [self.writing[i] for i in order]
+        self.cache.keep(order)
+        if self.state is not None:
+            self.state.keep(order)
+        self.bonus = self.bonus[torch.tensor(order, dtype=torch.long, device=self.bonus.device)]
+
+    def _seen(self, texts: list[Text]) -> torch.Tensor | None:
+        """The committed tokens of every row, (B, V), where a penalty asks for them."""
+        if all(text.options.repetition_penalty == 1 for text in texts):
+            return None
+        everything = [text.prompt + text.ids for text in texts]
+        return seen_tokens(everything, self.target.head_weight.shape[0], self.target.device)
+
+    def _choose(
+        self,
+        tree: DraftTree,
+        ancestors: torch.Tensor,
+        logits: torch.Tensor,
+        texts: list[Text],
+        noise: torch.Tensor | None,
+        seen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The target's token after every node, (B, M)."""
+        options = [text.options for text in texts]
+        if seen is not None:
+            seen = seen_at_nodes(seen, tree, ancestors)
+        chosen = choose(logits, tree.depths, options, noise, seen)
+        for row, text in enumerate(texts):
+            if text.processors:
+                chosen[row] = self._choose_processed(tree, row, text, logits, noise, seen)
+        return chosen
+
+    def _choose_processed(self, tree, row, text, logits, noise, seen) -> torch.Tensor:
+        """The same for one row whose logits go through processors, (M,). They see a node's true prefix, one at a time,
+        and therefore only the nodes on the path that the target takes; -1, which no child carries, elsewhere."""
+        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+        chosen = torch.full_like(tree.tokens[row], -1)
+        ids, node, depth = text.prompt + text.ids, 0, 0
+        while node is not None:
+            scores = logits[row, node][None].float()
+            for processor in text.processors:
+                scores = processor(torch.tensor([ids], device=scores.device), scores)
+            prefix = None if seen is None else seen[row, node][None, None]
+            scores = adjust(scores[None], [text.options], prefix)[0, 0]  # (V,)
+            token = int((scores if noise is None else scores + noise[row, depth]).argmax())
+            chosen[node] = token
+            children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
+            ids, node, depth = [*ids, token], next(children, None), depth + 1
+        return chosen
+
+    def _log_probabilities(
+        self, logits: torch.Tensor, chosen: torch.Tensor, lengths: list[int], texts: list[Text]
+    ) -> None:
+        """Notes the target's own log-probabilities of the committed tokens `chosen` (B, W) from logits (B, W, V)."""
+        if all(text.options.logprobs is None for text in texts):
+            return
+        log_probs = logits.float().log_softmax(-1)
+        of_chosen = log_probs.gather(2, chosen[..., None])[..., 0].tolist()
+        most = max(text.options.logprobs or 0 for text in texts)
+        top, ids = (side.tolist() for side in log_probs.topk(most, dim=-1))
+        for row, text in enumerate(texts):
+            if text.options.logprobs is None:
+                continue
+            for i in range(lengths[row]):
+                ranked = zip(ids[row][i], top[row][i], strict=True)
+                text.logprobs.append(TokenLogprob(of_chosen[row][i], list(ranked)[: text.options.logprobs]))
 
 
-@torch.inference_mode()
 def decode(
     target: Target,
     drafter: DFlash | None,
@@ -103,82 +389,19 @@ def decode(
     options: DecodeOptions,
     clock: Callable[[], float] = time.perf_counter,
     seeds: list[int] | None = None,
-) -> list[Decoded]:
-    """Decodes a batch of prompts (token ids, none empty); every row has its own length, tree, acceptance and end.
-
-    `clock` times the stages; a benchmark on CUDA passes one that synchronises. `seeds` gives every row a sampling seed
-    of its own instead of options.seed. The drafter may be None for plain.
-    """
+) -> list[Text]:
+    """Decodes prompts (token ids, none empty), `options.rows` at a time, and returns them in their order. `seeds` gives
+    every text a sampling seed of its own instead of options.seed."""
     options.check()
-    build = None if options.method == "plain" else TREES[options.method]
-    if build is not None and drafter is None:
-        raise ValueError(f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain")
-    if not prompts or any(not prompt for prompt in prompts):
-        raise ValueError("every prompt needs at least one token")
-    sampling = Sampling(temperature=options.temperature, seed=options.seed)
-    layers = drafter.layer_ids if build is not None else ()
-    tokenizer = target.tokenizer
-    ends = text_end(options, target.end_ids, tokenizer.decode if tokenizer is not None else None)
-    rows = [_Row(DecodeStats(prompt_tokens=len(prompt))) for prompt in prompts]
-    seconds = dict.fromkeys(("prefill", *STAGES), 0.0)
-    device = target.device
-    row_seeds = None if seeds is None else torch.tensor(seeds, device=device)
-
-    # Prefill: the prompt's features feed the first draft, its last position yields the first bonus token.
-    began = mark = clock()
-    capacity = max(map(len, prompts)) + options.max_new_tokens + (options.budget if build is not None else 0) + 1
-    cache = target.cache(len(prompts), capacity + (drafter.block_size if build is not None else 0))
-    state = drafter.state(len(prompts), cache.capacity) if build is not None else None
-    features = target.prefill(prompts, cache, layers)
-    counts = list(cache.lengths)
-    last = torch.tensor(counts, device=device) - 1
-    hidden = features.last.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.last.shape[-1]))  # (B, 1, D)
-    bonus = choose(target.head(hidden), torch.zeros_like(last)[:, None], last, 0, sampling, row_seeds)[:, 0]  # (B,)
-    context = features.context
-    for row, token in zip(rows, bonus.tolist(), strict=True):
-        row.take([token], ends)
-    seconds["prefill"] = (now := clock()) - mark
-
-    while any(row.finish is None for row in rows):
-        mark = now
-        if build is None:
-            tree = root_only(bonus)
-        else:
-            marginals = drafter.draft(target, context, counts, bonus, state)  # (B, L, V)
-            seconds["draft"] += (now := clock()) - mark
-            mark = now
-            tree = build(bonus, marginals, options.budget)
-        ancestors = tree.ancestors()  # (B, M, M)
-        seconds["build"] += (now := clock()) - mark
-
-        mark = now
-        start = torch.tensor(cache.lengths, device=device)
-        features = target.verify(tree, ancestors, cache, layers)
-        chosen = choose(target.head(features.last), tree.depths, start, tree.max_depth, sampling, row_seeds)  # (B, M)
-        seconds["verify"] += (now := clock()) - mark
-
-        mark = now
-        accepted = walk(tree, chosen, ancestors)
-        lengths, bonus = accepted.lengths.tolist(), accepted.bonus
-        path = accepted.path[:, : max(lengths)]  # (B, W)
-        drafted = tree.tokens.gather(1, path).tolist()
-        for i, (row, token) in enumerate(zip(rows, bonus.tolist(), strict=True)):
-            if row.finish is not None:
-                lengths[i] = 0  # a finished row stands still until the others are done
-                continue
-            row.take(drafted[i][1 : lengths[i]] + [token], ends)
-            row.stats.rounds += 1
-        counts = lengths
-        cache.commit(path, counts)
-        if build is not None:
-            context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
-        seconds["commit"] += (now := clock()) - mark
-
-    total = now - began
-    for row in rows:
-        stats = row.stats
-        stats.tokens, stats.seconds, stats.stage_seconds = len(row.ids), total, dict(seconds)
-        stats.histogram = [0] * (drafter.block_size if build is not None else 1)
-        for commit in row.commits[1:]:
-            stats.histogram[commit - 1] += 1
-    return [Decoded(row.ids, row.finish, row.commits, row.stats) for row in rows]
+    if not prompts:
+        return []
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    rows = min(options.rows, len(prompts))
+    engine = Engine(target, drafter, options.method, options.budget, rows, longest, clock)
+    texts = [
+        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]))
+        for i, prompt in enumerate(prompts)
+    ]
+    while engine.busy:
+        engine.step()
+    return texts

@@ -10,17 +10,15 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
 from infer.cache import KVCache
 from infer.config import DrafterConfig
@@ -114,8 +112,9 @@ class Attention(nn.Module):
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on (B, H, T, E)."""
-    return apply_rotary_pos_emb(states, states[:, :1], cos, sin)[0]
+    """Rotary positions on (B, H, T, E); cos and sin (B, T, E) as `DFlash.angles` gives them, sin signed."""
+    low, high = states.chunk(2, dim=-1)
+    return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
 
 
 class Layer(nn.Module):
@@ -139,10 +138,23 @@ class Layer(nn.Module):
 
 @dataclass
 class DraftState:
-    """What a drafter remembers of the texts it drafts for: keys and values of their context features."""
+    """What a drafter remembers of the texts it drafts for: keys and values of their context features. Rows come and go
+    as in the cache."""
 
     cache: KVCache
     angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
+    projection: torch.Tensor  # (layers * 2 * H * E, D) key and value weights of all layers, that see the same context
+    scale: torch.Tensor  # (layers, 1, E) weights of the key norms
+
+    @contextmanager
+    def add(self, count: int) -> Iterator["DraftState"]:
+        """`count` more rows, as a state of their own over the same memory, to be filled."""
+        with self.cache.add(count) as cache:
+            yield replace(self, cache=cache)
+
+    def keep(self, order: list[int]) -> None:
+        """Row i becomes what row order[i] was."""
+        self.cache.keep(order)
 
 
 class DFlash(nn.Module):
@@ -191,9 +203,10 @@ class DFlash(nn.Module):
         return True
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (B, T, E) of absolute positions (B, T)."""
-        rotary = self.rotary[0].to(positions.device)
-        return rotary(self.norm.weight, positions)
+        """cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
+        cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Context features (B, T, len(layer_ids) * D) to what every layer's K/V see: (B, T, D)."""
@@ -234,7 +247,7 @@ class DFlash(nn.Module):
         return self.norm(block)
 
     def state(self, rows: int, capacity: int) -> DraftState:
-        """An empty memory for `rows` texts of up to `capacity` positions."""
+        """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet."""
         config, weight = self.config, self.norm.weight
         capacity += self.block_size
         cache = KVCache(
@@ -246,24 +259,36 @@ class DFlash(nn.Module):
             weight.dtype,
             weight.device,
         )
-        return DraftState(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
+        attentions = [layer.self_attn for layer in self.layers]
+        return DraftState(
+            cache,
+            self.angles(torch.arange(capacity, device=weight.device)[None]),
+            torch.cat([part.weight for attention in attentions for part in (attention.k_proj, attention.v_proj)]),
+            torch.stack([attention.k_norm.weight for attention in attentions])[:, None],
+        )
 
     @torch.no_grad()
-    def draft(
-        self, target: Target, features: torch.Tensor, counts: list[int], bonus: torch.Tensor, state: DraftState
-    ) -> torch.Tensor:
-        """One block for every row: takes in the context features (B, C, len(layer_ids) * D) that the last round
-        committed (`counts[b]` of them are real, the rest padding), and returns the marginals of the L positions after
-        the bonus tokens (B,), in log space and float32: (B, L, V). The block's own K/V are never kept."""
+    def absorb(self, features: torch.Tensor, counts: list[int], state: DraftState) -> None:
+        """Takes in the context features (B, C, len(layer_ids) * D) of newly committed positions; `counts[b]` of them
+        are real, the rest padding. One projection serves all layers: what `Attention.keys_values` does in training,
+        layer by layer."""
         cache = state.cache
-        width = features.shape[1]
-        slots = cache.slots(width)
-        context = self.context(features)
-        rotary = self._angles_at(state, width)
-        for i, layer in enumerate(self.layers):
-            cache.write(i, *layer.self_attn.keys_values(context, *rotary), slots)
+        rows, width, _ = features.shape
+        both = F.linear(self.context(features), state.projection)
+        both = both.unflatten(-1, (len(self.layers), 2, cache.heads, cache.head_dim))  # (B, C, layers, 2, H, E)
+        keys = F.rms_norm(both[:, :, :, 0], (cache.head_dim,), eps=self.config.rms_norm_eps) * state.scale
+        cos, sin = self._angles_at(state, width)
+        keys = rotate(keys.flatten(2, 3).transpose(1, 2), cos, sin).transpose(1, 2)  # (B, C, layers * H, E)
+        both = torch.stack([keys.reshape(rows, width, len(self.layers), -1), both[:, :, :, 1].flatten(3)], dim=3)
+        both = both.flatten(2, 3).flatten(0, 1).transpose(0, 1)  # (layers * 2, B * C, H * E)
+        cache.buffer.index_copy_(1, cache.slots(width).flatten(), both)
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
+    @torch.no_grad()
+    def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
+        """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
+        and float32, (B, L, V). The block's own K/V are never kept."""
+        cache = state.cache
         slots = cache.slots(self.block_size)
         rotary = self._angles_at(state, self.block_size)
         extent, mask = cache.extent + self.block_size, self._padding_mask(cache.lengths)

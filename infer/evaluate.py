@@ -6,11 +6,12 @@ Acceptance is never estimated from token accuracy: every number here comes from 
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from infer.config import DecodeOptions, EvaluationConfig
-from infer.decode import Decoded, decode
+from infer.config import EvaluationConfig, TextOptions
+from infer.decode import STAGES, Engine, Text
 from infer.dflash import DFlash
 from infer.target import Target
 
@@ -22,40 +23,44 @@ def evaluate(
     config: EvaluationConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Decodes every prompt with every method, one at a time, and returns what `infer.report` draws.
+    """Decodes every prompt with every method, `config.rows` at a time, and returns what `infer.report` draws.
 
-    The methods take turns on each prompt, so that a noisy machine is equally noisy for all; `speedup` is the ratio of
-    total times. `identical` says whether a method's tokens equal plain decoding's on every prompt.
+    The methods take turns on the same prompts, so that a noisy machine is equally noisy for all; `speedup` is the ratio
+    of total times. `identical` says whether a method's tokens equal plain decoding's on every prompt.
     """
     methods = config.methods(drafter.block_size)
     clock = synchronised_clock(target.device)
-    results: dict[tuple[str, int], list[Decoded]] = {method: [] for method in methods}
+    results = {method: Measured() for method in methods}
+    length = max(map(len, prompts)) + config.max_new_tokens
 
-    def run(prompt: list[int], method: tuple[str, int], tokens: int) -> Decoded:
-        options = DecodeOptions(
-            method=method[0],
-            budget=max(1, method[1]),
-            max_new_tokens=tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-        )
-        return decode(target, drafter, [prompt], options, clock)[0]
+    def run(chunk: list[list[int]], method: tuple[str, int], tokens: int, into: Measured) -> None:
+        began = clock()
+        engine = Engine(target, drafter, *method, config.rows, length, clock)
+        options = TextOptions(max_new_tokens=tokens, temperature=config.temperature, seed=config.seed)
+        texts = [engine.submit(prompt, options) for prompt in chunk]
+        while engine.busy:
+            engine.step()
+        into.seconds += clock() - began
+        into.texts += texts
+        for stage, seconds in engine.seconds.items():
+            into.stages[stage] += seconds
 
     for method in methods:  # warm-up: first calls pay for allocations and kernels
-        run(prompts[0], method, min(16, config.max_new_tokens))
-    for i, prompt in enumerate(prompts):
+        run(prompts[: config.rows], method, min(16, config.max_new_tokens), Measured())
+    for first in range(0, len(prompts), config.rows):
         for method in methods:
-            results[method].append(run(prompt, method, config.max_new_tokens))
-        progress(i + 1, len(prompts))
+            run(prompts[first : first + config.rows], method, config.max_new_tokens, results[method])
+        progress(min(first + config.rows, len(prompts)), len(prompts))
 
     plain = results["plain", 0]
     rows = [summarise(method, results[method], plain) for method in methods]
-    best = max((method for method in methods if method[0] == "ddtree"), key=lambda m: tau(results[m]))
+    best = max((method for method in methods if method[0] == "ddtree"), key=lambda m: tau(results[m].texts))
     return {
         "target": target.name,
         "device": describe_device(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": len(prompts),
+        "rows": config.rows,
         "prompt_tokens": config.prompt_tokens,
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
@@ -63,39 +68,47 @@ def evaluate(
         "methods": rows,
         "samples": [
             sample(target, prompt, done)
-            for prompt, done in list(zip(prompts, results[best], strict=True))[: config.samples]
+            for prompt, done in list(zip(prompts, results[best].texts, strict=True))[: config.samples]
         ],
     }
 
 
-def tau(rows: list[Decoded]) -> float:
+@dataclass
+class Measured:
+    """What one method wrote, and how long it took."""
+
+    texts: list[Text] = field(default_factory=list)
+    seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+
+def tau(texts: list[Text]) -> float:
     """Acceptance length pooled over rounds."""
-    rounds = sum(row.stats.rounds for row in rows)
-    return sum(row.stats.tokens - 1 for row in rows) / rounds if rounds else 1.0
+    rounds = sum(text.stats.rounds for text in texts)
+    return sum(text.stats.tokens - 1 for text in texts) / rounds if rounds else 1.0
 
 
-def summarise(method: tuple[str, int], rows: list[Decoded], plain: list[Decoded]) -> dict:
+def summarise(method: tuple[str, int], measured: Measured, plain: Measured) -> dict:
     """One line of the table."""
-    seconds = sum(row.stats.seconds for row in rows)
-    tokens = sum(row.stats.tokens for row in rows)
-    stages = {name: sum(row.stats.stage_seconds[name] for row in rows) for name in rows[0].stats.stage_seconds}
+    texts, seconds = measured.texts, measured.seconds
+    tokens = sum(text.stats.tokens for text in texts)
     return {
         "name": method[0],
         "budget": method[1],
-        "tau": tau(rows),
-        "tau_prompt_mean": sum(row.stats.tau for row in rows) / len(rows),
-        "rounds": sum(row.stats.rounds for row in rows),
+        "tau": tau(texts),
+        "tau_prompt_mean": sum(text.stats.tau for text in texts) / len(texts),
+        "rounds": sum(text.stats.rounds for text in texts),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "speedup": sum(row.stats.seconds for row in plain) / seconds,
-        "histogram": [sum(counts) for counts in zip(*(row.stats.histogram for row in rows), strict=True)],
-        "stage_seconds": stages | {"other": seconds - sum(stages.values())},
-        "identical": [row.ids for row in rows] == [row.ids for row in plain],
+        "speedup": plain.seconds / seconds,
+        "histogram": [sum(counts) for counts in zip(*(text.stats.histogram for text in texts), strict=True)],
+        "stage_seconds": measured.stages | {"other": seconds - sum(measured.stages.values())},
+        "identical": [text.ids for text in texts] == [text.ids for text in plain.texts],
     }
 
 
-def sample(target: Target, prompt: list[int], done: Decoded) -> dict:
+def sample(target: Target, prompt: list[int], done: Text) -> dict:
     """A decoded text in pieces: the prefill's first token, then each round's accepted drafts and its bonus token."""
     text = target.tokenizer.decode
     pieces, at = [], 0

@@ -78,17 +78,7 @@ def run_generate(config: GenerateCommand) -> None:
 
     target, drafter = load(config.target, config.checkpoint)
     options = config.decoding
-    answer = generate(
-        target,
-        drafter,
-        config.prompt,
-        method=options.method,
-        budget=options.budget,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        stop=options.stop,
-    )
+    answer = generate(target, drafter, config.prompt, options)
     stats = answer.stats
     print(config.prompt + answer.text)
     print(

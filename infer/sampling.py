@@ -1,27 +1,19 @@
 """How the target chooses a token: greedily, or by position-keyed Gumbel noise.
 
-B rows, Q nodes, V vocabulary.
+B rows, Q nodes, L drafted positions, V vocabulary.
 
-The token at absolute position t is argmax(log p + G(seed, t, token)) with standard Gumbel noise G. That is an exact
-sample from p, and since the noise depends on nothing but seed, position and token, every method, tree, budget and batch
-gives the same text for the same seed.
+The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard Gumbel noise G. That
+is an exact sample from softmax(logits / temperature), and since the noise depends on nothing but seed, position and
+token, every method, tree, budget and batch gives the same text for the same seed.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 
 import torch
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """temperature 0 is greedy; the seed matters only above it."""
-
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
+from infer.config import TextOptions
+from infer.trees import DraftTree
 
 
 def _signed(value: int) -> int:
@@ -53,25 +45,98 @@ def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -
     return -torch.log(-torch.log(uniform)).float()
 
 
+def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
+    """The noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V), zero for greedy rows;
+    None when all rows are greedy. Made once a position, not once a node."""
+    if all(row.temperature == 0 for row in rows):
+        return None
+    seeds = torch.tensor([row.seed for row in rows], device=start.device)
+    noise = gumbel_noise(seeds, start[:, None] + 1 + torch.arange(steps, device=start.device), vocabulary)
+    greedy = torch.tensor([row.temperature == 0 for row in rows], device=start.device)
+    return noise.masked_fill_(greedy[:, None, None], 0.0)
+
+
+def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging Face's processors would leave
+    them: float32, tokens that may not be chosen at minus infinity. `seen` (B, Q, V) bool marks the tokens in a node's
+    true prefix. Greedy rows know no temperature and no filter: neither changes which token is the likeliest."""
+    logits = logits.float()
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=logits.device).view(-1, 1, 1)
+
+    if seen is not None:
+        penalty = column([row.repetition_penalty for row in rows])
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    sampled = [row.temperature > 0 for row in rows]
+    if not any(sampled):
+        return logits
+    logits = logits / column([row.temperature if row.temperature > 0 else 1.0 for row in rows])
+    vocabulary = logits.shape[-1]
+    top_k = [
+        min(row.top_k, vocabulary) if row.top_k and on else vocabulary for row, on in zip(rows, sampled, strict=True)
+    ]
+    top_p = [row.top_p if on else 1.0 for row, on in zip(rows, sampled, strict=True)]
+    min_p = [row.min_p if on else 0.0 for row, on in zip(rows, sampled, strict=True)]
+    if min(top_k) < vocabulary or min(top_p) < 1:
+        order = logits.sort(dim=-1, descending=True).values
+        k = column(top_k)
+        lowest = order.gather(-1, (k - 1).expand(*logits.shape[:2], 1))  # (B, Q, 1)
+        if min(top_p) < 1:
+            shares = order.masked_fill(order < lowest, -math.inf).softmax(-1)
+            before = shares.cumsum(-1) - shares  # the probability of all likelier tokens
+            kept = (before < column(top_p)).sum(-1, keepdim=True).clamp(min=1)
+            kept = torch.where(column(top_p) < 1, kept, vocabulary)
+            lowest = torch.maximum(lowest, order.gather(-1, kept - 1))
+        logits = logits.masked_fill(logits < lowest, -math.inf)
+    if max(min_p) > 0:
+        lowest = logits.amax(-1, keepdim=True) + column([math.log(p) if p else -math.inf for p in min_p])
+        logits = logits.masked_fill(logits < lowest, -math.inf)
+    return logits
+
+
 def choose(
     logits: torch.Tensor,
     depths: torch.Tensor,
-    start: torch.Tensor,
-    max_depth: int,
-    sampling: Sampling,
-    row_seeds: torch.Tensor | None = None,
+    rows: Sequence[TextOptions],
+    noise: torch.Tensor | None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The target's token after every node: (B, Q) int64.
-
-    logits (B, Q, V) at nodes of depths (B, Q) <= max_depth under roots at positions start (B,): the token chosen at a
-    node stands at position start + depth + 1. Noise is made once a position, not once a node. row_seeds (B,) gives
-    every row a seed of its own; by default all rows have sampling.seed, so that a text does not depend on its batch.
-    """
-    if sampling.temperature == 0:
+    """The target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the round's
+    noise (B, > max depth, V), and the tokens of every node's prefix, needed for a penalty only."""
+    if noise is None and seen is None:
         return logits.argmax(-1)
-    if row_seeds is None:
-        row_seeds = torch.full_like(start, sampling.seed)
-    positions = start[:, None] + 1 + torch.arange(max_depth + 1, device=start.device)  # (B, max_depth + 1)
-    noise = gumbel_noise(row_seeds, positions, logits.shape[-1])
-    noise = noise.gather(1, depths[..., None].expand(-1, -1, logits.shape[-1]))  # (B, Q, V)
-    return ((logits.float() / sampling.temperature).log_softmax(-1) + noise).argmax(-1)
+    scores = adjust(logits, rows, seen)
+    if noise is not None:
+        scores = scores + noise.gather(1, depths[..., None].expand(-1, -1, logits.shape[-1]))
+    return scores.argmax(-1)
+
+
+def steer(
+    marginals: torch.Tensor, rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """Marginals (B, L, V), log space, turned towards what the target is about to draw: the target's draw at a position
+    is a known function of its distribution and of the noise there, so a drafter that is given the same noise guesses
+    that very draw (DECODING.md). Lossless whatever it does: a tree only proposes. `seen` (B, 1, V) is the penalty's."""
+    if noise is None and seen is None:
+        return marginals
+    scores = adjust(marginals, rows, seen)
+    if noise is not None:
+        scores = scores + noise[:, : marginals.shape[1]]
+    return scores.log_softmax(-1)
+
+
+def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Which tokens each text holds: (B, V) bool."""
+    seen = torch.zeros(len(texts), vocabulary, dtype=torch.bool, device=device)
+    for row, ids in enumerate(texts):
+        seen[row, torch.tensor(ids, device=device)] = True
+    return seen
+
+
+def seen_at_nodes(seen: torch.Tensor, tree: DraftTree, ancestors: torch.Tensor) -> torch.Tensor:
+    """Which tokens the true prefix of every node holds, itself included: (B, M, V) bool, from the committed tokens'
+    `seen` (B, V), which holds the root."""
+    tokens = tree.tokens[:, None].expand_as(ancestors)
+    tokens = torch.where(ancestors, tokens, tree.tokens[:, :1, None])
+    return seen[:, None].repeat(1, ancestors.shape[1], 1).scatter_(2, tokens, True)

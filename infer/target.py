@@ -82,7 +82,7 @@ class Target:
         return self.model.get_output_embeddings()(hidden)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache for `rows` texts of up to `capacity` positions."""
+        """A cache for up to `rows` texts of up to `capacity` positions, none in use yet."""
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
@@ -118,14 +118,15 @@ class Target:
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
         return self.features(ids, positions, allowed, layers)
 
-    def prefill(self, prompts: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
-        """Runs the prompts into an empty cache, padded on the right: (B, Q) with Q the longest prompt."""
-        width = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=self.device)
-        positions = torch.arange(width, device=self.device).expand(len(prompts), width)
-        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        features = self.features(ids, positions, causal.expand(len(prompts), 1, width, width), layers, cache)
-        cache.lengths = [len(prompt) for prompt in prompts]
+    def extend(self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
+        """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
+        width = max(map(len, ids))
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(ids), -1, -1)
+        start = torch.tensor(cache.lengths, device=self.device)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
+        positions = start[:, None] + torch.arange(width, device=self.device)
+        features = self.features(tokens, positions, cached(cache.lengths, causal), layers, cache)
+        cache.lengths = [length + len(row) for length, row in zip(cache.lengths, ids, strict=True)]
         return features
 
     def verify(

@@ -9,7 +9,7 @@ os.environ["WANDB_MODE"] = "offline"
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 
 @pytest.fixture(scope="session")

@@ -25,16 +25,16 @@ class PretrainConfig:
 
     out: str = "runs/embedded-target"
     seed: int = 0
-    vocab_size: int = 2048
+    vocab_size: int = 512
     hidden_size: int = 192
-    intermediate_size: int = 416
-    num_hidden_layers: int = 10
+    intermediate_size: int = 384
+    num_hidden_layers: int = 12
     num_attention_heads: int = 6
-    num_key_value_heads: int = 3
+    num_key_value_heads: int = 2
     head_dim: int = 32
     length: int = 512  # tokens a window
     batch: int = 16  # windows a step
-    steps: int = 1500
+    steps: int = 1000
     lr: float = 3e-3  # peak, of both optimisers
     weight_decay: float = 0.05  # on matrices
     warmup: float = 0.02  # share of the steps
@@ -43,8 +43,8 @@ class PretrainConfig:
     compile: bool = True
     save_every: int = 100
     answers: int = 2560  # texts that the finished target writes, for drafters to learn from
-    prompt_tokens: int = 64
-    answer_tokens: int = 192  # greedy
+    prompt_tokens: int = 96
+    answer_tokens: int = 160  # greedy
 
     def check(self) -> None:
         """Raises ValueError for a recipe that cannot run."""
@@ -209,7 +209,7 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
     texts = target.tokenizer([row["text"] for row in training_rows(DataConfig(source="stdlib"))])["input_ids"]
     windows = [ids[start : start + size] for ids in texts for start in range(0, len(ids) - 2 * size, size)]
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed)).tolist()
-    options = DecodeOptions("plain", max_new_tokens=config.answer_tokens)
+    options = DecodeOptions(method="plain", max_new_tokens=config.answer_tokens)
     with (out / "answers.jsonl").open("w") as file:
         for first in range(0, config.answers, 128):
             prompts = [windows[i] for i in order[first : min(first + 128, config.answers)]]

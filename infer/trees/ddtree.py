@@ -1,49 +1,88 @@
 """DDTree: the draft tree of B nodes that maximises the expected acceptance length under the drafter's marginals.
 
-DDTree section 4.3, algorithm 1: the B most probable prefixes, found best first.
+DDTree section 4.3: the B most probable prefixes. Two ways to the same tree: best first with a heap (the paper's
+algorithm 1, compiled for the CPU, where numba is installed), and depth by depth in a few tensor operations, which needs
+neither a copy to the host nor a loop over nodes.
 """
 
-from heapq import heappop, heappush
+from functools import lru_cache
 
 import torch
 
+from infer.trees import compiled
 from infer.trees.tree import DraftTree
 
 
 def ddtree(bonus: torch.Tensor, marginals: torch.Tensor, budget: int) -> DraftTree:
     """The top `budget` prefixes (all of them, if there are fewer) of marginals (B, L, V), in log space, behind the
-    bonus tokens (B,). The top K = min(budget, V) tokens of a position suffice (lemma 1)."""
-    _, length, vocabulary = marginals.shape
-    top, ids = marginals.topk(min(budget, vocabulary), dim=-1)  # (B, L, K)
-    rows = [_best_first(*row, budget) for row in zip(top.tolist(), ids.tolist(), strict=True)]
-    tokens, parents, depths, scores = (torch.tensor(column, device=bonus.device) for column in zip(*rows, strict=True))
+    bonus tokens (B,), in descending order of probability: the first n nodes are the tree of budget n. The top
+    K = min(budget, V) tokens of a position suffice (lemma 1)."""
+    top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
+    on_host = top.device.type == "cpu" and compiled.AVAILABLE
+    search = best_first if on_host else by_depth
+    tokens, parents, depths, scores = search(top, ids, budget)
     zeros = torch.zeros_like(bonus)[:, None]
     return DraftTree(
         tokens=torch.cat([bonus[:, None], tokens], 1),
         parents=torch.cat([zeros, parents], 1),
         depths=torch.cat([zeros, depths], 1),
         log_probs=torch.cat([zeros.to(scores.dtype), scores], 1),
-        max_depth=length,
+        max_depth=marginals.shape[1],
     )
 
 
-def _best_first(top: list[list[float]], ids: list[list[int]], budget: int) -> tuple[list, list, list, list]:
-    """Algorithm 1 for one row: tokens, parents, depths and scores of the drafted nodes in descending order of score.
+def node_count(length: int, ranks: int, budget: int) -> int:
+    """How many nodes there are: `budget`, or all prefixes of `length` positions of `ranks` tokens if they are fewer."""
+    total, level = 0, 1
+    for _ in range(length):
+        level = min(level * ranks, budget)
+        total = min(total + level, budget)
+    return total
 
-    A heap entry is a prefix that is not in the tree yet: its score, negated for Python's min-heap, its parent's node
-    and score, its depth and the rank of its last token.
+
+def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> tuple[torch.Tensor, ...]:
+    """Algorithm 1 on the host: tokens, parents, depths and scores (B, M - 1) of the drafted nodes, best first, from
+    the sorted log-probabilities and ids (B, L, K) of every position's likeliest tokens."""
+    rows, length, ranks = top.shape
+    nodes = torch.empty(3, rows, node_count(length, ranks, budget), dtype=torch.long)
+    scores = torch.empty(nodes.shape[1:], dtype=torch.float32)
+    compiled.best_first(top.float().contiguous().numpy(), ids.contiguous().numpy(), nodes.numpy(), scores.numpy())
+    return *nodes, scores
+
+
+def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> tuple[torch.Tensor, ...]:
+    """The same, from the same arguments, depth by depth on their device: extend the best prefixes of a depth by the
+    likeliest tokens and keep the best of these; at last take the best of all depths.
+
+    Exact: a prefix among the top B has its parent among them. Sorting is stable and shallow prefixes come first, so
+    that a parent precedes a child of equal score.
     """
-    tokens, parents, depths, scores = [], [], [], []
-    length, ranks = len(top), len(top[0])
-    heap = [(-top[0][0], 0, 1, 0, 0.0)]
-    while heap and len(tokens) < budget:
-        negated, parent, depth, rank, above = heappop(heap)
-        tokens.append(ids[depth - 1][rank])
-        parents.append(parent)
-        depths.append(depth)
-        scores.append(-negated)
-        if rank + 1 < ranks:  # the next sibling
-            heappush(heap, (-(above + top[depth - 1][rank + 1]), parent, depth, rank + 1, above))
-        if depth < length:  # the first child, of the node just added
-            heappush(heap, (negated - top[depth][0], len(tokens), depth + 1, 0, -negated))
-    return tokens, parents, depths, scores
+    scores, tokens = top[:, 0], ids[:, 0]  # (B, P) of the prefixes kept at this depth, best first
+    parents = torch.full_like(tokens, -1)  # among all kept prefixes, -1 for the root
+    depths = torch.ones_like(tokens)
+    levels, first = [(scores, tokens, parents, depths)], 0
+    for depth in range(1, top.shape[1]):
+        prefix, rank = _pairs(scores.shape[1], top.shape[2], budget, top.device)  # (C,)
+        candidates = scores[:, prefix] + top[:, depth, rank]  # (B, C)
+        scores, order = candidates.sort(dim=1, descending=True, stable=True)
+        scores, order = scores[:, :budget], order[:, :budget]
+        tokens = ids[:, depth].gather(1, rank[order])
+        parents = prefix[order] + first
+        first += levels[-1][0].shape[1]
+        levels.append((scores, tokens, parents, torch.full_like(tokens, depth + 1)))
+    scores, tokens, parents, depths = (torch.cat(column, 1) for column in zip(*levels, strict=True))
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    node = order.argsort(1) + 1  # of every kept prefix, by its place in the order; the root is node 0
+    order = order[:, :budget]
+    parents = parents.gather(1, order)
+    parents = torch.where(parents < 0, 0, node.gather(1, parents.clamp(min=0)))
+    return tokens.gather(1, order), parents, depths.gather(1, order), scores.gather(1, order)
+
+
+@lru_cache(maxsize=256)
+def _pairs(prefixes: int, ranks: int, budget: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(prefix, rank) of the extensions that can be among the best `budget` of a depth: (C,) each. The pair (r, t),
+    counted from 0, is preceded by all (r', t') with r' <= r and t' <= t, hence (r + 1) (t + 1) <= budget."""
+    prefix, rank = torch.arange(prefixes), torch.arange(ranks)
+    pairs = ((prefix[:, None] + 1) * (rank + 1) <= budget).nonzero()
+    return pairs[:, 0].to(device), pairs[:, 1].to(device)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.trees import compiled
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -33,12 +35,23 @@ class DraftTree:
     def ancestors(self) -> torch.Tensor:
         """(B, M, M) bool: [q, k] says that k is q or an ancestor of q, which is what q may look at."""
         rows, nodes = self.parents.shape
+        if self.parents.device.type == "cpu" and compiled.AVAILABLE:
+            mask = torch.empty(rows, nodes, nodes, dtype=torch.bool)
+            compiled.ancestors(self.parents.numpy(), mask.numpy())
+            return mask
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).repeat(rows, 1, 1)
         ancestor = self.parents[..., None]  # (B, M, 1)
         for _ in range(self.max_depth):
             mask.scatter_(2, ancestor, True)
             ancestor = self.parents.gather(1, ancestor[..., 0])[..., None]
         return mask
+
+    def first(self, nodes: int) -> "DraftTree":
+        """The tree of the first `nodes` drafted nodes: for trees sorted by probability, the best one of that size."""
+        end = nodes + 1
+        return DraftTree(
+            self.tokens[:, :end], self.parents[:, :end], self.depths[:, :end], self.log_probs[:, :end], self.max_depth
+        )
 
     def expected_length(self) -> torch.Tensor:
         """(B,) expected acceptance length under the drafter's factorised distribution, the bonus token included: the

@@ -1,5 +1,7 @@
 """The round loop: lossless for every method, budget, block size and batch; sampling exact; ends where it should."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -21,21 +23,44 @@ class ScriptedDrafter:
         self.texts, self.block_size, self.vocabulary, self.skill = texts, block_size, vocabulary, skill
         self.generator = torch.Generator().manual_seed(block_size)
 
-    def state(self, rows: int, capacity: int) -> dict:
-        return {"lengths": [0] * rows}
+    def state(self, rows: int, capacity: int) -> "Script":
+        return Script()
 
-    def draft(self, target, features, counts, bonus, state) -> torch.Tensor:
-        assert features.shape[:1] == bonus.shape
+    def absorb(self, features, counts, state) -> None:
         assert features.shape[1] >= max(counts)
-        state["lengths"] = [length + count for length, count in zip(state["lengths"], counts, strict=True)]
+        state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+
+    def draft(self, target, bonus, state) -> torch.Tensor:
         shape = (len(bonus), self.block_size - 1, self.vocabulary)
         logits = torch.randn(shape, generator=self.generator) * 2
-        for b, text in enumerate(self.texts):
-            ahead = text[state["lengths"][b] + 1 :]
+        for b, which in enumerate(state.texts):
+            text, at = self.texts[which], state.lengths[b]
+            assert text[at] == bonus[b]
+            ahead = text[at + 1 :]
             for t, token in enumerate(ahead[: self.block_size - 1]):
                 right = torch.rand((), generator=self.generator) < self.skill
                 logits[b, t, token] = 12.0 if right else 4.0
         return logits.log_softmax(-1)
+
+
+class Script:
+    """Which text every row is, and how far it has come. Texts are let in one after the other."""
+
+    def __init__(self) -> None:
+        self.lengths, self.texts, self.admitted = [], [], 0
+
+    @contextmanager
+    def add(self, count: int):
+        part = Script()
+        part.lengths = [0] * count
+        yield part
+        self.lengths += part.lengths
+        self.texts += range(self.admitted, self.admitted + count)
+        self.admitted += count
+
+    def keep(self, order: list[int]) -> None:
+        self.lengths = [self.lengths[i] for i in order]
+        self.texts = [self.texts[i] for i in order]
 
 
 def random_prompts(count: int, vocabulary: int = 90, seed: int = 0) -> list[list[int]]:
@@ -66,7 +91,7 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(make_tiny, bl
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     longest = 0
     for method, budget in [("chain", 512), ("chain", 1), *(("ddtree", budget) for budget in (1, 7, 64, 512))]:
-        options = DecodeOptions(method, budget, 40, temperature, seed=11)
+        options = DecodeOptions(40, temperature, seed=11, method=method, budget=budget)
         scripted = ScriptedDrafter(known, block_size, 97, skill=0.85)
         together = decode(target, scripted, prompts, options)
         assert [row.ids for row in together] == expected, (method, budget)
@@ -84,7 +109,7 @@ def test_the_embedded_target_is_decoded_losslessly(embedded):
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for method, budget in (("chain", 7), ("ddtree", 7), ("ddtree", 64)):
         scripted = ScriptedDrafter(known, 8, embedded.config.vocab_size)
-        rows = decode(embedded, scripted, prompts, DecodeOptions(method, budget, 48))
+        rows = decode(embedded, scripted, prompts, DecodeOptions(48, method=method, budget=budget))
         assert [row.ids for row in rows] == expected
         assert min(row.stats.tau for row in rows) > 1.5
 
@@ -101,12 +126,12 @@ def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_t
     prompt, draws = [3, 1, 4, 1, 5], 20_000
     counts = torch.zeros(97, 97)
     for first in range(0, draws, 2000):
-        options = DecodeOptions("plain", max_new_tokens=2, temperature=temperature)
+        options = DecodeOptions(2, temperature, method="plain", rows=2000)
         rows = decode(target, None, [prompt] * 2000, options, seeds=list(range(first, first + 2000)))
         for row in rows:
             counts[row.ids[0], row.ids[1]] += 1
         if first == 0:
-            options = DecodeOptions("ddtree", 7, 2, temperature)
+            options = DecodeOptions(2, temperature, budget=7, rows=2000)
             again = decode(target, drafter, [prompt] * 2000, options, seeds=list(range(2000)))
             assert [row.ids for row in again] == [row.ids for row in rows]
     with torch.no_grad():
@@ -126,7 +151,7 @@ def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_t
 def test_rows_do_not_depend_on_their_batch(make_tiny):
     target, drafter = make_tiny(block_size=8)
     prompts = random_prompts(5, seed=4)
-    options = DecodeOptions("ddtree", 16, 30, temperature=0.8, seed=3)
+    options = DecodeOptions(30, 0.8, seed=3, budget=16)
     together = decode(target, drafter, prompts, options)
     for prompt, row in zip(prompts, together, strict=True):
         assert decode(target, drafter, [prompt], options)[0].ids == row.ids
@@ -140,7 +165,9 @@ def test_ends_at_an_end_token_and_never_past_it(make_tiny, method):
     known = [prompt + text for prompt, text in zip(prompts, free, strict=True)]
     end = free[0][17]
     target.model.generation_config.eos_token_id = [end, 95]
-    rows = decode(target, ScriptedDrafter(known, 8, 97, skill=0.95), prompts, DecodeOptions(method, 32, 40))
+    rows = decode(
+        target, ScriptedDrafter(known, 8, 97, skill=0.95), prompts, DecodeOptions(40, method=method, budget=32)
+    )
     for row, text in zip(rows, free, strict=True):
         if end in text:
             assert row.ids == text[: text.index(end) + 1]
@@ -149,7 +176,7 @@ def test_ends_at_an_end_token_and_never_past_it(make_tiny, method):
             assert row.ids == text
             assert row.finish == "length"
     target.model.generation_config.eos_token_id = free[0][0]  # the very first token: no round is run
-    (row,) = decode(target, ScriptedDrafter(known[:1], 8, 97), prompts[:1], DecodeOptions(method, 32, 40))
+    (row,) = decode(target, ScriptedDrafter(known[:1], 8, 97), prompts[:1], DecodeOptions(40, method=method, budget=32))
     assert row.ids == free[0][:1]
     assert row.stats.rounds == 0
 
@@ -160,7 +187,7 @@ def test_limit_and_statistics_add_up(make_tiny, limit):
     prompts = random_prompts(2, seed=2)
     known = [p + text for p, text in zip(prompts, plain(target, prompts, 29), strict=True)]
     drafter = ScriptedDrafter(known, 8, 97, skill=0.9)
-    for row in decode(target, drafter, prompts, DecodeOptions("ddtree", 32, limit)):
+    for row in decode(target, drafter, prompts, DecodeOptions(limit, budget=32)):
         stats = row.stats
         assert len(row.ids) == stats.tokens == limit == sum(row.commits)
         assert row.finish == "length"
@@ -228,7 +255,8 @@ def test_tree_verification_equals_sequential_logits(make_tiny):
     tree = ddtree(torch.tensor([1, 2]), marginals, 40)
     cache = target.cache(2, 80)
     with torch.no_grad():
-        target.prefill(prompts, cache, ())
+        with cache.add(2) as rows:
+            target.extend(prompts, rows, ())
         logits = target.head(target.verify(tree, tree.ancestors(), cache).last)
         for b in range(2):
             for node in range(41):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from infer.sampling import Sampling, choose, gumbel_noise
+from infer.config import TextOptions
+from infer.sampling import choose, gumbel_noise, round_noise
 from infer.trees import ddtree, root_only
 from infer.verify import walk
 
@@ -81,7 +82,7 @@ def test_noise_is_gumbel_and_uncorrelated():
 def test_greedy_is_argmax():
     logits = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0))
     depths = torch.tensor([[0, 1, 1, 2, 2]] * 2)
-    assert torch.equal(choose(logits, depths, torch.tensor([3, 9]), 2, Sampling()), logits.argmax(-1))
+    assert torch.equal(choose(logits, depths, [TextOptions()] * 2, None), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -90,13 +91,9 @@ def test_chosen_tokens_follow_the_softmax(temperature):
     logits = torch.linspace(-2, 2, 12)
     depths = torch.zeros(1, 1, dtype=torch.long)
     draws = 40_000
-    chosen = choose(
-        logits.expand(draws, 1, 12),
-        depths.expand(draws, 1),
-        torch.arange(draws),
-        0,
-        Sampling(temperature=temperature, seed=5),
-    )
+    rows = [TextOptions(temperature=temperature, seed=5)] * draws
+    noise = round_noise(rows, torch.arange(draws), 1, 12)
+    chosen = choose(logits.expand(draws, 1, 12), depths.expand(draws, 1), rows, noise)
     expected = (logits.double() / temperature).softmax(-1) * draws
     observed = torch.bincount(chosen[:, 0], minlength=12)
     assert ((observed - expected) ** 2 / expected).sum().item() < 37.4
@@ -105,13 +102,13 @@ def test_chosen_tokens_follow_the_softmax(temperature):
 def test_noise_of_a_node_is_that_of_its_position():
     """The token chosen at a node of depth d is the one plain decoding chooses at the same absolute position."""
     logits = torch.randn(1, 1, 40, generator=torch.Generator().manual_seed(1))
-    sampling = Sampling(temperature=1.0, seed=9)
+    rows = [TextOptions(temperature=1.0, seed=9)]
     for depth in range(4):
-        tree = choose(logits, torch.tensor([[depth]]), torch.tensor([20]), 3, sampling)
-        plain = choose(logits, torch.tensor([[0]]), torch.tensor([20 + depth]), 0, sampling)
+        tree = choose(logits, torch.tensor([[depth]]), rows, round_noise(rows, torch.tensor([20]), 4, 40))
+        plain = choose(logits, torch.tensor([[0]]), rows, round_noise(rows, torch.tensor([20 + depth]), 1, 40))
         assert torch.equal(tree, plain)
 
 
 def test_bad_temperature_is_refused():
     with pytest.raises(ValueError, match="temperature=-0.5"):
-        Sampling(temperature=-0.5)
+        TextOptions(temperature=-0.5).check()

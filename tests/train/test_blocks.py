@@ -204,9 +204,13 @@ def test_trained_block_equals_cached_inference_block(make_tiny):
             anchor = int(blocks.anchors[0, n])
             for cut in {0, anchor // 2, anchor}:
                 state = drafter.state(1, 40)
-                if cut:
-                    drafter.draft(target, features[:, :cut], [cut], rows["ids"][:, cut], state)
-                marginals = drafter.draft(target, features[:, cut:anchor], [anchor - cut], blocks.bonus[:, n], state)
+                with state.add(1):
+                    pass
+                for part in (features[:, :cut], features[:, cut:anchor]):
+                    if part.shape[1]:
+                        drafter.absorb(part, [part.shape[1]], state)
+                        drafter.draft(target, rows["ids"][:, cut], state)  # leaves no trace
+                marginals = drafter.draft(target, blocks.bonus[:, n], state)
                 assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
 
 
@@ -217,12 +221,16 @@ def test_rows_of_a_batch_draft_as_if_alone(make_tiny):
     bonus = torch.tensor([5, 6, 7])
     together = drafter.state(3, 30)
     counts, later = [9, 4, 6], [1, 3, 2]
-    drafter.draft(target, features, counts, bonus, together)
-    second = drafter.draft(target, features[:, :3], later, bonus, together)
+    with together.add(3) as rows:
+        drafter.absorb(features, counts, rows)
+    drafter.absorb(features[:, :3], later, together)
+    second = drafter.draft(target, bonus, together)
     for b in range(3):
         state = drafter.state(1, 30)
-        drafter.draft(target, features[b : b + 1, : counts[b]], [counts[b]], bonus[b : b + 1], state)
-        alone = drafter.draft(target, features[b : b + 1, : later[b]], [later[b]], bonus[b : b + 1], state)
+        with state.add(1) as row:
+            drafter.absorb(features[b : b + 1, : counts[b]], [counts[b]], row)
+        drafter.absorb(features[b : b + 1, : later[b]], [later[b]], state)
+        alone = drafter.draft(target, bonus[b : b + 1], state)
         assert torch.allclose(alone[0], second[b], atol=1e-5)
 
 
