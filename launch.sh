@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One door: sets up .venv on first use, then trains (default), evaluates, generates, pre-trains or tests.
+# One door: sets up .venv on first use, then trains (default), evaluates, generates, serves, pre-trains or tests.
 # Exit code 2: nothing was started, and one sentence says why. Otherwise the code of what was started.
 set -euo pipefail
 
@@ -13,6 +13,8 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   train      train a drafter and evaluate it (what happens without a command); on several GPUs one process each
   eval       decode held-out prompts with a checkpoint: ./launch.sh eval checkpoint=runs/...
   generate   continue a text with a checkpoint: ./launch.sh generate checkpoint=runs/...
+  serve      answer over HTTP as OpenAI's API does: ./launch.sh serve checkpoint=runs/...
+  chat       talk to such a server: ./launch.sh chat url=http://127.0.0.1:8000
   pretrain   make the embedded target model anew
   test       check the style and run the tests; arguments go to pytest
   help       print this text
@@ -115,7 +117,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | generate | pretrain | test) shift $(($# > 0)) ;;
+train | eval | generate | serve | chat | pretrain | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -130,7 +132,7 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 case $command in
 train) train "$@" ;;
-eval | generate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
+eval | generate | serve | chat) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
 pretrain) exec "$python" "$repo/train/pretrain.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

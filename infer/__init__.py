@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from infer.api import Generation, generate, stream
     from infer.checkpoint import load_drafter, save_drafter
     from infer.config import DecodeOptions, DrafterConfig
-    from infer.decode import DecodeStats, Engine
+    from infer.decode import Engine
     from infer.dflash import DFlash
     from infer.target import Target, load_target
+    from infer.text import DecodeStats
 
 _HOME = {
     "Generation": "infer.api",
@@ -22,7 +23,7 @@ _HOME = {
     "save_drafter": "infer.checkpoint",
     "DecodeOptions": "infer.config",
     "DrafterConfig": "infer.config",
-    "DecodeStats": "infer.decode",
+    "DecodeStats": "infer.text",
     "Engine": "infer.decode",
     "DFlash": "infer.dflash",
     "Target": "infer.target",

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from infer.config import DecodeOptions, TextOptions
-from infer.decode import DecodeStats, Engine, Processor, Text, TokenLogprob, decode
+from infer.decode import Engine, decode
 from infer.dflash import DFlash
 from infer.target import Target
+from infer.text import DecodeStats, Processor, Text, TokenLogprob
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
@@ -95,20 +96,33 @@ class TextStream:
             raise ValueError("this target has no tokenizer: there is no text to stream")
         self.target, self.text = target, text
         self.given = 0  # characters
+        self.held = ""
+        self.start = self.read = 0  # tokens: `held` has those before `read`, decoding begins at `start`
 
     def next(self) -> str:
+        """What was not given yet. The pieces of a finished text make up its `answer_text`."""
         if self.text.finish is not None:
-            certain = answer_text(self.target, self.text.ids, self.text.options)
+            piece = answer_text(self.target, self.text.ids, self.text.options)[self.given :]
         else:
-            certain = self.target.tokenizer.decode(self.text.ids, skip_special_tokens=True).rstrip("\ufffd")
-            longest = max(map(len, self.text.options.stop), default=0)
-            for size in range(min(longest - 1, len(certain)), 0, -1):
-                if any(stop.startswith(certain[-size:]) for stop in self.text.options.stop):
-                    certain = certain[:-size]
-                    break
-        piece = certain[self.given :]
-        self.given = max(self.given, len(certain))
+            # A few tokens before the new ones are decoded with them: some tokenizers drop a leading space.
+            window = self._decode(self.text.ids[self.start :])
+            if not window.endswith("\ufffd"):
+                self.held += window[len(self._decode(self.text.ids[self.start : self.read])) :]
+                self.start, self.read = self.read, len(self.text.ids)
+            certain = len(self.held) - self._undecided()
+            piece, self.held = self.held[:certain], self.held[certain:]
+        self.given += len(piece)
         return piece
+
+    def _undecided(self) -> int:
+        """How many characters at the end may begin a stop string."""
+        stops = self.text.options.stop
+        longest = max(map(len, stops), default=0)
+        sizes = range(min(longest - 1, len(self.held)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.target.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> DecodeOptions:

@@ -55,13 +55,14 @@ class TextOptions:
     seed: int = 0  # of sampling; the same seed gives the same text, whatever the method
     stop: list[str] = field(default_factory=list)  # texts that end the answer; they are not part of it
     logprobs: int | None = None  # log-probability of every token, and of this many likeliest alternatives
+    trace: bool = False  # note the drafts that the target rejected, for people to look at
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
+        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or at least 0.001")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: a number of tokens, or 0 for all")
         if not 0 < self.top_p <= 1:
@@ -77,16 +78,15 @@ class TextOptions:
 
 
 @dataclass
-class DecodeOptions(TextOptions):
-    """How texts are written and decoded. Method and budget change the speed, never the text."""
+class EngineConfig:
+    """How texts are decoded. All of this changes the speed, never the text."""
 
     method: str = "ddtree"  # plain, chain or ddtree
     budget: int | str = 64  # drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
     rows: int = 16  # texts decoded side by side at most; others wait
 
     def check(self) -> None:
-        """Raises ValueError for options that cannot be followed."""
-        super().check()
+        """Raises ValueError for a way of decoding that does not exist."""
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
         if isinstance(self.budget, str) and self.budget != "auto":
@@ -97,6 +97,16 @@ class DecodeOptions(TextOptions):
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: at least 1 text at a time")
+
+
+@dataclass
+class DecodeOptions(EngineConfig, TextOptions):
+    """What is written and how it is decoded."""
+
+    def check(self) -> None:
+        """Raises ValueError for options that cannot be followed."""
+        TextOptions.check(self)
+        EngineConfig.check(self)
 
 
 @dataclass
@@ -125,3 +135,45 @@ class EvaluationConfig:
     def methods(self, block_size: int) -> list[tuple[str, int]]:
         """(method, nodes) in the order of the table."""
         return [("plain", 0), ("chain", block_size - 1), *(("ddtree", budget) for budget in self.budgets)]
+
+
+@dataclass
+class ServerConfig:
+    """How the server meets the network. Loopback by default: it asks nobody for a password."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None  # what clients call the model; None: the target's own name
+    max_length: int = 4096  # tokens of a prompt and its answer together; every row has room for as many
+    max_texts: int = 256  # being written or waiting; further ones are told to try again later (429)
+    max_body: int = 1_000_000  # bytes of a request
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be served."""
+        if not 1 <= self.port < 65536:
+            raise ValueError(f"server.port={self.port}: 1 to 65535")
+        if not self.host:
+            raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
+        if self.max_length < 2:
+            raise ValueError(f"server.max_length={self.max_length}: a prompt and an answer take at least 2 tokens")
+        if self.max_texts < 1 or self.max_body < 1:
+            raise ValueError("server.max_texts and server.max_body are at least 1")
+
+
+@dataclass
+class ChatConfig:
+    """Where the chat goes, and how it is answered."""
+
+    url: str = "http://127.0.0.1:8000"
+    system: str = ""  # what the model is told before anything else
+    temperature: float = 0.0
+    max_tokens: int | None = 256  # of an answer; None: as many as the server has room for
+
+    def check(self) -> None:
+        """Raises ValueError for what no server would take."""
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: at least 1")

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -20,91 +20,11 @@ from infer.config import DecodeOptions, TextOptions
 from infer.dflash import DFlash, DraftState
 from infer.sampling import adjust, choose, round_noise, seen_at_nodes, seen_tokens, steer
 from infer.target import Target
+from infer.text import STAGES, Processor, Text, TokenLogprob
 from infer.trees import TREES, DraftTree, root_only
 from infer.verify import Accepted, walk
 
-STAGES = ("prefill", "draft", "build", "verify", "commit")
 PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
-
-Processor = Callable[
-    [torch.Tensor, torch.Tensor], torch.Tensor
-]  # Hugging Face's: (ids (1, T), scores (1, V)) -> scores
-
-
-@dataclass
-class DecodeStats:
-    """What decoding one text took. A round commits the accepted drafts and the next bonus token; the prefill yields the
-    first bonus token, so `tokens = 1 + sum of the rounds' commits`. The seconds are those that passed while the text
-    was being written, whatever other rows were written beside it."""
-
-    prompt_tokens: int
-    tokens: int = 0  # kept new tokens
-    rounds: int = 0
-    histogram: list[int] = field(default_factory=list)  # [i]: rounds that committed i + 1 kept tokens
-    seconds: float = 0.0  # wall-clock, prefill included
-    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-
-    @property
-    def tau(self) -> float:
-        """Acceptance length: tokens committed per round."""
-        return (self.tokens - 1) / self.rounds if self.rounds else 1.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """The target's own log-probability of a token, and its likeliest tokens at that place, likeliest first."""
-
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(eq=False)
-class Text:
-    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing past the end;
-    `commits` their counts round by round, the prefill's one first."""
-
-    prompt: list[int]
-    options: TextOptions
-    processors: Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
-    stats: DecodeStats = field(init=False)
-    ids: list[int] = field(default_factory=list)
-    commits: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
-    finish: str | None = None  # "stop" (an end token or a stop string), "length" or "cancelled"
-    cancelled: bool = False
-
-    def __post_init__(self) -> None:
-        self.stats = DecodeStats(prompt_tokens=len(self.prompt))
-
-    def take(self, new: list[int], target: Target) -> None:
-        """Adds a round's tokens up to the end of the text."""
-        before = len(self.ids)
-        self.ids += new
-        found = text_end(self.ids, before, self.options, target)
-        if found is not None:
-            length, self.finish = found
-            del self.ids[length:]
-        del self.logprobs[len(self.ids) :]
-        self.commits.append(len(self.ids) - before)
-
-
-def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -> tuple[int, str] | None:
-    """Where a text ends, looking at its tokens from `first` on: (length to keep, reason) or None. An end token is kept,
-    a stop string's tokens up to the one that completes it (the text is cut before it later)."""
-    limit = min(len(ids), options.max_new_tokens)
-    for i in range(first, limit):
-        if ids[i] in target.end_ids:
-            return i + 1, "stop"
-        for stop in options.stop:
-            window = ids[max(0, i - 4 * len(stop) - 8) : i + 1]  # a character is at most four tokens
-            if stop in target.tokenizer.decode(window):
-                return i + 1, "stop"
-    return (limit, "length") if limit == options.max_new_tokens else None
 
 
 class Engine:
@@ -140,13 +60,17 @@ class Engine:
             self.nodes = min(self.nodes, self.length)
         self.layers = drafter.layer_ids if self.build is not None else ()
         self.rows, self.capacity = rows, capacity
-        self.cache = target.cache(rows, capacity + self.nodes + 1)
-        self.state = drafter.state(rows, capacity) if self.build is not None else None
-        self.bonus = torch.empty(0, dtype=torch.long, device=target.device)  # (B,)
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all texts. The caches are made anew: after an error nobody knows what they hold."""
+        self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1)
+        self.state = self.drafter.state(self.rows, self.capacity) if self.build is not None else None
+        self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
         self.fresh: tuple[torch.Tensor, list[int]] | None = None  # features that the drafter has not taken in yet
         self.waiting: deque[Text] = deque()
         self.writing: list[Text] = []  # in the order of the rows
-        self.seconds = dict.fromkeys(STAGES, 0.0)
         self._began: dict[Text, tuple[float, dict[str, float]]] = {}
 
     @property
@@ -292,7 +216,20 @@ class Engine:
             text.take([*tokens[: length - 1], bonus], self.target)
             text.drafted.append(tree.budget)
             text.stats.rounds += 1
+        self._trace(tree, accepted, lengths)
         return lengths
+
+    def _trace(self, tree: DraftTree, accepted: Accepted, lengths: list[int]) -> None:
+        """Notes the likeliest path that the target did not take: from the last accepted node on, each one's first child
+        (siblings are sorted by probability)."""
+        for row, text in enumerate(self.writing):
+            if text.options.trace:
+                tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+                node, rejected = int(accepted.path[row, lengths[row] - 1]), []
+                while node in parents[node + 1 :]:
+                    node = parents.index(node, node + 1)
+                    rejected.append(tokens[node])
+                text.rejected.append(rejected)
 
     def _release(self) -> None:
         """Takes finished texts out; the last rows move into the holes."""

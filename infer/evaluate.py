@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from infer.config import EvaluationConfig, TextOptions
-from infer.decode import STAGES, Engine, Text
+from infer.decode import Engine
 from infer.dflash import DFlash
 from infer.target import Target
+from infer.text import STAGES, Text
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""`python infer/main.py --config-name eval|generate [overrides]`: the commands that need a trained drafter only."""
+"""`python infer/main.py --config-name eval|generate|serve|chat [overrides]`: the commands that train nothing."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.packing import DataConfig
-from infer.config import DecodeOptions, EvaluationConfig, TargetConfig
+from infer.config import ChatConfig, DecodeOptions, EngineConfig, EvaluationConfig, ServerConfig, TargetConfig
 from infer.entry import entry
 
 
@@ -41,6 +41,21 @@ class GenerateCommand:
         self.decoding.check()
         if not self.prompt:
             raise ValueError("prompt: at least one character")
+
+
+@dataclass
+class ServeCommand:
+    """Serves a target and its drafter over HTTP."""
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    decoding: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be served."""
+        for part in (self.target, self.decoding, self.server):
+            part.check()
 
 
 def load(target: TargetConfig, checkpoint: str):
@@ -88,7 +103,36 @@ def run_generate(config: GenerateCommand) -> None:
     )
 
 
-COMMANDS = {"eval": (EvalCommand, run_eval), "generate": (GenerateCommand, run_generate)}
+def run_serve(config: ServeCommand) -> None:
+    from infer import Engine
+    from infer.server import serve
+
+    target, drafter = load(config.target, config.checkpoint)
+    decoding, server = config.decoding, config.server
+    positions = getattr(target.config, "max_position_embeddings", None) or server.max_length
+    capacity = min(server.max_length, positions)
+    engine = Engine(target, drafter, decoding.method, decoding.budget, decoding.rows, capacity)
+    print(
+        f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
+        f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat",
+        file=sys.stderr,
+        flush=True,
+    )
+    serve(engine, server)
+
+
+def run_chat(config: ChatConfig) -> None:
+    from infer.chat import chat
+
+    chat(config)
+
+
+COMMANDS = {
+    "eval": (EvalCommand, run_eval),
+    "generate": (GenerateCommand, run_generate),
+    "serve": (ServeCommand, run_serve),
+    "chat": (ChatConfig, run_chat),
+}
 
 if __name__ == "__main__":
     flag, name, *overrides = [*sys.argv[1:], "", ""][:2] + sys.argv[3:]

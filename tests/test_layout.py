@@ -19,7 +19,7 @@ FORBIDDEN_IMPORTS = {"data": {"infer", "train"}, "infer": {"train"}, "train": se
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 # Nothing that infer/ may do without: with all of these missing, loading and generating are still importable.
-OPTIONAL = ("train", "deepspeed", "hydra", "omegaconf", "datasets", "wandb", "rich", "matplotlib")
+OPTIONAL = ("train", "deepspeed", "hydra", "omegaconf", "datasets", "wandb", "rich", "matplotlib", "numba")
 
 REGISTRY_HOSTS = (
     rb"\b(pypi\.org|[\w.]*pythonhosted\.org|download\.pytorch\.org|[\w.]*anaconda\.org|registry\.npmjs\.org)"

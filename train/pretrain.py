@@ -17,6 +17,8 @@ from pathlib import Path
 from infer.entry import entry
 
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
+# The target is no chat model: a chat with it is one text, which it continues.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 @dataclass
@@ -60,7 +62,11 @@ def train_tokenizer(texts: list[str], vocab_size: int):
     bpe = ByteLevelBPETokenizer(add_prefix_space=False)
     bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT, MASK, PAD], show_progress=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, mask_token=MASK, pad_token=PAD
+        tokenizer_object=bpe._tokenizer,
+        eos_token=END_OF_TEXT,
+        mask_token=MASK,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

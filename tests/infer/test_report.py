@@ -33,6 +33,7 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> dict:
         "prompts": 16,
         "max_new_tokens": 128,
         "temperature": 0.0,
+        "rows": 1,
         "block_size": 8,
         "methods": methods,
         "samples": [{"prompt": "<script>alert(1)</script>", "pieces": [["a < b", "accepted"], ["&", "bonus"]]}],

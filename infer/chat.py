@@ -1,0 +1,92 @@
+"""A chat in the terminal with a server of ours, coloured so that one sees speculation happen.
+
+Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the target's own token, one a
+round.
+"""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+from rich.console import Console
+from rich.text import Text
+
+from infer.config import ChatConfig
+
+ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
+
+
+def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatConfig) -> Iterator[dict]:
+    """The chunks of one streamed answer. Raises ValueError with the server's own sentence if it refuses."""
+    body = {"messages": messages, "temperature": config.temperature, "stream": True, "trace": True}
+    if config.max_tokens is not None:
+        body["max_tokens"] = config.max_tokens
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            try:
+                message = response.json()["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                message = response.text[:200]
+            raise ValueError(f"the server refused ({response.status_code}): {message}")
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise ValueError(chunk["error"]["message"])
+                yield chunk
+
+
+def coloured(text: str, round: dict | None) -> Text:
+    """One round's text: what was accepted, what was refused, and the target's own token last."""
+    if round is None:
+        return Text(text, BONUS)
+    bonus = round["bonus"] if text.endswith(round["bonus"]) else ""
+    accepted = text.removesuffix(bonus)
+    return Text.assemble((accepted, ACCEPTED), (round["rejected"], REJECTED), (bonus, BONUS))
+
+
+def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatConfig, console: Console) -> str:
+    """Prints one answer as it is written; returns it."""
+    said, rounds, tokens, drafted = "", 0, 0, 0
+    for chunk in chunks(client, messages, config):
+        text, round = chunk["choices"][0]["delta"].get("content", ""), chunk.get("round")
+        said += text
+        console.print(coloured(text, round), end="", soft_wrap=True)
+        if round is not None:
+            rounds, tokens, drafted = rounds + 1, tokens + round["committed"], drafted + round["drafted"]
+    if rounds:
+        note = f"[{tokens} tokens in {rounds} rounds, {tokens / rounds:.2f} a round; {drafted} drafts verified]"
+        console.print(Text(f"\n{note}", "dim"))
+    return said
+
+
+def chat(config: ChatConfig, console: Console | None = None) -> None:
+    """Talks until the input ends. Raises ValueError if there is no server."""
+    console = console or Console(highlight=False)
+    messages = [{"role": "system", "content": config.system}] if config.system else []
+    with httpx.Client(base_url=config.url, timeout=httpx.Timeout(10, read=None)) as client:
+        try:
+            model = client.get("/v1/models").json()["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, KeyError, IndexError) as wrong:
+            raise ValueError(
+                f"no server answers at {config.url} ({wrong}): start one with ./launch.sh serve, or give url=..."
+            ) from wrong
+        legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
+        console.print(Text.assemble(f"{model} at {config.url}; an empty line ends the chat. ", legend))
+        while True:
+            try:
+                said = console.input("[bold]> [/bold]")
+            except (EOFError, KeyboardInterrupt):
+                return
+            if not said:
+                return
+            messages.append({"role": "user", "content": said})
+            try:
+                messages.append({"role": "assistant", "content": answer(client, messages, config, console)})
+            except KeyboardInterrupt:  # the server stops writing when nobody listens
+                messages.pop()
+                console.print("\n(stopped)")
+            except (ValueError, httpx.HTTPError) as wrong:
+                messages.pop()
+                console.print(Text(f"error: {wrong}", "red"))

@@ -1,0 +1,393 @@
+"""The server: OpenAI-compatible HTTP in front of one engine, whose rows all requests share.
+
+The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between them go
+`Ticket`s, one for each text, and `Piece`s back.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import prometheus_client
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.api import TextStream, encode
+from infer.config import ServerConfig, TextOptions
+from infer.decode import Engine
+from infer.protocol import (
+    Chat,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Form,
+    Piece,
+    PromptRequest,
+    error,
+    event,
+    usage,
+)
+from infer.text import Text
+
+log = logging.getLogger(__name__)
+
+
+class Refused(HTTPException):
+    """What a client is told: an HTTP status, a sentence, and which field it is about."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param = param
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One text on its way through the engine. `pieces` belongs to the event loop."""
+
+    prompt: list[int]
+    options: TextOptions
+    loop: asyncio.AbstractEventLoop
+    pieces: "asyncio.Queue[Piece]" = field(default_factory=asyncio.Queue)
+    text: Text | None = None  # the engine thread's
+    cancelled: bool = False
+
+    def tell(self, piece: Piece) -> None:
+        """From the engine's thread to the event loop."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class Metrics:
+    """What /metrics shows."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        counter = self._counter
+        self.requests = counter("requests", "Answered HTTP requests", ["path", "status"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
+        self.tokens = counter("generated_tokens", "Committed tokens")
+        self.rounds = counter("rounds", "Rounds, one count per row")
+        self.drafted = counter("drafted_tokens", "Verified draft nodes")
+        self.cancelled = counter("cancelled_texts", "Texts whose client went away")
+        self.writing = self._gauge("texts_writing", "Texts being written")
+        self.waiting = self._gauge("texts_waiting", "Texts waiting for a row")
+
+    def _counter(self, name: str, text: str, labels: list[str] = ()) -> prometheus_client.Counter:
+        return prometheus_client.Counter(f"blockdraft_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> prometheus_client.Gauge:
+        return prometheus_client.Gauge(f"blockdraft_{name}", text, registry=self.registry)
+
+
+class Worker(threading.Thread):
+    """Runs the engine as long as there is something to write."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.engine, self.metrics = engine, metrics
+        self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self.open: dict[Text, tuple[Ticket, TextStream, int]] = {}  # with how many tokens were told
+
+    def run(self) -> None:
+        while True:
+            tickets = [] if self.engine.busy else [self.inbox.get()]  # sleeps while there is nothing to do
+            while not self.inbox.empty():
+                tickets.append(self.inbox.get())
+            if None in tickets:
+                return
+            for ticket in tickets:
+                self._take(ticket)
+            if self.engine.busy:
+                self._step()
+
+    def _take(self, ticket: Ticket) -> None:
+        if ticket.cancelled:
+            return
+        try:
+            ticket.text = text = self.engine.submit(ticket.prompt, ticket.options)
+        except ValueError:
+            log.exception("a text was let in that the engine refuses")
+            return ticket.tell(Piece("", [], [], "error"))
+        self.open[text] = ticket, TextStream(self.engine.target, text), 0
+
+    def _step(self) -> None:
+        for text, (ticket, _, _) in self.open.items():
+            text.cancelled = ticket.cancelled
+        try:
+            changed = self.engine.step()
+        except Exception:  # one bad round must not leave everybody waiting
+            log.exception("a round failed; all texts in work are given up")
+            for ticket, _, _ in self.open.values():
+                ticket.tell(Piece("", [], [], "error"))
+            self.open.clear()
+            self.engine.reset()
+            return
+        for text in changed:
+            self._tell(text)
+        self.metrics.writing.set(len(self.engine.writing))
+        self.metrics.waiting.set(len(self.engine.waiting))
+
+    def _tell(self, text: Text) -> None:
+        ticket, pieces, told = self.open[text]
+        new = text.ids[told:]
+        drafted = text.drafted[-1] if text.drafted and new else 0
+        rejected = text.rejected[-1] if text.rejected else None
+        ticket.tell(Piece(pieces.next(), new, text.logprobs[told:], text.finish, drafted, rejected))
+        if told == 0 and new:
+            self.metrics.prompt_tokens.inc(len(text.prompt))
+        self.metrics.tokens.inc(len(new))
+        self.metrics.rounds.inc(drafted > 0)
+        self.metrics.drafted.inc(drafted)
+        if text.finish is None:
+            self.open[text] = ticket, pieces, len(text.ids)
+        else:
+            del self.open[text]
+
+
+class Service:
+    """The event loop's side: the texts in work, from the moment they are let in until their request has ended."""
+
+    def __init__(self, engine: Engine, options: ServerConfig) -> None:
+        self.engine, self.options = engine, options
+        self.target, self.name = engine.target, options.model_name or engine.target.name
+        self.metrics = Metrics()
+        self.worker = Worker(engine, self.metrics)
+        self.inside: set[Ticket] = set()
+
+    def admit(self, body: CompletionRequest) -> list[Ticket]:
+        """Checks a request's texts and queues them, all or none."""
+        if body.model not in (None, self.name):
+            raise Refused(404, f"the model here is {self.name}, not {body.model}", "model")
+        prompts = body.prompts()
+        if not prompts:
+            raise Refused(400, "prompt: an empty list", "prompt")
+        count, most = len(self.inside) + len(prompts) * body.n, self.options.max_texts
+        if len(prompts) * body.n > most:
+            raise Refused(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
+        if count > most:
+            raise Refused(429, f"{len(self.inside)} texts are in work or waiting, {most} may be: try again later")
+        tickets = []
+        for prompt in prompts:
+            try:
+                ids = encode(self.target, prompt)
+                for index in range(body.n):
+                    tickets.append(Ticket(ids, self._settings(body, ids, index), asyncio.get_running_loop()))
+            except ValueError as wrong:
+                raise Refused(400, str(wrong)) from wrong
+        self.inside.update(tickets)
+        for ticket in tickets:
+            self.worker.inbox.put(ticket)
+        return tickets
+
+    def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
+        """Checked options of one text. Raises ValueError."""
+        vocabulary, capacity = self.target.head_weight.shape[0], self.engine.capacity
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if bad := [id for id in ids if not 0 <= id < vocabulary]:
+            raise ValueError(f"prompt: token {bad[0]} does not exist, there are {vocabulary}")
+        if len(ids) >= capacity:
+            raise ValueError(f"the prompt has {len(ids)} tokens, prompt and answer may have {capacity} together")
+        most, logprobs = body.limits()
+        settings = body.text_options(capacity - len(ids) if most is None else most, logprobs, index)
+        settings.check()
+        if len(ids) + settings.max_new_tokens > capacity:
+            raise ValueError(
+                f"prompt ({len(ids)} tokens) and max_tokens ({settings.max_new_tokens}) may be {capacity} together"
+            )
+        return settings
+
+    def leave(self, tickets: list[Ticket]) -> None:
+        """Every request ends here, however it ends: an abandoned text stops costing work."""
+        for ticket in self.inside.intersection(tickets):
+            self.inside.discard(ticket)
+            if ticket.text is None or ticket.text.finish is None:
+                self.metrics.cancelled.inc()
+            ticket.cancelled = True
+
+    async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
+        """The response to a request, whole or streamed."""
+        tickets = self.admit(body)
+        form = form(self.target, self.name, body.limits()[1] is not None)
+        if body.stream:
+            usage_too = bool((body.stream_options or {}).get("include_usage"))
+            return Stream(self.events(tickets, form, usage_too), lambda: self.leave(tickets))
+        whole = asyncio.gather(*(gather(ticket) for ticket in tickets))
+        gone = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                return error(499, "the client went away")
+            return JSONResponse(form.whole([ticket.prompt for ticket in tickets], whole.result()))
+        finally:
+            whole.cancel()
+            gone.cancel()
+            self.leave(tickets)
+
+    async def events(self, tickets: list[Ticket], form: Form, usage_too: bool) -> AsyncIterator[str]:
+        """Server-sent events, as rounds commit; texts of one request come mixed, told apart by their index."""
+        merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+        async def forward(index: int, ticket: Ticket) -> None:
+            async for piece in follow(ticket):
+                merged.put_nowait((index, piece))
+
+        tasks = [asyncio.ensure_future(forward(i, ticket)) for i, ticket in enumerate(tickets)]
+        try:
+            for i in range(len(tickets)):
+                if opening := form.opening(i):
+                    yield event(opening)
+            left, tokens = len(tickets), 0
+            while left:
+                index, piece = await merged.get()
+                if piece.finish == "error":
+                    yield event({"error": {"message": "the engine failed on this text", "type": "server_error"}})
+                    return
+                tokens += len(piece.ids)
+                left -= piece.finish is not None
+                if piece.text or piece.logprobs or piece.finish or piece.rejected:
+                    yield event(form.chunk(index, piece))
+            if usage_too:
+                counts = usage([ticket.prompt for ticket in tickets], tokens)
+                yield event(form.envelope([], chunk=True) | {"usage": counts})
+            yield "data: [DONE]\n\n"
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+class Stream(StreamingResponse):
+    """Server-sent events. `after` is called when the response is over, even if nobody ever listened."""
+
+    def __init__(self, events: AsyncIterator[str], after: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.after = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.after()
+
+
+class Guard:
+    """Around the application: counts answers, and reads no more of a request than it may have."""
+
+    def __init__(self, app: ASGIApp, most: int, answered: prometheus_client.Counter) -> None:
+        self.app, self.most, self.answered = app, most, answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self.most:
+                raise Refused(413, f"a request may have {self.most} bytes")
+            return message
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                known = message["status"] not in (404, 405)
+                self.answered.labels(scope["path"] if known else "other", message["status"]).inc()
+            await send(message)
+
+        await self.app(scope, bounded, counted)
+
+
+def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
+    """The application around an engine; starting it starts the engine's thread, stopping it ends the thread."""
+    service = Service(engine, options)
+    began = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        service.worker.inbox.put(None)
+        await asyncio.to_thread(service.worker.join)
+
+    app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None)
+    app.state.service = service
+    app.add_middleware(Guard, most=options.max_body, answered=service.metrics.requests)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, wrong: HTTPException) -> Response:
+        return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, wrong: RequestValidationError) -> Response:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return error(400, f"{where}: {first['msg']}" if where else first["msg"], where or None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = service.worker.is_alive()
+        return JSONResponse({"status": "ok" if alive else "the engine's thread is dead"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus_client.generate_latest(service.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        model = {"id": service.name, "object": "model", "created": began, "owned_by": "local"}
+        return {"object": "list", "data": [model | {"max_model_len": engine.capacity}]}
+
+    @app.post("/v1/completions")
+    async def completions(body: PromptRequest, request: Request) -> Response:
+        return await service.answer(body, request, Completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, request, Chat)
+
+    return app
+
+
+async def follow(ticket: Ticket) -> AsyncIterator[Piece]:
+    """The pieces of a text up to its end."""
+    while True:
+        piece = await ticket.pieces.get()
+        yield piece
+        if piece.finish is not None:
+            return
+
+
+async def gather(ticket: Ticket) -> Piece:
+    """A whole text."""
+    pieces = [piece async for piece in follow(ticket)]
+    if pieces[-1].finish == "error":
+        raise Refused(500, "the engine failed on this text")
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [id for piece in pieces for id in piece.ids],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+        pieces[-1].finish,
+    )
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has gone away."""
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.1)
+
+
+def serve(engine: Engine, options: ServerConfig) -> None:
+    """Serves until interrupted, then gives answers that are on their way five seconds to end."""
+    app = create_app(engine, options)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=5)
