@@ -53,6 +53,7 @@ class TextOptions:
     min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
     repetition_penalty: float = 1.0  # above 1: tokens that prompt or text hold already become less likely
     seed: int = 0  # of sampling; the same seed gives the same text, whatever the method
+    ignore_eos: bool = False  # write on past end tokens
     stop: list[str] = field(default_factory=list)  # texts that end the answer; they are not part of it
     logprobs: int | None = None  # log-probability of every token, and of this many likeliest alternatives
     trace: bool = False  # note the drafts that the target rejected, for people to look at

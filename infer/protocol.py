@@ -46,6 +46,7 @@ class CompletionRequest(BaseModel):
     n: int = Field(1, ge=1, le=16)
     seed: int | None = Field(None, ge=-(2**62), lt=2**62)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: dict[str, bool] | None = None
     user: str | None = None
@@ -66,6 +67,7 @@ class CompletionRequest(BaseModel):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             seed=random.getrandbits(62) if self.seed is None else self.seed + index,
+            ignore_eos=self.ignore_eos,
             stop=stop,
             logprobs=logprobs,
             trace=self.trace and self.stream,

@@ -82,7 +82,7 @@ def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -
     a stop string's tokens up to the one that completes it (the text is cut before it later)."""
     limit = min(len(ids), options.max_new_tokens)
     for i in range(first, limit):
-        if ids[i] in target.end_ids:
+        if ids[i] in target.end_ids and not options.ignore_eos:
             return i + 1, "stop"
         for stop in options.stop:
             window = ids[max(0, i - 4 * len(stop) - 8) : i + 1]  # a character is at most four tokens
