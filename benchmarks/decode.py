@@ -39,7 +39,7 @@ def by_engine(target: Target, drafter: DFlash, method: str, budget: int | str, a
     """Decodes the given prompts with our engine, `rows` side by side; one engine for all calls."""
     clock = synchronised_clock(target.device)
     capacity = args.prompt_tokens + args.new_tokens
-    engine = Engine(target, drafter, method, budget, rows, capacity, clock)
+    engine = Engine(target, drafter, method, budget, rows, capacity, args.compile, clock)
     options = TextOptions(max_new_tokens=args.new_tokens, ignore_eos=args.ignore_eos)
 
     def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Text]]:
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--batch-budget", type=int, default=16, help="DDTree nodes in the second table")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
     args = parser.parse_args()
 
     drafter = load_drafter(args.drafter)

@@ -51,7 +51,7 @@ def generate(
     if processors:
         longest = max(map(len, ids)) + options.max_new_tokens
         rows = min(options.rows, len(ids))
-        engine = Engine(target, drafter, options.method, options.budget, rows, longest, clock)
+        engine = Engine(target, drafter, options.method, options.budget, rows, longest, options.compile, clock)
         done = [engine.submit(prompt, options, processors) for prompt in ids]
         while engine.busy:
             engine.step()
@@ -74,7 +74,7 @@ def stream(
     ids = encode(target, prompt)
     length = len(ids) + options.max_new_tokens
     check_length(target, length)
-    engine = Engine(target, drafter, options.method, options.budget, 1, length)
+    engine = Engine(target, drafter, options.method, options.budget, 1, length, options.compile)
     text = engine.submit(ids, options, processors)
     return _pieces(engine, text, TextStream(target, text))
 

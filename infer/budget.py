@@ -49,19 +49,21 @@ class BudgetRule:
 
 
 @torch.inference_mode()
-def calibrate(target: Target, drafter: DFlash, clock: Callable[[], float], repeats: int = 7) -> BudgetRule:
-    """Measures one draft and target passes of all sizes, medians of `repeats` by turns; about a second on a laptop."""
-    cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1), drafter.state(1, CONTEXT + drafter.block_size)
+def calibrate(
+    target: Target, drafter: DFlash, clock: Callable[[], float], static: bool = False, repeats: int = 7
+) -> BudgetRule:
+    """Measures one draft and target passes of all sizes, medians of `repeats` by turns; about a second on a laptop
+    (without compiling, which `static` asks for)."""
+    cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1, static), drafter.state(1, CONTEXT, static)
     prompt = [i % target.config.vocab_size for i in range(CONTEXT)]
     with cache.add(1) as row:
         features = target.extend([prompt], row, drafter.layer_ids)
     with state.add(1) as row:
         drafter.absorb(features.context, [CONTEXT], row)
     bonus = torch.zeros(1, dtype=torch.long, device=target.device)
-    length = state.cache.lengths[0]
 
     def draft() -> DraftTree:
-        state.cache.lengths = [length - 2]
+        state.cache.advance([-2])
         drafter.absorb(features.context[:, :2], [2], state)
         return ddtree(bonus, drafter.draft(target, bonus, state), SIZES[-1])
 

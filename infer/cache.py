@@ -5,27 +5,69 @@ B rows in use, Q new positions, S capacity, H key/value heads, E head size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+EXTENT_STEP = 256  # compiled passes look at so many positions or a multiple: one program serves many rounds
+
+
+@dataclass
+class Window:
+    """What one forward pass sees of a cache: it writes its new positions to `slots`, and looks at the first `extent`
+    positions of every row. Duck-typed as a Hugging Face cache: attention layers call `update(keys, values, layer)`.
+
+    `slots` may have more rows than are in use; what is written for these is never looked at.
+    """
+
+    buffer: torch.Tensor  # (2 * layers, rows * S, H * E)
+    slots: torch.Tensor  # (B, Q) int64, flat: row * S + position
+    extent: int
+    capacity: int
+    heads: int
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes Q new positions (B, H, Q, E) of one layer, returns all that a query may look at, (B, H, extent, E)."""
+        flat, rows = self.slots.flatten(), len(self.slots)
+        seen = []
+        for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
+            self.buffer[index].index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
+            whole = self.buffer[index, : rows * self.capacity].view(rows, self.capacity, self.heads, -1)
+            seen.append(whole[:, : self.extent].transpose(1, 2))
+        return seen[0], seen[1]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self.extent - self.slots.shape[1]
 
 
 class KVCache:
     """Keys and values of all layers, written in place.
 
-    A forward pass writes its Q new positions behind each row's committed length; `commit` then keeps some of
+    A forward pass writes its Q new positions behind each row's committed length (`window`); `commit` then keeps some of
     them, and everything else is dropped by not moving the length. Nothing is concatenated or cropped. Rows come and go
-    (`add`, `keep`), the used ones are always the first. Duck-typed as a Hugging Face cache: attention layers call
-    `update(keys, values, layer)`.
+    (`add`, `keep`), the used ones are always the first. A `static` cache is for compiled passes: its windows have few
+    different shapes.
     """
 
     def __init__(
-        self, layers: int, rows: int, capacity: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        rows: int,
+        capacity: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        static: bool = False,
     ) -> None:
-        self.rows, self.capacity = rows, capacity
-        self.heads, self.head_dim = heads, head_dim
+        if static:
+            capacity += -capacity % EXTENT_STEP
+        self.rows, self.capacity, self.heads, self.static = rows, capacity, heads, static
         # keys of layer i at 2i, values at 2i + 1; zeros, since a masked slot must still be finite
         self.buffer = torch.zeros(2 * layers, rows * capacity, heads * head_dim, dtype=dtype, device=device)
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
+        self.ends = torch.zeros(rows, dtype=torch.long, device=device)  # the same on the device, 0 for unused rows
+        self.origins = torch.arange(rows, device=device) * capacity
 
     @property
     def extent(self) -> int:
@@ -40,8 +82,9 @@ class KVCache:
         if first + count > self.rows:
             raise ValueError(f"the cache has {self.rows} rows and {first} are in use: {count} more do not fit")
         part = object.__new__(KVCache)
-        part.rows, part.capacity, part.heads, part.head_dim = count, self.capacity, self.heads, self.head_dim
+        part.rows, part.capacity, part.heads, part.static = count, self.capacity, self.heads, False
         part.buffer = self.buffer[:, first * self.capacity : (first + count) * self.capacity]
+        part.ends, part.origins = self.ends[first : first + count], self.origins[:count]
         part.lengths = [0] * count
         yield part
         self.lengths += part.lengths
@@ -53,47 +96,36 @@ class KVCache:
                 length = self.lengths[index]
                 target, source = to * self.capacity, index * self.capacity
                 self.buffer[:, target : target + length] = self.buffer[:, source : source + length]
+                self.ends[to] = self.ends[index]
         self.lengths = [self.lengths[index] for index in order]
+        self.ends[len(order) :] = 0
 
-    def slots(self, width: int) -> torch.Tensor:
-        """Flat buffer slots of the next `width` positions of every row: (B, width) int64."""
-        if self.extent + width > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} positions a row, {self.extent + width} are needed")
-        starts = [row * self.capacity + length for row, length in enumerate(self.lengths)]
-        first = torch.tensor(starts, device=self.buffer.device)[:, None]
-        return first + torch.arange(width, device=self.buffer.device)
+    def window(self, width: int) -> Window:
+        """The next `width` positions of every row, and all before them."""
+        used, extent = len(self.lengths), self.extent + width
+        if extent > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions a row, {extent} are needed")
+        rows = used
+        if self.static:
+            rows = min(1 << (used - 1).bit_length(), self.rows)
+            extent = min(extent + -extent % EXTENT_STEP, self.capacity)
+        return Window(self.buffer, self._slots(rows, width), extent, self.capacity, self.heads)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Puts keys and values (B, H, Q, E) of one layer into `slots` (B, Q)."""
-        flat = slots.flatten()
-        self.buffer[2 * layer].index_copy_(0, flat, keys.transpose(1, 2).flatten(2).flatten(0, 1))
-        self.buffer[2 * layer + 1].index_copy_(0, flat, values.transpose(1, 2).flatten(2).flatten(0, 1))
+    def _slots(self, rows: int, width: int) -> torch.Tensor:
+        first = self.origins[:rows] + self.ends[:rows]
+        return first[:, None] + torch.arange(width, device=first.device)
 
-    def view(self, layer: int, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, the first `extent` positions of every row: (B, H, extent, E) each."""
-        keys, values = (
-            self.buffer[i].view(self.rows, self.capacity, self.heads, self.head_dim) for i in (2 * layer, 2 * layer + 1)
-        )
-        used = len(self.lengths)
-        return keys[:used, :extent].transpose(1, 2), values[:used, :extent].transpose(1, 2)
+    def advance(self, counts: list[int], on_device: torch.Tensor | None = None) -> None:
+        """Counts `counts[b]` more positions as committed. `on_device` (B,) says the same where it is there already."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.ends[: len(counts)] += torch.tensor(counts, device=self.ends.device) if on_device is None else on_device
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hugging Face's call: writes Q new positions (B, H, Q, E), returns all that a query may look at."""
-        width = keys.shape[2]
-        if layer == 0:  # the same slots serve every layer of a forward pass
-            self._slots = self.slots(width)
-        self.write(layer, keys, values, self._slots)
-        return self.view(layer, self.extent + width)
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return self.extent
-
-    def commit(self, path: torch.Tensor, counts: list[int]) -> None:
+    def commit(self, path: torch.Tensor, counts: list[int], on_device: torch.Tensor | None = None) -> None:
         """Keeps the written positions `path` (B, W) (offsets behind each row's length, padded at will) as the next
-        ones in this order, of which `counts[b]` count."""
-        target = self.slots(path.shape[1])  # (B, W)
+        ones in this order, of which `counts[b]` count (`on_device`: see `advance`)."""
+        target = self._slots(*path.shape)  # (B, W)
         source = target[:, :1] + path
         in_place = self.buffer.device.type == "cpu" and torch.equal(source, target)  # elsewhere asking costs more
         if not in_place:
             self.buffer.index_copy_(1, target.flatten(), self.buffer.index_select(1, source.flatten()))
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.advance(counts, on_device)

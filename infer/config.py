@@ -85,6 +85,7 @@ class EngineConfig:
     method: str = "ddtree"  # plain, chain or ddtree
     budget: int | str = 64  # drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
     rows: int = 16  # texts decoded side by side at most; others wait
+    compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
 
     def check(self) -> None:
         """Raises ValueError for a way of decoding that does not exist."""
@@ -121,6 +122,7 @@ class EvaluationConfig:
     temperature: float = 0.0
     seed: int = 0
     rows: int = 1  # prompts decoded side by side
+    compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
     samples: int = 3  # decoded texts shown in the report
 
     def check(self) -> None:

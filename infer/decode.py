@@ -33,7 +33,9 @@ class Engine:
 
     `capacity` is the number of positions a row may take, prompt and answer. A text does not depend on what is
     written beside it (float32; lower precisions round differently in other batch shapes). The drafter may be None for
-    method "plain". `clock` times the stages; on CUDA pass one that synchronises.
+    method "plain". `compile` runs drafting and verification under torch.compile, on CUDA with CUDA graphs (None: on
+    CUDA only): the first round of every new shape takes its time then. `clock` times the stages; on CUDA pass one that
+    synchronises.
     """
 
     def __init__(
@@ -44,16 +46,18 @@ class Engine:
         budget: int | str = 64,
         rows: int = 1,
         capacity: int = 2048,
+        compile: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.drafter, self.clock = target, drafter, clock
+        self.static = target.device.type == "cuda" if compile is None else compile
         self.build = None if method == "plain" else TREES[method]
         if self.build is not None and drafter is None:
             raise ValueError(f"method={method} needs a drafter: load one with load_drafter, or use method=plain")
         self.rule: BudgetRule | None = None
         self.nodes = 0
         if self.build is not None:
-            self.rule = calibrate(target, drafter, clock) if budget == "auto" else None
+            self.rule = calibrate(target, drafter, clock, self.static) if budget == "auto" else None
             self.nodes = self.rule.largest if self.rule else budget
         self.length = drafter.block_size - 1 if self.build is not None else 0  # L
         if method == "chain":
@@ -65,10 +69,10 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets all texts. The caches are made anew: after an error nobody knows what they hold."""
-        self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1)
-        self.state = self.drafter.state(self.rows, self.capacity) if self.build is not None else None
+        self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
+        self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.build is not None else None
         self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
-        self.fresh: tuple[torch.Tensor, list[int]] | None = None  # features that the drafter has not taken in yet
+        self.fresh: tuple | None = None  # features that the drafter has not taken in yet
         self.waiting: deque[Text] = deque()
         self.writing: list[Text] = []  # in the order of the rows
         self._began: dict[Text, tuple[float, dict[str, float]]] = {}
@@ -156,7 +160,8 @@ class Engine:
     def _absorb(self) -> None:
         """Gives the drafter the features of the last round's committed nodes."""
         if self.fresh is not None:
-            self.drafter.absorb(*self.fresh, self.state)
+            features, counts, on_device = self.fresh
+            self.drafter.absorb(features, counts, self.state, on_device)
             self.fresh = None
 
     def _round(self) -> None:
@@ -172,7 +177,7 @@ class Engine:
         target, texts = self.target, self.writing
         options = [text.options for text in texts]
         vocabulary = target.head_weight.shape[0]
-        start = torch.tensor(self.cache.lengths, device=target.device)  # positions of the roots
+        start = self.cache.ends[: len(texts)]  # (B,) positions of the roots
         noise = round_noise(options, start, self.length + 1, vocabulary)
         seen = self._seen(texts)
         if self.build is None:
@@ -199,7 +204,7 @@ class Engine:
         if self.build is not None:
             path = accepted.path[:, : max(lengths)]
             context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
-            self.fresh = context, lengths
+            self.fresh = context, lengths, accepted.lengths
         lap("commit")
 
     def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
@@ -208,7 +213,7 @@ class Engine:
         host = torch.cat([accepted.lengths[:, None], accepted.bonus[:, None], drafted], 1).tolist()
         lengths = [row[0] for row in host]
         path = accepted.path[:, : max(lengths)]
-        self.cache.commit(path, lengths)
+        self.cache.commit(path, lengths, accepted.lengths)
         if any(text.options.logprobs is not None for text in self.writing):
             along = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
             self._log_probabilities(along, chosen.gather(1, path), lengths, self.writing)
@@ -334,7 +339,7 @@ def decode(
         return []
     longest = max(map(len, prompts)) + options.max_new_tokens
     rows = min(options.rows, len(prompts))
-    engine = Engine(target, drafter, options.method, options.budget, rows, longest, clock)
+    engine = Engine(target, drafter, options.method, options.budget, rows, longest, options.compile, clock)
     texts = [
         engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]))
         for i, prompt in enumerate(prompts)

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
-from infer.cache import KVCache
+from infer.cache import KVCache, Window
 from infer.config import DrafterConfig
+from infer.static import Program, padded
 from infer.target import Target
 
 
@@ -171,6 +172,7 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self._program: Program | None = None
 
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
@@ -246,8 +248,9 @@ class DFlash(nn.Module):
             block = layer(block, rotary, attend)
         return self.norm(block)
 
-    def state(self, rows: int, capacity: int) -> DraftState:
-        """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet."""
+    def state(self, rows: int, capacity: int, static: bool = False) -> DraftState:
+        """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
+        if it is `static`."""
         config, weight = self.config, self.norm.weight
         capacity += self.block_size
         cache = KVCache(
@@ -258,62 +261,73 @@ class DFlash(nn.Module):
             config.head_dim,
             weight.dtype,
             weight.device,
+            static,
         )
         attentions = [layer.self_attn for layer in self.layers]
         return DraftState(
             cache,
-            self.angles(torch.arange(capacity, device=weight.device)[None]),
+            self.angles(torch.arange(cache.capacity, device=weight.device)[None]),
             torch.cat([part.weight for attention in attentions for part in (attention.k_proj, attention.v_proj)]),
             torch.stack([attention.k_norm.weight for attention in attentions])[:, None],
         )
 
     @torch.no_grad()
-    def absorb(self, features: torch.Tensor, counts: list[int], state: DraftState) -> None:
+    def absorb(
+        self, features: torch.Tensor, counts: list[int], state: DraftState, on_device: torch.Tensor | None = None
+    ) -> None:
         """Takes in the context features (B, C, len(layer_ids) * D) of newly committed positions; `counts[b]` of them
-        are real, the rest padding. One projection serves all layers: what `Attention.keys_values` does in training,
-        layer by layer."""
+        are real, the rest padding; `on_device` (B,) says the same where it is there already. One projection serves all
+        layers: what `Attention.keys_values` does in training, layer by layer."""
         cache = state.cache
         rows, width, _ = features.shape
         both = F.linear(self.context(features), state.projection)
-        both = both.unflatten(-1, (len(self.layers), 2, cache.heads, cache.head_dim))  # (B, C, layers, 2, H, E)
-        keys = F.rms_norm(both[:, :, :, 0], (cache.head_dim,), eps=self.config.rms_norm_eps) * state.scale
-        cos, sin = self._angles_at(state, width)
+        both = both.unflatten(-1, (len(self.layers), 2, cache.heads, self.config.head_dim))  # (B, C, layers, 2, H, E)
+        keys = F.rms_norm(both[:, :, :, 0], (self.config.head_dim,), eps=self.config.rms_norm_eps) * state.scale
+        slots = cache.window(width).slots[:rows]
+        cos, sin = (
+            table[0, cache.ends[:rows, None] + torch.arange(width, device=slots.device)] for table in state.angles
+        )
         keys = rotate(keys.flatten(2, 3).transpose(1, 2), cos, sin).transpose(1, 2)  # (B, C, layers * H, E)
         both = torch.stack([keys.reshape(rows, width, len(self.layers), -1), both[:, :, :, 1].flatten(3)], dim=3)
         both = both.flatten(2, 3).flatten(0, 1).transpose(0, 1)  # (layers * 2, B * C, H * E)
-        cache.buffer.index_copy_(1, cache.slots(width).flatten(), both)
-        cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
+        cache.buffer.index_copy_(1, slots.flatten(), both)
+        cache.advance(counts, on_device)
 
     @torch.no_grad()
     def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
-        cache = state.cache
-        slots = cache.slots(self.block_size)
-        rotary = self._angles_at(state, self.block_size)
-        extent, mask = cache.extent + self.block_size, self._padding_mask(cache.lengths)
-        block = target.embed(self.block_ids(bonus)).to(self.norm.weight.dtype)  # (B, K, D)
+        cache, used = state.cache, len(bonus)
+        window = cache.window(self.block_size)
+        rows = len(window.slots)
+        ends = cache.ends[:rows, None] + self.block_size
+        mask = None  # rows of the same length see all of the window
+        if cache.static or len(set(cache.lengths)) > 1:
+            mask = (torch.arange(window.extent, device=ends.device) < ends)[:, None, None]  # (B, 1, 1, extent)
+        positions = cache.ends[:rows, None] + torch.arange(self.block_size, device=ends.device)
+        rotary = tuple(table[0, positions] for table in state.angles)
+        block = target.embed(self.block_ids(padded(bonus, rows))).to(self.norm.weight.dtype)  # (B, K, D)
+        run = self._draft_pass
+        if cache.static:
+            self._program = self._program or Program(self._draft_pass, ends.device)
+            run = self._program
+        (hidden,) = run(block, rotary, mask, window)
+        logits = target.head(hidden[:used].to(target.dtype))  # (B, L, V)
+        return logits.float().log_softmax(dim=-1)
+
+    def _draft_pass(
+        self,
+        block: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        window: Window,
+    ) -> tuple[torch.Tensor]:
+        """Embedded blocks (B, K, D) to the hidden states of their drafted positions, (B, L, D)."""
         for i, layer in enumerate(self.layers):
 
             def attend(queries, keys, values, i=i):
-                cache.write(i, keys, values, slots)
-                keys, values = cache.view(i, extent)
+                keys, values = window.update(keys, values, i)
                 return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
             block = layer(block, rotary, attend)
-        logits = target.head(self.norm(block[:, 1:]).to(target.dtype))  # (B, L, V)
-        return logits.float().log_softmax(dim=-1)
-
-    def _angles_at(self, state: DraftState, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (B, width, E) of the `width` positions behind every row's committed ones."""
-        device = self.norm.weight.device
-        positions = torch.tensor(state.cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
-        cos, sin = (table[0, positions] for table in state.angles)
-        return cos, sin
-
-    def _padding_mask(self, lengths: list[int]) -> torch.Tensor | None:
-        """(B, 1, 1, extent + K) bool, or None when all rows are equally long."""
-        if len(set(lengths)) == 1:
-            return None
-        ends = torch.tensor(lengths, device=self.norm.weight.device) + self.block_size
-        return (torch.arange(int(ends.max()), device=ends.device) < ends[:, None])[:, None, None]
+        return (self.norm(block[:, 1:]),)

@@ -36,7 +36,7 @@ def evaluate(
 
     def run(chunk: list[list[int]], method: tuple[str, int], tokens: int, into: Measured) -> None:
         began = clock()
-        engine = Engine(target, drafter, *method, config.rows, length, clock)
+        engine = Engine(target, drafter, *method, config.rows, length, config.compile, clock)
         options = TextOptions(max_new_tokens=tokens, temperature=config.temperature, seed=config.seed)
         texts = [engine.submit(prompt, options) for prompt in chunk]
         while engine.busy:

@@ -111,7 +111,7 @@ def run_serve(config: ServeCommand) -> None:
     decoding, server = config.decoding, config.server
     positions = getattr(target.config, "max_position_embeddings", None) or server.max_length
     capacity = min(server.max_length, positions)
-    engine = Engine(target, drafter, decoding.method, decoding.budget, decoding.rows, capacity)
+    engine = Engine(target, drafter, decoding.method, decoding.budget, decoding.rows, capacity, decoding.compile)
     print(
         f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat",

@@ -62,13 +62,11 @@ def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def cached(lengths: list[int], inside: torch.Tensor) -> torch.Tensor:
-    """The decoding mask (B, 1, Q, max(lengths) + Q) bool: a query sees its row's cached positions, and of the Q new
-    ones those that `inside` (B, Q, Q) allows (tree attention, DDTree section 4.4)."""
+def cached(ends: torch.Tensor, inside: torch.Tensor, extent: int) -> torch.Tensor:
+    """The decoding mask (B, 1, Q, extent) bool: a query sees its row's `ends` (B,) cached positions, and of the Q new
+    ones behind them those that `inside` (B, Q, Q) allows (tree attention, DDTree section 4.4)."""
     rows, width, _ = inside.shape
-    extent = max(lengths)
-    allowed = torch.zeros(rows, 1, width, extent + width, dtype=torch.bool, device=inside.device)
-    for row, length in enumerate(lengths):
-        allowed[row, 0, :, :length] = True
-        allowed[row, 0, :, length : length + width] = inside[row]
-    return allowed
+    before = torch.arange(extent, device=ends.device) < ends[:, None]  # (B, extent)
+    new = ends[:, None] + torch.arange(width, device=ends.device)  # (B, Q)
+    allowed = before[:, None].expand(-1, width, -1).scatter(2, new[:, None].expand(-1, width, -1), inside)
+    return allowed[:, None]

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from infer.cache import KVCache
+from infer.cache import KVCache, Window
 from infer.masks import additive, cached, dense, packed_causal_mod
+from infer.static import Program, padded
 from infer.trees import DraftTree
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "data" / "embedded"
@@ -41,6 +42,7 @@ class Target:
         for layer, module in enumerate(self.body.layers):
             module.register_forward_hook(self._tap(layer))
         self._taps: frozenset[int] = frozenset()
+        self._program: Program | None = None
 
     def _tap(self, layer: int):
         def hook(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
@@ -81,33 +83,35 @@ class Target:
         """Final hidden states (..., D) to logits (..., V)."""
         return self.model.get_output_embeddings()(hidden)
 
-    def cache(self, rows: int, capacity: int) -> KVCache:
-        """A cache for up to `rows` texts of up to `capacity` positions, none in use yet."""
+    def cache(self, rows: int, capacity: int, static: bool = False) -> KVCache:
+        """A cache for up to `rows` texts of up to `capacity` positions, none in use yet. Passes over trees are compiled
+        if it is `static`."""
         config = self.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        return KVCache(layers, rows, capacity, heads, head_dim, self.dtype, self.device)
+        return KVCache(layers, rows, capacity, heads, head_dim, self.dtype, self.device, static)
 
-    def features(
+    def _pass(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        allowed: torch.Tensor,
-        layers: tuple[int, ...] = (),
-        cache: KVCache | None = None,
-    ) -> Features:
-        """One pass over ids (B, Q) at absolute positions (B, Q) under a mask (B, 1, Q, S) bool, S counting the cached
-        positions first. Keeps the outputs of `layers` only, not of every layer."""
+        mask: torch.Tensor,
+        window: Window | None,
+        layers: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over ids (B, Q) at absolute positions (B, Q) under an additive mask (B, 1, Q, S): the outputs of
+        `layers` only, not of every layer, concatenated, and the final hidden states."""
         self._taps = frozenset(layers)
         last = self.body(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=additive(allowed, self.dtype),
-            past_key_values=cache,
-            use_cache=cache is not None,
+            attention_mask=mask,
+            past_key_values=window,
+            use_cache=window is not None,
         ).last_hidden_state
-        tapped = [self._tapped.pop(layer) for layer in layers]
-        return Features(context=torch.cat(tapped, dim=-1) if tapped else last[..., :0], last=last)
+        tapped = [self._tapped[layer] for layer in layers]
+        self._tapped.clear()
+        return torch.cat(tapped, dim=-1) if tapped else last[..., :0], last
 
     @torch.no_grad()
     def packed_features(
@@ -116,26 +120,37 @@ class Target:
         """Features of packed documents for training: all arguments (B, T), documents -1 on padding."""
         rows, length = ids.shape
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
-        return self.features(ids, positions, allowed, layers)
+        return Features(*self._pass(ids, positions, additive(allowed, self.dtype), None, layers))
 
     def extend(self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
         """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
         width = max(map(len, ids))
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(ids), -1, -1)
-        start = torch.tensor(cache.lengths, device=self.device)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
-        positions = start[:, None] + torch.arange(width, device=self.device)
-        features = self.features(tokens, positions, cached(cache.lengths, causal), layers, cache)
-        cache.lengths = [length + len(row) for length, row in zip(cache.lengths, ids, strict=True)]
-        return features
+        window = cache.window(width)
+        positions = cache.ends[:, None] + torch.arange(width, device=self.device)
+        mask = additive(cached(cache.ends, causal, window.extent), self.dtype)
+        features = self._pass(tokens, positions, mask, window, layers)
+        cache.advance([len(row) for row in ids])
+        return Features(*features)
 
     def verify(
         self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
     ) -> Features:
         """Scores every node of the draft trees in one pass (DDTree section 4.4): positions by depth, each node sees its
         row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a path."""
-        start = torch.tensor(cache.lengths, device=self.device)
-        return self.features(tree.tokens, tree.positions(start), cached(cache.lengths, ancestors), layers, cache)
+        used, width = tree.tokens.shape
+        window = cache.window(width)
+        rows = len(window.slots)
+        ends = cache.ends[:rows]
+        mask = additive(cached(ends, padded(ancestors, rows), window.extent), self.dtype)
+        positions = padded(tree.positions(ends[:used]), rows)
+        run = self._pass
+        if cache.static:
+            self._program = self._program or Program(self._pass, self.device)
+            run = self._program
+        context, last = run(padded(tree.tokens, rows), positions, mask, window, layers)
+        return Features(context[:used], last[:used])
 
 
 def refuse_unsupported(config, head: nn.Module | None) -> None:

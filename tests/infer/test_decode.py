@@ -23,10 +23,10 @@ class ScriptedDrafter:
         self.texts, self.block_size, self.vocabulary, self.skill = texts, block_size, vocabulary, skill
         self.generator = torch.Generator().manual_seed(block_size)
 
-    def state(self, rows: int, capacity: int) -> "Script":
+    def state(self, rows: int, capacity: int, static: bool = False) -> "Script":
         return Script()
 
-    def absorb(self, features, counts, state) -> None:
+    def absorb(self, features, counts, state, on_device=None) -> None:
         assert features.shape[1] >= max(counts)
         state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
 

@@ -1,0 +1,38 @@
+"""Compiled passes: shapes that rarely change, and a way back where compiling does not work."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+PROGRAMS = 64  # shapes of one function that are compiled before torch gives up on it
+
+
+class Program:
+    """A function of tensors under torch.compile, with CUDA graphs on CUDA. Where that fails, a warning says so and the
+    function itself is called from then on."""
+
+    def __init__(self, function: Callable[..., tuple[torch.Tensor, ...]], device: torch.device) -> None:
+        self.function = function
+        self.mode = "reduce-overhead" if device.type == "cuda" else None
+        self.compiled = torch.compile(function, dynamic=False, mode=self.mode)
+
+    def __call__(self, *arguments: object) -> tuple[torch.Tensor, ...]:
+        if self.compiled is None:
+            return self.function(*arguments)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=PROGRAMS):
+                results = self.compiled(*arguments)
+        except Exception as error:
+            warnings.warn(f"compile=true does not work here, decoding goes on without it: {error}", stacklevel=2)
+            self.compiled = None
+            return self.function(*arguments)
+        # a CUDA graph writes its next results over these
+        return tuple(result.clone() for result in results) if self.mode else results
+
+
+def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Zeros below, up to `rows` rows."""
+    if len(tensor) == rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
