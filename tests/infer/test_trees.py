@@ -5,7 +5,15 @@ from itertools import product
 import pytest
 import torch
 
-from infer.trees import DraftTree, chain, ddtree, root_only
+from infer.trees import DraftTree, chain, compiled, ddtree, root_only
+
+
+@pytest.fixture(autouse=True, params=["heap", "by depth"])
+def search(request, monkeypatch):
+    """Everything holds for both ways to the tree: compiled for the CPU, and in tensors for any device."""
+    if request.param == "heap" and not compiled.AVAILABLE:
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr(compiled, "AVAILABLE", request.param == "heap")
 
 
 def prefixes(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
@@ -65,6 +73,19 @@ def test_impossible_tokens_do_no_harm():
     assert prefixes(tree, 0)[:2] == [(0,), (0, 1)]
     assert len(set(prefixes(tree, 0))) == 12
     assert tree.expected_length().item() == pytest.approx(3)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 64, 512])
+def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
+    marginals = (torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3).log_softmax(-1)
+    trees = []
+    for available in (False, compiled.AVAILABLE):
+        monkeypatch.setattr(compiled, "AVAILABLE", available)
+        trees.append(ddtree(torch.tensor([1, 2]), marginals, budget))
+        trees[-1].ancestors()
+    for row in range(2):
+        assert set(prefixes(trees[0], row)) == set(prefixes(trees[1], row))
+    assert torch.allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-5)
 
 
 def test_a_row_does_not_depend_on_its_batch():
