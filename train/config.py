@@ -8,20 +8,22 @@ from dataclasses import dataclass, field
 from data.packing import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 
+DIVERGENCES = ("kl", "cross_entropy", "tv", "acceptance", "lk")
+
 
 @dataclass
 class ObjectiveConfig:
     """The loss on a block's L drafted positions."""
 
-    divergence: str = "kl"  # kl: KL(target || drafter), DART section 3.3; cross_entropy: the true next token
+    divergence: str = "kl"  # kl, cross_entropy, tv, acceptance or lk: see train/objective.py
     weights: str = "gamma"  # gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma), DFlash
     gamma: float = 0.6  # DART table 4; the DFlash recipe has 7 for block 16 and 4 for block 8
     chunk_rows: int = 256  # rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
 
     def check(self) -> None:
         """Raises ValueError for an objective that does not exist."""
-        if self.divergence not in ("kl", "cross_entropy"):
-            raise ValueError(f"objective.divergence={self.divergence}: use kl or cross_entropy")
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"objective.divergence={self.divergence}: use one of {', '.join(DIVERGENCES)}")
         if self.weights not in ("gamma", "exponential"):
             raise ValueError(f"objective.weights={self.weights}: use gamma or exponential")
         if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):

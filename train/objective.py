@@ -44,8 +44,12 @@ def divergence(
     """Weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
     hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (R,) int64; weights (R,).
-    "kl" is KL(target || drafter) (DART section 3.3), "cross_entropy" -log q(label). The arithmetic on logits is
-    float32 (float64 for float64 inputs). Rows of weight 0 are dropped before the projection (one synchronisation).
+    With p the target's distribution, q the drafter's, and their overlap a = sum_v min(p, q), the probability that
+    speculative sampling accepts a draft:
+    "kl" is KL(p || q) (DART section 3.3), "cross_entropy" -log q(label), "tv" total variation 1 - a, "acceptance"
+    -log a, and "lk" the mixture lambda KL + (1 - lambda) tv with lambda = exp(-3 a), held constant in the gradient: KL
+    while the two are far apart, acceptance itself when they are near. The arithmetic on logits is float32 (float64
+    for float64 inputs). Rows of weight 0 are dropped before the projection (one synchronisation).
     """
     kept = weights.nonzero()[:, 0]
     kept = kept[teacher_rows[kept].argsort(stable=True)]  # rows that share a teacher row become neighbours
@@ -73,12 +77,7 @@ class _Divergence(torch.autograd.Function):
                 delta.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))
             else:
                 teacher -= teacher.logsumexp(-1, keepdim=True)  # log p
-                log_p = teacher[which]
-                p = log_p.exp()
-                rows[chunk] = log_p.sub_(student).mul_(p).sum(-1)
-                del log_p
-                delta = student.exp_().sub_(p)  # q - p
-                del p
+                rows[chunk], delta = _DISTANCES[config.divergence](teacher[which], student)
             if gradient is not None:
                 gradient[chunk] = delta.mul_(weight[:, None]).to(head.dtype) @ head
             del teacher, student, delta
@@ -90,3 +89,44 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx, upstream, *_):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream.to(gradient.dtype), *[None] * 7
+
+
+# log p, log q (rows, V), which they may overwrite -> the rows' distances, (rows,), and their gradient with respect to
+# the drafter's logits, (rows, V)
+
+
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    p = log_p.exp()
+    distance = log_p.sub_(log_q).mul_(p).sum(-1)
+    return distance, log_q.exp_().sub_(p)
+
+
+def _overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a = sum_v min(p, q), and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p."""
+    below = log_q < log_p
+    p, q = log_p.exp_(), log_q.exp_()
+    overlap = torch.minimum(p, q).sum(-1)
+    gained = q * below
+    return overlap, gained.sub_(q.mul_(gained.sum(-1, keepdim=True)))
+
+
+def _tv(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    overlap, gradient = _overlap(log_p, log_q)
+    return 1 - overlap, gradient.neg_()
+
+
+def _acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    overlap, gradient = _overlap(log_p, log_q)
+    overlap.clamp_(min=torch.finfo(overlap.dtype).tiny)
+    return -overlap.log(), gradient.div_(-overlap[:, None])
+
+
+def _lk(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    kl, kl_gradient = _kl(log_p.clone(), log_q.clone())
+    overlap, gradient = _overlap(log_p, log_q)
+    share = (-3 * overlap).exp()
+    mixed = kl_gradient.mul_(share[:, None]).sub_(gradient.mul_(1 - share[:, None]))
+    return share * kl + (1 - share) * (1 - overlap), mixed
+
+
+_DISTANCES = {"kl": _kl, "tv": _tv, "acceptance": _acceptance, "lk": _lk}

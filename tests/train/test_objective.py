@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.config import ObjectiveConfig
+from train.config import DIVERGENCES, ObjectiveConfig
 from train.objective import divergence, position_weights
 
 R, P, D, V = 23, 9, 6, 31
@@ -27,11 +27,20 @@ def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str
     log_q = (hidden @ head.T).log_softmax(-1)
     log_p = (teacher_hidden @ head.T).log_softmax(-1)[teacher_rows]
     agree = log_q.argmax(-1) == log_p.argmax(-1)
-    rows = (log_p.exp() * (log_p - log_q)).sum(-1) if kind == "kl" else -log_q.gather(1, labels[:, None])[:, 0]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    share = (-3 * overlap).exp().detach()
+    rows = {
+        "kl": kl,
+        "cross_entropy": -log_q.gather(1, labels[:, None])[:, 0],
+        "tv": 1 - overlap,
+        "acceptance": -overlap.log(),
+        "lk": share * kl + (1 - share) * (1 - overlap),
+    }[kind]
     return (rows * weights).sum(), rows, agree
 
 
-@pytest.mark.parametrize("kind", ["kl", "cross_entropy"])
+@pytest.mark.parametrize("kind", DIVERGENCES)
 @pytest.mark.parametrize("chunk", [1, 4, 23, 100])
 def test_equals_the_dense_objective(kind, chunk):
     args = case()
@@ -52,7 +61,7 @@ def test_equals_the_dense_objective(kind, chunk):
     assert not args["hidden"].grad[~live].any()
 
 
-@pytest.mark.parametrize("kind", ["kl", "cross_entropy"])
+@pytest.mark.parametrize("kind", ["kl", "cross_entropy", "tv", "acceptance"])  # lk's mixture is held constant
 def test_gradcheck(kind):
     args = case(1)
     config = ObjectiveConfig(divergence=kind, chunk_rows=5)
