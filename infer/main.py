@@ -1,8 +1,8 @@
-"""`python infer/main.py --config-name eval|generate|serve|chat [overrides]`: the commands that train nothing."""
+"""`python infer/main.py --config-name COMMAND [overrides]`: all commands that train nothing."""
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data.packing import DataConfig
@@ -56,6 +56,31 @@ class ServeCommand:
         """Raises ValueError for what cannot be served."""
         for part in (self.target, self.decoding, self.server):
             part.check()
+
+
+@dataclass
+class RegenerateCommand:
+    """Lets the target rewrite the answers of a data set: what a drafter should learn from."""
+
+    out: str = "runs/answers.jsonl"  # one line a row, in the rows' order; a stopped run goes on where it was
+    checkpoint: str | None = None  # a drafter that makes it faster, for decoding.method=chain or ddtree
+    server: str | None = None  # instead of our engine: an address with OpenAI's API, such as http://host:8000/v1
+    model: str | None = None  # what that server calls the target; None: the first it has
+    at_once: int = 64  # requests under way at that server
+    prompt_tokens: int = 96  # of a row that is one text, the target continues so many tokens
+    most_failures: int = 100  # rows; beyond that something is wrong
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    decoding: DecodeOptions = field(default_factory=DecodeOptions)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be asked for."""
+        for part in (self.target, self.data, self.decoding):
+            part.check()
+        if self.server is None and self.checkpoint is None and self.decoding.method != "plain":
+            raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
+        if min(self.at_once, self.prompt_tokens) < 1:
+            raise ValueError("at_once and prompt_tokens are at least 1")
 
 
 def load(target: TargetConfig, checkpoint: str):
@@ -121,6 +146,39 @@ def run_serve(config: ServeCommand) -> None:
     serve(engine, server)
 
 
+def run_regenerate(config: RegenerateCommand) -> None:
+    from data.packing import training_rows
+    from infer import load_drafter, load_target
+    from infer.regenerate import Row, by_engine, by_server, options_of, regenerate
+
+    place = config.target
+    target = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+    rows = []
+    for index, row in enumerate(training_rows(config.data)):
+        prompt = row["prompt"]
+        if not prompt:
+            ids = target.tokenizer(row["text"])["input_ids"][: config.prompt_tokens]
+            prompt = target.tokenizer.decode(ids, skip_special_tokens=True)
+        rows.append(Row(index, prompt))
+    if config.server is not None:
+        answers = by_server(config.server, config.model, config.decoding, config.at_once)
+    else:
+        drafter = None
+        if config.decoding.method != "plain":
+            drafter = load_drafter(config.checkpoint).to(target.device, target.dtype)
+        longest = max(len(target.tokenizer(row.prompt)["input_ids"]) for row in rows)
+        answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)
+    settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}
+    settings |= {"prompt_tokens": config.prompt_tokens} | options_of(config.decoding)
+
+    def progress(done: int, total: int, failed: int) -> None:
+        note = f", {failed} failed" if failed else ""
+        print(f"\r{done}/{total} rows{note}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    counts = regenerate(rows, answers, Path(config.out), settings, config.most_failures, progress)
+    print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
+
+
 def run_chat(config: ChatConfig) -> None:
     from infer.chat import chat
 
@@ -132,6 +190,7 @@ COMMANDS = {
     "generate": (GenerateCommand, run_generate),
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
+    "regenerate": (RegenerateCommand, run_regenerate),
 }
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_every_group_option_composes(repo):
     count = 0
     for group in ("target", "drafter", "objective", "optim", "evaluation", "deepspeed", "tracking"):
         for file in (repo / "conf" / group).glob("*.yaml"):
-            composed(repo, "train", ["data=stdlib", f"{group}={file.stem}"])
+            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={file.stem}"])
             count += 1
     composed(repo, "train", ["data=jsonl", f"data.path={repo / 'README.md'}"])
     for file in (repo / "conf" / "decoding").glob("*.yaml"):
@@ -74,6 +74,7 @@ def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:
         ("+model=nope", "qwen3-4b"),
         ("data=jsonl", "data.path"),
         ("deepspeed.offload=true", "deepspeed.stage"),
+        ("deepspeed.stage=1", "optim.name=muon"),
         ("resume=maybe", "resume=maybe"),
         ("evaluation.budgets=[]", "budgets"),
         ("name=../x", "name=../x"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("train", "eval", "generate", "pretrain", "test", "help")
+COMMANDS = ("train", "eval", "generate", "serve", "chat", "regenerate", "pretrain", "test", "help")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_help_names_every_command(launch, word):
         assert f"\n  {command} " in done.stdout
 
 
-@pytest.mark.parametrize("word", ["serve", "trian", "runs/x", ""])
+@pytest.mark.parametrize("word", ["server", "trian", "runs/x", ""])
 def test_unknown_command_is_one_sentence(launch, word):
     done, calls = launch(word, "a=1")
     assert done.returncode == 2 and not calls and not done.stdout
@@ -74,6 +74,9 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("train", "--help"), "train/main.py", ("--help",)),
         (("eval", "checkpoint=runs/a b"), "infer/main.py", ("--config-name", "eval", "checkpoint=runs/a b")),
         (("generate", "prompt=def f"), "infer/main.py", ("--config-name", "generate", "prompt=def f")),
+        (("serve", "server.port=1"), "infer/main.py", ("--config-name", "serve", "server.port=1")),
+        (("chat",), "infer/main.py", ("--config-name", "chat")),
+        (("regenerate", "out=x"), "infer/main.py", ("--config-name", "regenerate", "out=x")),
         (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
     ],
 )
@@ -170,7 +173,7 @@ def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visib
 
 
 def test_only_training_takes_several_processes(launch):
-    for command in ("eval", "generate", "pretrain", "test"):
+    for command in ("eval", "generate", "serve", "chat", "regenerate", "pretrain", "test"):
         assert all("torch.distributed.run" not in call for call in launch(command, NPROC="2")[1])
 
 

@@ -34,8 +34,9 @@ class ObjectiveConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW, warm-up and cosine."""
+    """Warm-up and half a cosine."""
 
+    name: str = "adamw"  # adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
     lr: float = 6e-4  # peak
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
@@ -49,6 +50,8 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises ValueError for settings that cannot train."""
+        if self.name not in ("adamw", "muon"):
+            raise ValueError(f"optim.name={self.name}: use adamw or muon")
         if not self.lr > 0:
             raise ValueError(f"optim.lr={self.lr}: above 0")
         for name in ("batch", "accumulation"):
@@ -118,6 +121,10 @@ class TrainConfig:
         for name in ("anchors", "checkpoints", "keep_states", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.optim.name == "muon" and self.deepspeed.stage > 0:
+            raise ValueError(
+                f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"
+            )
         if self.resume not in ("auto", "never"):
             raise ValueError(f"resume={self.resume}: use auto or never")
         if not self.name or "/" in self.name or self.name.startswith("."):

@@ -26,6 +26,7 @@ from train.blocks import Blocks, block_attention, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
 from train.hooks import evaluate_checkpoint, finish_report
 from train.objective import divergence, position_weights
+from train.optim import make_optimizer
 from train.progress import Progress
 from train.state import checkpoint_folder, load, newest, save, seeded, trim_log
 from train.tracking import Tracker
@@ -157,14 +158,11 @@ def start_processes(device: torch.device) -> None:
 
 
 def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
-    """DeepSpeed around drafter and AdamW. The target stays outside: it has no training state."""
+    """DeepSpeed around drafter and optimiser. The target stays outside: it has no training state."""
     import deepspeed
 
     optim = config.optim
-    matrices = [p for p in drafter.parameters() if p.ndim == 2]
-    vectors = [p for p in drafter.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas))
+    optimizer = make_optimizer(list(drafter.parameters()), optim)
     half = optim.precision == "bfloat16" or (
         optim.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
     )

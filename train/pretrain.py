@@ -215,7 +215,7 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
     texts = target.tokenizer([row["text"] for row in training_rows(DataConfig(source="stdlib"))])["input_ids"]
     windows = [ids[start : start + size] for ids in texts for start in range(0, len(ids) - 2 * size, size)]
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed)).tolist()
-    options = DecodeOptions(method="plain", max_new_tokens=config.answer_tokens)
+    options = DecodeOptions(method="plain", max_new_tokens=config.answer_tokens, rows=64)
     with (out / "answers.jsonl").open("w") as file:
         for first in range(0, config.answers, 128):
             prompts = [windows[i] for i in order[first : min(first + 128, config.answers)]]

@@ -99,7 +99,7 @@ def test_killed_and_resumed_run_has_the_same_losses(repo, whole_run):
 
 
 def test_losses_do_not_depend_on_processes_or_accumulation(repo, tmp_path):
-    options = ("optim.steps=4", "checkpoints=1")
+    options = ("optim.steps=4", "checkpoints=1", "optim.name=adamw")  # ZeRO 2 shards: no muon
     finish(start(repo, tmp_path, "name=one", *options))
     finish(start(repo, tmp_path, "name=accumulated", *options, "optim.batch=1", "optim.accumulation=2"))
     finish(start(repo, tmp_path, "name=two", *options, "optim.batch=1", "deepspeed=zero2", processes=2))
@@ -119,19 +119,19 @@ def test_drafter_folder_is_the_public_layout(whole_run):
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": 8,
-        "dflash_config": {"block_size": 8, "mask_token_id": 1, "target_layer_ids": [5]},
-        "num_target_layers": 10,
+        "dflash_config": {"block_size": 8, "mask_token_id": 1, "target_layer_ids": [6]},
+        "num_target_layers": 12,
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
         "hidden_size": 192,
-        "intermediate_size": 416,
+        "intermediate_size": 384,
         "num_attention_heads": 6,
-        "num_key_value_heads": 3,
+        "num_key_value_heads": 2,
         "head_dim": 32,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 2048,
-        "vocab_size": 2048,
+        "vocab_size": 512,
         "tie_word_embeddings": False,
     }
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -143,14 +143,14 @@ def test_drafter_folder_is_the_public_layout(whole_run):
         "layers.0.input_layernorm.weight": (192,),
         "layers.0.post_attention_layernorm.weight": (192,),
         "layers.0.self_attn.q_proj.weight": (192, 192),
-        "layers.0.self_attn.k_proj.weight": (96, 192),
-        "layers.0.self_attn.v_proj.weight": (96, 192),
+        "layers.0.self_attn.k_proj.weight": (64, 192),
+        "layers.0.self_attn.v_proj.weight": (64, 192),
         "layers.0.self_attn.o_proj.weight": (192, 192),
         "layers.0.self_attn.q_norm.weight": (32,),
         "layers.0.self_attn.k_norm.weight": (32,),
-        "layers.0.mlp.gate_proj.weight": (416, 192),
-        "layers.0.mlp.up_proj.weight": (416, 192),
-        "layers.0.mlp.down_proj.weight": (192, 416),
+        "layers.0.mlp.gate_proj.weight": (384, 192),
+        "layers.0.mlp.up_proj.weight": (384, 192),
+        "layers.0.mlp.down_proj.weight": (192, 384),
     }
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
 

@@ -1,0 +1,43 @@
+"""The optimiser: AdamW, or Muon for matrices and AdamW for everything else."""
+
+from collections.abc import Callable
+
+import torch
+
+from train.config import OptimConfig
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps are scaled to the
+    size that AdamW's have, so that both take the same learning rate."""
+
+    def __init__(self, matrices: list[torch.Tensor], others: list[torch.Tensor], config: OptimConfig) -> None:
+        self.parts = [
+            torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=config.lr, betas=tuple(config.betas), weight_decay=0.0),
+        ]
+        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": config.lr})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]  # theirs, not copies
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step of both."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def make_optimizer(parameters: list[torch.Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser that the configuration names; matrices decay, vectors do not."""
+    matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+    if config.name == "muon":
+        return MuonAdamW(matrices, others, config)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas))
