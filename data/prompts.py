@@ -6,12 +6,18 @@ from data.packing import DataConfig, held_out_rows
 def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:
     """`count` prompts that training never saw.
 
-    A row with a prompt of its own gives that prompt (its last `tokens` tokens); plain text gives windows of `tokens`
-    tokens, taken round-robin: one from the start of every text, then one from further on in every text that is
-    long enough, so that few texts still give many different prompts. Raises ValueError if there are too few.
+    A chat gives all before its last answer, a row with a prompt of its own that prompt (the last `tokens` tokens);
+    plain text gives windows of `tokens` tokens, taken round-robin: one from the start of every text, then one from
+    further on in every text that is long enough, so that few texts still give many different prompts. Raises
+    ValueError if there are too few.
     """
     prompts, windows = [], []
     for row in held_out_rows(config):
+        if row["messages"]:
+            asked = row["messages"][:-1]  # the last one is an answer
+            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+            prompts.append(ids[-tokens:])
+            continue
         if row["prompt"]:
             prompts.append(tokenizer(row["prompt"])["input_ids"][-tokens:])
             continue

@@ -147,15 +147,16 @@ def run_serve(config: ServeCommand) -> None:
 
 
 def run_regenerate(config: RegenerateCommand) -> None:
-    from data.packing import training_rows
+    from data.packing import questions
     from infer import load_drafter, load_target
+    from infer.api import encode
     from infer.regenerate import Row, by_engine, by_server, options_of, regenerate
 
     place = config.target
     target = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
     rows = []
-    for index, row in enumerate(training_rows(config.data)):
-        prompt = row["prompt"]
+    for index, row in enumerate(questions(config.data)):
+        prompt = row["messages"] or row["prompt"]
         if not prompt:
             ids = target.tokenizer(row["text"])["input_ids"][: config.prompt_tokens]
             prompt = target.tokenizer.decode(ids, skip_special_tokens=True)
@@ -166,7 +167,7 @@ def run_regenerate(config: RegenerateCommand) -> None:
         drafter = None
         if config.decoding.method != "plain":
             drafter = load_drafter(config.checkpoint).to(target.device, target.dtype)
-        longest = max(len(target.tokenizer(row.prompt)["input_ids"]) for row in rows)
+        longest = max(len(encode(target, row.prompt)) for row in rows)
         answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)
     settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}
     settings |= {"prompt_tokens": config.prompt_tokens} | options_of(config.decoding)

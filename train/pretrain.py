@@ -221,7 +221,8 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
             prompts = [windows[i] for i in order[first : min(first + 128, config.answers)]]
             for prompt, row in zip(prompts, decode(target, None, prompts, options), strict=True):
                 response = target.tokenizer.decode(row.ids, skip_special_tokens=True)
-                file.write(json.dumps({"prompt": target.tokenizer.decode(prompt), "response": response}) + "\n")
+                if response.strip():  # a text that ends at once teaches nothing
+                    file.write(json.dumps({"prompt": target.tokenizer.decode(prompt), "response": response}) + "\n")
             print(f"{first + len(prompts)}/{config.answers} answers", flush=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.corpus import is_held_out, stdlib_documents
-from data.packing import DataConfig, batch, pack, packed_rows, read_jsonl, row_index, tokenize
+from data.packing import DataConfig, batch, pack, packed_rows, read_rows, row_index, tokenize
 from data.prompts import held_out_prompts
 
 
@@ -30,7 +30,7 @@ def test_library_files_are_split_by_a_hash_of_their_path():
 
 def test_documents_come_back_out_of_packed_rows(tokenizer):
     texts = ["def f(x):\n    return x\n" * n for n in (1, 9, 2, 30, 1)]
-    pieces = tokenize({"prompt": ["", "say: ", "", "", ""], "text": texts}, tokenizer, 64)
+    pieces = tokenize({"prompt": ["", "say: ", "", "", ""], "text": texts, "messages": [None] * 5}, tokenizer, 64)
     rows = pack(pieces, 64)
     found = []
     for ids, positions, documents, loss in zip(*rows.values(), strict=True):
@@ -51,10 +51,10 @@ def test_documents_come_back_out_of_packed_rows(tokenizer):
 
 
 def test_a_prompt_carries_no_loss(tokenizer):
-    pieces = tokenize({"prompt": ["import os\n"], "text": ["import sys\n"]}, tokenizer, 64)
+    pieces = tokenize({"prompt": ["import os\n"], "text": ["import sys\n"], "messages": [None]}, tokenizer, 64)
     prompt = len(tokenizer("import os\n")["input_ids"])
     assert pieces["loss"] == [[False] * prompt + [True] * (len(pieces["ids"][0]) - prompt)]
-    long = tokenize({"prompt": ["import os\n" * 100], "text": ["x = 1\n"]}, tokenizer, 64)
+    long = tokenize({"prompt": ["import os\n" * 100], "text": ["x = 1\n"], "messages": [None]}, tokenizer, 64)
     assert all(any(loss) for loss in long["loss"])  # pieces without loss are not trained on
 
 
@@ -89,12 +89,12 @@ def test_a_bad_line_is_named(tmp_path, line):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
-        read_jsonl(str(file))
+        read_rows(str(file))
 
 
 def test_an_empty_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no rows"):
-        read_jsonl(str(tmp_path))
+        read_rows(str(tmp_path))
 
 
 def test_library_prompts_are_many_different_and_held_out(tokenizer):

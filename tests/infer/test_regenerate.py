@@ -75,7 +75,7 @@ def test_a_file_of_others_is_not_touched(tmp_path):
 @pytest.mark.slow
 def test_killed_at_random_nothing_is_lost_or_doubled(repo, tmp_path):
     source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps({"prompt": p, "response": ""}) + "\n" for p in PROMPTS * 4))
+    source.write_text("".join(json.dumps({"prompt": f"{p}{i}"}) + "\n" for i, p in enumerate(PROMPTS * 4)))
     command = [sys.executable, str(repo / "infer" / "main.py"), "--config-name", "regenerate", "data=jsonl"]
     command += [f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
     environment = os.environ | {"PYTHONPATH": str(repo)}
@@ -90,10 +90,10 @@ def test_killed_at_random_nothing_is_lost_or_doubled(repo, tmp_path):
 
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     run(whole, None)
-    assert len(lines(whole)) == 117  # every 50th row is held out
+    assert [line["index"] for line in lines(whole)] == list(range(120))
     for count in (5, 40):
         run(killed, count)
-        assert count <= killed.read_bytes().count(b"\n") < 117
+        assert count <= killed.read_bytes().count(b"\n") < 120
     run(killed, None)
     assert killed.read_text() == whole.read_text()
 

@@ -1,0 +1,167 @@
+"""Chats: formats, templates, and loss on exactly the assistant's tokens."""
+
+import json
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from data.chat import normalise, render, tokenize_chat
+from data.packing import DataConfig, packed_rows, read_rows
+from data.prompts import held_out_prompts
+from train.pretrain import train_tokenizer
+
+# Written for this test after the behaviour of the two families' templates: Qwen3 shows the thoughts of the last answer
+# only, and gives it an empty thought if it has none; Llama 3 begins with a token of its own and trims.
+QWEN3 = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{%- set thought = '' -%}{%- set answer = m.content -%}
+{%- if '</think>' in m.content -%}
+{%- set thought = m.content.split('</think>')[0].replace('<think>', '').strip() -%}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > ns.last -%}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' -}}{%- endif -%}
+{{- answer + '<|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+LLAMA3 = """{{- '<|begin|>' -}}
+{%- for m in messages -%}
+{{- '<|header|>' + m.role + '<|end_header|>\\n\\n' + m.content | trim + '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|header|>assistant<|end_header|>\\n\\n' -}}{%- endif -%}"""
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|end_header|>"]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama3"])
+def tokenizer(request) -> PreTrainedTokenizerFast:
+    made = train_tokenizer(["some words of text, and more of them\n"] * 20, 300)
+    made.add_special_tokens({"additional_special_tokens": SPECIAL})
+    made.chat_template = {"qwen3": QWEN3, "llama3": LLAMA3}[request.param]
+    return made
+
+
+def chat(*turns: str, system: str | None = None) -> list[dict[str, str]]:
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": turn} for i, turn in enumerate(turns)]
+    return ([{"role": "system", "content": system}] if system else []) + messages
+
+
+CHATS = [
+    chat("Hello", "Hi there."),
+    chat("Hello", "Hi there.", "And now?", "Now this,\n\nin two parts.", system="Be brief."),
+    chat("同じ答え", "はい、そうです。", "مرحبا", "أهلا 👋"),
+    chat("same", "same", "same", "same"),  # the answer's words stand elsewhere, too
+    chat("a", "", "b", "something"),  # an empty answer in the middle
+    chat(*["question", "answer with words"] * 20),
+    chat("What?", "  \n indented answer \n"),
+]
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_loss_covers_exactly_the_answers(tokenizer, messages):
+    """Read back from the marked tokens: the answers, one after the other, each with the token that ends it; everything
+    else is the rest of the text."""
+    ids, loss = tokenize_chat(tokenizer, messages)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(ids) == whole
+    runs, current = [], []
+    for id, on in zip(ids, loss, strict=True):
+        if on:
+            current.append(id)
+        elif current:
+            runs.append(current)
+            current = []
+    runs += [current] if current else []
+    answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    assert len(runs) == len(answers)
+    for run, answer in zip(runs, answers, strict=True):
+        text = tokenizer.decode(run)
+        assert text.endswith("<|im_end|>")
+        text = text.removesuffix("<|im_end|>").removeprefix("<think>\n\n</think>\n\n")
+        assert text.strip() == answer.strip()
+
+
+def test_thoughts_are_learnt_where_the_template_shows_them(tokenizer):
+    messages = chat("Why?", "<think>\nwell\n</think>\n\nBecause.", "Really?", "<think>\nhmm\n</think>\n\nYes.")
+    text, spans = render(tokenizer, messages)
+    learnt = [text[start:end] for start, end in spans]
+    if "<|header|>" in text:
+        assert learnt == [turn["content"] for turn in messages[1::2]]
+    else:
+        assert learnt == ["Because.", "<think>\nhmm\n</think>\n\nYes."]
+
+
+def test_a_template_that_changes_answers_is_refused(tokenizer):
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}{% endfor %}"
+    with pytest.raises(ValueError, match="does not show answer 1 as it is"):
+        tokenize_chat(tokenizer, chat("a", "b"))
+    tokenizer.chat_template = template
+
+
+def test_formats():
+    wanted = chat("Hi", "Hello")
+    assert normalise({"messages": wanted})["messages"] == wanted
+    assert normalise({"messages": wanted[:1], "response": "Hello"})["messages"] == wanted
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Bye"}]
+    assert normalise({"conversations": shared})["messages"] == wanted
+    assert normalise({"messages": wanted}, answered=False)["messages"] == wanted[:1]
+    assert normalise({"prompt": "a"}, answered=False) == {"prompt": "a", "text": "", "messages": None}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, wanted[1]]
+    assert normalise({"messages": parts})["messages"] == wanted
+    assert normalise({"prompt": "a", "response": "b"}) == {"prompt": "a", "text": "b", "messages": None}
+    assert normalise({"text": "b"}) == {"prompt": "", "text": "b", "messages": None}
+
+
+BAD = [
+    "no json",
+    json.dumps([1]),
+    json.dumps({"messages": []}),
+    json.dumps({"messages": "x"}),
+    json.dumps({"messages": [{"role": "user", "content": "unanswered"}]}),
+    json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}),
+    json.dumps({"messages": [{"role": "user"}]}),
+    json.dumps({"conversations": [{"from": 3, "value": "x"}]}),
+    json.dumps({"text": ""}),
+    json.dumps({"text": 3}),
+    json.dumps({"question": "x"}),
+    "null",
+]
+
+
+def test_a_mixed_set_with_broken_rows_trains(tokenizer, tmp_path, capsys):
+    good = [json.dumps({"messages": messages}, ensure_ascii=False) for messages in CHATS] * 2  # twice: once counts
+    good += [
+        json.dumps({"conversations": [{"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": "a b"}]})
+        for i in range(60)
+    ]
+    good += [json.dumps({"prompt": f"p{i}", "response": "some words"}) for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(good + BAD) + "\n", encoding="utf-8")
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    write_table(
+        Table.from_pylist([{"messages": chat(f"parquet {i}", "yes")} for i in range(20)]), tmp_path / "b.parquet"
+    )
+    config = DataConfig(source="jsonl", path=str(tmp_path), length=64, bad_rows=len(BAD))
+    rows = read_rows(str(tmp_path), len(BAD))
+    said = capsys.readouterr().err
+    assert len(rows) == len(CHATS) + 60 + 60 + 20
+    assert f"{len(BAD)} of {len(rows) + len(BAD) + len(CHATS) - len(CHATS)} rows cannot be used" in said
+    assert "a.jsonl, line 135: no JSON" in said and f"{len(CHATS)} rows are there more than once" in said
+    with pytest.raises(ValueError, match=f"{len(BAD)} of .* rows cannot be used, data.bad_rows=11 may be: .*line 135"):
+        read_rows(str(tmp_path), len(BAD) - 1)
+    packed = packed_rows(config, tokenizer)
+    assert packed["loss"][:].any(1).all() and packed["ids"][:].shape[1] == 64
+    prompts = held_out_prompts(config, tokenizer, 3, 32)
+    assert tokenizer.decode(prompts[0]).rstrip().endswith(("assistant", "<|end_header|>"))
+
+
+def test_the_library_and_the_answers_are_all_good(capsys):
+    from data.packing import training_rows
+
+    assert len(training_rows(DataConfig())) > 2500 and len(training_rows(DataConfig(source="stdlib"))) > 300
