@@ -75,6 +75,8 @@ def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:
         ("data=jsonl", "data.path"),
         ("deepspeed.offload=true", "deepspeed.stage"),
         ("deepspeed.stage=1", "optim.name=muon"),
+        ("optim.name=sgd", "optim.name=sgd"),
+        ("objective.divergence=l2", "objective.divergence=l2"),
         ("resume=maybe", "resume=maybe"),
         ("evaluation.budgets=[]", "budgets"),
         ("name=../x", "name=../x"),
