@@ -48,15 +48,7 @@ def generate(
     ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
     for prompt in ids:
         check_length(target, len(prompt) + options.max_new_tokens)
-    if processors:
-        longest = max(map(len, ids)) + options.max_new_tokens
-        rows = min(options.rows, len(ids))
-        engine = Engine(target, drafter, options.method, options.budget, rows, longest, options.compile, clock)
-        done = [engine.submit(prompt, options, processors) for prompt in ids]
-        while engine.busy:
-            engine.step()
-    else:
-        done = decode(target, drafter, ids, options, clock)
+    done = decode(target, drafter, ids, options, clock, processors=processors)
     answers = [generation(target, text) for text in done]
     return answers[0] if one else answers
 

@@ -111,9 +111,12 @@ class KVCache:
             extent = min(extent + -extent % EXTENT_STEP, self.capacity)
         return Window(self.buffer, self._slots(rows, width), extent, self.capacity, self.heads)
 
+    def positions(self, rows: int, width: int) -> torch.Tensor:
+        """Absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
+        return self.ends[:rows, None] + torch.arange(width, device=self.ends.device)
+
     def _slots(self, rows: int, width: int) -> torch.Tensor:
-        first = self.origins[:rows] + self.ends[:rows]
-        return first[:, None] + torch.arange(width, device=first.device)
+        return self.origins[:rows, None] + self.positions(rows, width)
 
     def advance(self, counts: list[int], on_device: torch.Tensor | None = None) -> None:
         """Counts `counts[b]` more positions as committed. `on_device` (B,) says the same where it is there already."""

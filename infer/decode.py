@@ -100,14 +100,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Text]:
         """Lets waiting texts in, runs one round for all rows, and returns the texts that grew or ended."""
-        changed = [text for text in self.waiting if text.cancelled]
-        self.waiting = deque(text for text in self.waiting if not text.cancelled)
+        changed = [text for text in (*self.waiting, *self.writing) if text.cancelled]
         for text in changed:
             text.finish = "cancelled"
-        dropped = [text for text in self.writing if text.cancelled]
-        for text in dropped:
-            text.finish = "cancelled"
-        changed += dropped
+        self.waiting = deque(text for text in self.waiting if not text.cancelled)
         self._release()
         while free := min(self.rows - len(self.writing), len(self.waiting)):
             changed += self._admit([self.waiting.popleft() for _ in range(free)])
@@ -331,6 +327,7 @@ def decode(
     options: DecodeOptions,
     clock: Callable[[], float] = time.perf_counter,
     seeds: list[int] | None = None,
+    processors: Sequence[Processor] = (),
 ) -> list[Text]:
     """Decodes prompts (token ids, none empty), `options.rows` at a time, and returns them in their order. `seeds` gives
     every text a sampling seed of its own instead of options.seed."""
@@ -341,7 +338,7 @@ def decode(
     rows = min(options.rows, len(prompts))
     engine = Engine(target, drafter, options.method, options.budget, rows, longest, options.compile, clock)
     texts = [
-        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]))
+        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
         for i, prompt in enumerate(prompts)
     ]
     while engine.busy:

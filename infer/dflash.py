@@ -153,6 +153,12 @@ class DraftState:
         with self.cache.add(count) as cache:
             yield replace(self, cache=cache)
 
+    def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (rows, width, E) of the positions behind every row's committed ones."""
+        positions = self.cache.positions(rows, width)
+        cos, sin = (table[0, positions] for table in self.angles)
+        return cos, sin
+
     def keep(self, order: list[int]) -> None:
         """Row i becomes what row order[i] was."""
         self.cache.keep(order)
@@ -284,9 +290,7 @@ class DFlash(nn.Module):
         both = both.unflatten(-1, (len(self.layers), 2, cache.heads, self.config.head_dim))  # (B, C, layers, 2, H, E)
         keys = F.rms_norm(both[:, :, :, 0], (self.config.head_dim,), eps=self.config.rms_norm_eps) * state.scale
         slots = cache.window(width).slots[:rows]
-        cos, sin = (
-            table[0, cache.ends[:rows, None] + torch.arange(width, device=slots.device)] for table in state.angles
-        )
+        cos, sin = state.rotary(rows, width)
         keys = rotate(keys.flatten(2, 3).transpose(1, 2), cos, sin).transpose(1, 2)  # (B, C, layers * H, E)
         both = torch.stack([keys.reshape(rows, width, len(self.layers), -1), both[:, :, :, 1].flatten(3)], dim=3)
         both = both.flatten(2, 3).flatten(0, 1).transpose(0, 1)  # (layers * 2, B * C, H * E)
@@ -304,14 +308,12 @@ class DFlash(nn.Module):
         mask = None  # rows of the same length see all of the window
         if cache.static or len(set(cache.lengths)) > 1:
             mask = (torch.arange(window.extent, device=ends.device) < ends)[:, None, None]  # (B, 1, 1, extent)
-        positions = cache.ends[:rows, None] + torch.arange(self.block_size, device=ends.device)
-        rotary = tuple(table[0, positions] for table in state.angles)
         block = target.embed(self.block_ids(padded(bonus, rows))).to(self.norm.weight.dtype)  # (B, K, D)
         run = self._draft_pass
         if cache.static:
             self._program = self._program or Program(self._draft_pass, ends.device)
             run = self._program
-        (hidden,) = run(block, rotary, mask, window)
+        (hidden,) = run(block, state.rotary(rows, self.block_size), mask, window)
         logits = target.head(hidden[:used].to(target.dtype))  # (B, L, V)
         return logits.float().log_softmax(dim=-1)
 

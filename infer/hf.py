@@ -120,8 +120,8 @@ def _settings(processors: Sequence[Processor]) -> tuple[dict[str, float], Sequen
 
 def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, object]) -> None:
     """Raises ValueError for what this loop does not do."""
-    asked = [name for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")]
-    asked = [name for name in asked if getattr(config, name, False)] if config.return_dict_in_generate else []
+    outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    asked = [name for name in outputs if config.return_dict_in_generate and getattr(config, name, False)]
     unknown = sorted(name for name, value in others.items() if value is not None and name not in UNUSED)
     if config.num_beams not in (None, 1):
         raise ValueError(f"num_beams={config.num_beams}: speculative decoding follows one text, use num_beams=1")

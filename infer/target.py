@@ -128,7 +128,7 @@ class Target:
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(ids), -1, -1)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
         window = cache.window(width)
-        positions = cache.ends[:, None] + torch.arange(width, device=self.device)
+        positions = cache.positions(len(ids), width)
         mask = additive(cached(cache.ends, causal, window.extent), self.dtype)
         features = self._pass(tokens, positions, mask, window, layers)
         cache.advance([len(row) for row in ids])

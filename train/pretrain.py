@@ -112,6 +112,8 @@ def pretrain(config: PretrainConfig) -> dict:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from data.corpus import stdlib_documents
+    from train.config import OptimConfig
+    from train.optim import MuonAdamW
 
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -149,26 +151,21 @@ def pretrain(config: PretrainConfig) -> dict:
 
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizer = MuonAdamW(matrices, others, OptimConfig(lr=config.lr, weight_decay=config.weight_decay))
     body = torch.compile(model.model) if config.compile else model.model
     began, recent = time.time(), []
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)
     for step, ids in enumerate(batches):
         share = rate(step, config.steps, config.warmup, config.decay)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * share
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * share
         with torch.autocast("cpu", torch.bfloat16):
             hidden = body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
             loss = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         recent.append(loss.item())
         last = step + 1 == config.steps
         if step % 20 == 0 or last:
