@@ -141,7 +141,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
+    budgets = [16, 32, 64, 128, 256, 512, "auto"]  # auto compiles a dozen shapes if it is compiled
+    number = lambda text: text if text == "auto" else int(text)  # noqa: E731
+    parser.add_argument("--budgets", type=number, nargs="+", default=budgets, help="nodes, or auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--batch-budget", type=int, default=16, help="DDTree nodes in the second table")
     parser.add_argument("--repeats", type=int, default=5)
@@ -159,7 +161,6 @@ def main() -> None:
     methods["chain"] = by_engine(target, drafter, "chain", drafter.block_size - 1, args, 1)
     for budget in args.budgets:
         methods[f"DDTree {budget}"] = by_engine(target, drafter, "ddtree", budget, args, 1)
-    methods["DDTree auto"] = by_engine(target, drafter, "ddtree", "auto", args, 1)
     methods["transformers generate"] = by_transformers(target, args)
     methods["transformers DFlash"] = by_transformers(
         target, args, assistant_model=transformers_drafter(drafter, target), speculation_type="dflash"

@@ -40,8 +40,8 @@ def measure(way: str, rows: int, hidden_size: int, vocabulary: int, dtype: str, 
     hidden = normal(rows, hidden_size).requires_grad_()
     teacher = normal(rows, hidden_size)
     head = normal(vocabulary, hidden_size, scale=hidden_size**-0.5)
-    labels = torch.randint(vocabulary, (rows,), device=device)
-    which, weights = torch.arange(rows, device=device), torch.ones(rows, device=device)
+    labels = torch.randint(vocabulary, (rows, 1), device=device)
+    which, weights = torch.arange(rows, device=device)[:, None], torch.ones(rows, 1, device=device)
     # One small pass first, so that libraries' own buffers are not counted.
     divergence(hidden[:2], teacher, which[:2], labels[:2], weights[:2], head, ObjectiveConfig()).loss.backward()
     hidden.grad = torch.zeros_like(hidden)

@@ -40,14 +40,11 @@ def config_dict(config: Qwen3Config) -> dict:
     return {key: everything[key] for key in keys}
 
 
-def save_drafter(drafter: DFlash, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Writes config.json and model.safetensors; `dtype` casts the weights (default: as they are)."""
+def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes config.json and model.safetensors: `drafter.config` and `drafter.state_dict()`, in any dtype."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        for name, tensor in drafter.state_dict().items()
-    }
-    (folder / "config.json").write_text(json.dumps(config_dict(drafter.config), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config_dict(config), indent=2) + "\n")
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(MODEL_MODE)
 

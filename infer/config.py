@@ -13,6 +13,7 @@ class TargetConfig:
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
     device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
     trust_remote_code: bool = False  # run modelling code that comes with the model
+    shard: bool = False  # training: spread the layers over all processes, for a target too big for one GPU
 
     def check(self) -> None:
         """Raises ValueError for a dtype that does not exist."""

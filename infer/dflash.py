@@ -13,17 +13,23 @@ of the layer; DDTree section 3 has the marginals it yields.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
 from infer.cache import KVCache, Window
 from infer.config import DrafterConfig
+from infer.masks import masked_attention
 from infer.static import Program, padded
 from infer.target import Target
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def default_layer_ids(target_layers: int, layers: int) -> list[int]:
@@ -178,6 +184,7 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self._program: Program | None = None
 
     def reset(self, generator: torch.Generator) -> None:
@@ -232,26 +239,31 @@ class DFlash(nn.Module):
         positions: torch.Tensor,
         blocks: torch.Tensor,
         block_positions: torch.Tensor,
-        attention,
+        mask: "torch.Tensor | BlockMask | None",
     ) -> torch.Tensor:
         """Training: all blocks of packed rows at once.
 
         features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D) embedded, at
-        block_positions (B, N*K); attention(queries, keys, values) applies the prefix-shared mask of
-        `infer.masks.block_mask_mod` to queries (B, H, N*K, E) and keys [context | blocks].
-        Returns hidden states before the head, (B, N*K, D).
+        block_positions (B, N*K); mask: `train.blocks.block_mask`, from queries of the blocks to keys
+        [context | blocks]. Returns hidden states before the head, (B, N*K, D).
         """
         context, block = self.context(features), blocks
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
+
+        def through(layer: Layer, block: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+            before = layer.self_attn.keys_values(context, *context_rotary)
+
+            def attend(queries, keys, values):
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
+                return masked_attention(queries, keys, values, mask)
+
+            return layer(block, rotary, attend)
+
         for layer in self.layers:
-            context_keys, context_values = layer.self_attn.keys_values(context, *context_rotary)
-
-            def attend(queries, keys, values, context_keys=context_keys, context_values=context_values):
-                return attention(
-                    queries, torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
-                )
-
-            block = layer(block, rotary, attend)
+            if self.recompute:  # only `block` and `context` are kept for the backward pass
+                block = checkpoint(through, layer, block, context, use_reentrant=False)
+            else:
+                block = through(layer, block, context)
         return self.norm(block)
 
     def state(self, rows: int, capacity: int, static: bool = False) -> DraftState:

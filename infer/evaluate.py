@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
@@ -24,15 +25,23 @@ def evaluate(
     config: EvaluationConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Decodes every prompt with every method, `config.rows` at a time, and returns what `infer.report` draws.
+    """Decodes every prompt with every method and returns what `infer.report` draws."""
+    return summary(target, drafter, prompts, decode_all(target, drafter, prompts, config, progress), config)
 
-    The methods take turns on the same prompts, so that a noisy machine is equally noisy for all; `speedup` is the ratio
-    of total times. `identical` says whether a method's tokens equal plain decoding's on every prompt.
-    """
+
+def decode_all(
+    target: Target,
+    drafter: DFlash,
+    prompts: list[list[int]],
+    config: EvaluationConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> "dict[tuple[str, int], Measured]":
+    """Every prompt with every method, `config.rows` at a time. The methods take turns on the same prompts, so that a
+    noisy machine is equally noisy for all."""
     methods = config.methods(drafter.block_size)
     clock = synchronised_clock(target.device)
     results = {method: Measured() for method in methods}
-    length = max(map(len, prompts)) + config.max_new_tokens
+    length = max(map(len, prompts), default=0) + config.max_new_tokens
 
     def run(chunk: list[list[int]], method: tuple[str, int], tokens: int, into: Measured) -> None:
         began = clock()
@@ -52,10 +61,21 @@ def evaluate(
         for method in methods:
             run(prompts[first : first + config.rows], method, config.max_new_tokens, results[method])
         progress(min(first + config.rows, len(prompts)), len(prompts))
+    return results
 
+
+def summary(
+    target: Target,
+    drafter: DFlash,
+    prompts: list[list[int]],
+    results: "dict[tuple[str, int], Measured]",
+    config: EvaluationConfig,
+) -> dict:
+    """The figures of an evaluation. `speedup` is the ratio of total times; `identical` says whether a method's tokens
+    equal plain decoding's on every prompt."""
     plain = results["plain", 0]
-    rows = [summarise(method, results[method], plain) for method in methods]
-    best = max((method for method in methods if method[0] == "ddtree"), key=lambda m: tau(results[m].texts))
+    rows = [summarise(method, measured, plain) for method, measured in results.items()]
+    best = max((method for method in results if method[0] == "ddtree"), key=lambda m: tau(results[m].texts))
     return {
         "target": target.name,
         "device": describe_device(target.device),
@@ -81,6 +101,13 @@ class Measured:
     texts: list[Text] = field(default_factory=list)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @staticmethod
+    def joined(shares: "list[Measured]") -> "Measured":
+        """What several processes measured, each on its share of the prompts: share i holds prompts i, i + n, ..."""
+        texts = [text for some in zip_longest(*(share.texts for share in shares)) for text in some if text is not None]
+        stages = {stage: sum(share.stages[stage] for share in shares) for stage in STAGES}
+        return Measured(texts, sum(share.seconds for share in shares), stages)
 
 
 def tau(texts: list[Text]) -> float:

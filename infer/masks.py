@@ -10,8 +10,14 @@ features strictly before its anchor, and itself.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -54,6 +60,30 @@ def dense(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.d
     q = torch.arange(queries, device=device).view(1, 1, -1, 1)
     kv = torch.arange(keys, device=device).view(1, 1, 1, -1)
     return mask_mod(b, torch.zeros_like(b), q, kv).expand(rows, 1, queries, keys)
+
+
+def compiled_block_mask(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device) -> "BlockMask":
+    """A predicate for FlexAttention, on CUDA. Compiled, it is never dense."""
+    return _flex()[0](mask_mod, rows, None, queries, keys, device=device)
+
+
+@cache
+def _flex():
+    """FlexAttention's two halves, compiled once per shape."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(create_block_mask), torch.compile(flex_attention)
+
+
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "torch.Tensor | BlockMask | None"
+) -> torch.Tensor:
+    """Attention of queries (B, H, Q, E) over keys and values (B, H', S, E), grouped heads included: FlexAttention for
+    its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive."""
+    if mask is None or isinstance(mask, torch.Tensor):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    # autocast leaves queries and keys, which come out of norms, in float32, and knows nothing of FlexAttention
+    return _flex()[1](q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=True)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

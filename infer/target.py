@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infer.cache import KVCache, Window
@@ -74,6 +75,24 @@ class Target:
         generation = getattr(self.model, "generation_config", None)
         ids = generation.eos_token_id if generation is not None else self.config.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    def shard(self, device: torch.device) -> None:
+        """Spreads the layers over the processes of the group, each on its `device`: a pass gathers them one after the
+        other, and takes all processes (FSDP without gradients: what ZeRO stage 3 does). Embedding, norm and head stay
+        whole in every process."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in self.body.layers:
+            fully_shard(layer, mesh=mesh)
+        inside = {parameter for layer in self.body.layers for parameter in layer.parameters()}
+        rest = {parameter for parameter in self.body.parameters() if parameter not in inside}
+        fully_shard(self.body, mesh=mesh, ignored_params=rest)
+        for parameter in {*rest, self.head_weight}:
+            parameter.data = parameter.data.to(device)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids (...,) to embeddings (..., D)."""

@@ -4,12 +4,14 @@ B rows, T packed length, N anchor slots, K block size, L = K - 1 drafted positio
 """
 
 from dataclasses import dataclass
-from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
-from infer.masks import MaskMod, block_mask_mod, dense
+from infer.masks import block_mask_mod, compiled_block_mask, dense
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -80,35 +82,11 @@ def lay_out(
     )
 
 
-def block_attention(anchors: torch.Tensor, documents: torch.Tensor, block_size: int):
-    """Attention under the prefix-shared mask: a function of queries (B, H, N*K, E), keys and values
-    (B, H', T + N*K, E). FlexAttention on CUDA; the same predicate, dense, elsewhere."""
+def block_mask(anchors: torch.Tensor, documents: torch.Tensor, block_size: int) -> "torch.Tensor | BlockMask":
+    """The prefix-shared mask from queries N*K to keys T + N*K: for FlexAttention on CUDA; the same predicate, dense,
+    (B, 1, N*K, T + N*K) bool, elsewhere."""
     mask_mod = block_mask_mod(anchors, documents, block_size)
     rows, slots = anchors.shape
     queries, keys = slots * block_size, documents.shape[1] + slots * block_size
-    if anchors.device.type == "cuda":
-        return _flex_attention(mask_mod, rows, queries, keys, anchors.device)
-    allowed = dense(mask_mod, rows, queries, keys, anchors.device)
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
-
-    return attention
-
-
-@cache
-def _compiled_flex():
-    """FlexAttention's two halves, compiled once per shape. So compiled, the block mask is never dense."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    return torch.compile(create_block_mask), torch.compile(flex_attention)
-
-
-def _flex_attention(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device):
-    create_block_mask, flex_attention = _compiled_flex()
-    mask = create_block_mask(mask_mod, rows, None, queries, keys, device=device)
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-
-    return attention
+    make = compiled_block_mask if anchors.device.type == "cuda" else dense
+    return make(mask_mod, rows, queries, keys, anchors.device)

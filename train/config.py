@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from data.packing import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 
+WEIGHTS = ("gamma", "exponential", "dpace", "multistep")
 DIVERGENCES = ("kl", "cross_entropy", "tv", "acceptance", "lk")
 
 
@@ -16,16 +17,24 @@ class ObjectiveConfig:
     """The loss on a block's L drafted positions."""
 
     divergence: str = "kl"  # kl, cross_entropy, tv, acceptance or lk: see train/objective.py
-    weights: str = "gamma"  # gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma), DFlash
+    weights: str = "gamma"  # gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma), DFlash;
+    # dpace or multistep: by how likely the block's drafts survive, see block_weights in train/objective.py
     gamma: float = 0.6  # DART table 4; the DFlash recipe has 7 for block 16 and 4 for block 8
+    alpha: float = 0.5  # of dpace: the least probability that a draft counts with
     chunk_rows: int = 256  # rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
 
     def check(self) -> None:
         """Raises ValueError for an objective that does not exist."""
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"objective.divergence={self.divergence}: use one of {', '.join(DIVERGENCES)}")
-        if self.weights not in ("gamma", "exponential"):
-            raise ValueError(f"objective.weights={self.weights}: use gamma or exponential")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"objective.weights={self.weights}: use one of {', '.join(WEIGHTS)}")
+        if self.weights == "multistep" and self.divergence != "tv":
+            raise ValueError(
+                f"objective.weights=multistep is a product of overlaps: it needs divergence=tv, not {self.divergence}"
+            )
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"objective.alpha={self.alpha}: from 0 to below 1")
         if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
             raise ValueError(f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma")
         if self.chunk_rows < 1:
@@ -42,11 +51,11 @@ class OptimConfig:
     weight_decay: float = 0.0
     warmup: float = 0.04  # share of all steps
     clip: float = 1.0  # gradient norm
-    batch: int = 8  # packed rows per process and micro-step
-    accumulation: int = 1  # micro-steps per step
+    batch: int = 8  # packed rows per step, of all processes together
+    micro: int | None = None  # of them in one pass of a process, gradients are accumulated over passes; None: its share
     epochs: float = 6.0  # length of the run, unless steps is given
     steps: int | None = None
-    precision: str = "auto"  # float32, bfloat16 (fp32 master weights), or auto: bfloat16 on CUDA that has it
+    precision: str = "auto"  # of products: float32, bfloat16, or auto: bfloat16 on CUDA; weights stay float32
 
     def check(self) -> None:
         """Raises ValueError for settings that cannot train."""
@@ -54,8 +63,8 @@ class OptimConfig:
             raise ValueError(f"optim.name={self.name}: use adamw or muon")
         if not self.lr > 0:
             raise ValueError(f"optim.lr={self.lr}: above 0")
-        for name in ("batch", "accumulation"):
-            if getattr(self, name) < 1:
+        for name in ("batch", "micro"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)}: at least 1")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
@@ -103,6 +112,8 @@ class TrainConfig:
     anchors: int = 64  # blocks per packed row
     checkpoints: int = 2  # evenly spread over the run, the last at its end; each is evaluated
     keep_states: int = 2  # newest checkpoints that keep their training state (drafters and evaluations always stay)
+    compile: bool | None = None  # the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
+    recompute: bool = False  # compute the drafter's layers again in the backward pass: less memory, a third more work
     log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)

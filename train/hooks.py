@@ -1,11 +1,14 @@
 """What happens at a checkpoint: decode held-out prompts, leave numbers and pictures, mark the best."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+
+import torch.distributed as dist
 
 from data.prompts import held_out_prompts
 from infer.checkpoint import load_drafter
-from infer.evaluate import best_tau, evaluate, same_output
+from infer.evaluate import Measured, best_tau, decode_all, same_output, summary
 from infer.report import table, write_report
 from infer.target import Target
 from train.config import TrainConfig
@@ -16,13 +19,25 @@ from train.tracking import Tracker
 
 def evaluate_checkpoint(
     run: Path, folder: Path, target: Target, config: TrainConfig, progress: Progress, tracker: Tracker
-) -> dict:
-    """Decodes with the drafter as it lies on disk, the way a user would, and updates the run's report."""
+) -> None:
+    """Decodes with the drafter as it lies on disk, the way a user would, and updates the run's report. All processes
+    call it; each decodes its share of the prompts, the first one writes."""
     drafter = load_drafter(folder, dtype=target.dtype, device=target.device)
     options = config.evaluation
     prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
-    with progress.counting(f"evaluating step {step_of(folder)}", len(prompts)) as advance:
-        result = evaluate(target, drafter, prompts, options, advance)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if config.target.shard:  # a pass takes all processes: all decode everything, in step
+        rank, world, options = 0, 1, replace(options, compile=False)
+    with progress.counting(f"evaluating step {step_of(folder)}", len(prompts[rank::world])) as advance:
+        measured = decode_all(target, drafter, prompts[rank::world], options, advance)
+    shares = [measured]
+    if world > 1:
+        shares = [None] * world
+        dist.all_gather_object(shares, measured)
+    if dist.get_rank() > 0:
+        return
+    results = {method: Measured.joined([share[method] for share in shares]) for method in measured}
+    result = summary(target, drafter, prompts, results, options)
     result |= {"step": step_of(folder), "checkpoint": str(folder), "drafter": config.name}
     out = folder / "evaluation"
     out.mkdir(exist_ok=True)
@@ -41,7 +56,6 @@ def evaluate_checkpoint(
     )
     progress.say(f"step {result['step']}: {taus}")
     tracker.summary(result)
-    return result
 
 
 def evaluations_of(run: Path) -> list[dict]:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import signal
-import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,14 +20,14 @@ import torch.distributed as dist
 
 from data.packing import batch, packed_rows
 from infer.dflash import DFlash, drafter_config
-from infer.target import Target, load_target, resolve_device
-from train.blocks import Blocks, block_attention, draw_anchors, lay_out
+from infer.target import Target, load_target, resolve_device, resolve_dtype
+from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
+from train.engine import build_engine, micro_batch, restore, start_processes
 from train.hooks import evaluate_checkpoint, finish_report
 from train.objective import divergence, position_weights
-from train.optim import make_optimizer
 from train.progress import Progress
-from train.state import checkpoint_folder, load, newest, save, seeded, trim_log
+from train.state import checkpoint_folder, load, newest, save, seeded, step_of, trim_log
 from train.tracking import Tracker
 
 
@@ -66,7 +65,7 @@ def block_loss(
         rows["positions"],
         embedded.to(kind),
         blocks.positions,
-        block_attention(blocks.anchors, rows["documents"], module.block_size),
+        block_mask(blocks.anchors, rows["documents"], module.block_size),
     )  # (B, N*K, D)
     slots = blocks.anchors.shape[1]
     drafted = hidden.unflatten(1, (slots, module.block_size))[:, :, 1:]  # (B, N, L, D)
@@ -74,9 +73,9 @@ def block_loss(
     result = divergence(
         drafted.flatten(0, 2).to(target.dtype),
         features.last.flatten(0, 1),
-        blocks.teacher_rows.flatten(),
-        blocks.labels.flatten(),
-        weights.flatten(),
+        blocks.teacher_rows.flatten(0, 1),
+        blocks.labels.flatten(0, 1),
+        weights.flatten(0, 1),
         target.head_weight,
         config.objective,
     )
@@ -98,12 +97,13 @@ def train_step(engine, target: Target, dataset, config: TrainConfig, step: int) 
     """One optimiser step. The loss is divided by the weights of all blocks of all micro-steps and processes, so that
     it depends neither on their number nor on how the blocks fell among them."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    optim, device, length = config.optim, target.device, config.drafter.block_size - 1
+    count, passes = micro_batch(config)
+    device, length = target.device, config.drafter.block_size - 1
     micro = []
-    for i in range(optim.accumulation):
+    for i in range(passes):
         # a pure function of the step: resuming needs no more
-        draw = ((step * optim.accumulation + i) * world + rank) * optim.batch
-        rows = {k: v.to(device) for k, v in batch(dataset, draw, optim.batch, config.seed).items()}
+        draw = step * config.optim.batch + (i * world + rank) * count
+        rows = {k: v.to(device) for k, v in batch(dataset, draw, count, config.seed).items()}
         micro.append((rows, draw_blocks(rows, config, draw)))
     weights = position_weights(config.objective, length).to(device)
     supervised = sum(blocks.supervised.sum((0, 1)) for _, blocks in micro).float()  # (L,)
@@ -114,7 +114,7 @@ def train_step(engine, target: Target, dataset, config: TrainConfig, step: int) 
     prefix_sum = torch.zeros(2, device=device)
     for rows, blocks in micro:
         loss, agree = block_loss(engine, target, rows, blocks, config)
-        engine.backward(loss * (world * optim.accumulation / total))  # DeepSpeed averages over both
+        engine.backward(loss * (world * passes / total))  # DeepSpeed averages over both
         engine.step()
         agree = agree & blocks.supervised  # (B, N, L)
         loss_sum += loss.detach()
@@ -139,51 +139,17 @@ def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
     return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-def start_processes(device: torch.device) -> None:
-    """Joins the process group that torchrun announced, or founds one of a single process."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
-    import deepspeed
-
-    # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and g++.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in alone.items()})
-    if not dist.is_initialized():
-        deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+# what may be another when a run goes on: nothing here changes what is learnt, beyond rounding
+FREE = ("resume", "runs_dir", "keep_states", "log_every", "tracking", "evaluation", "deepspeed", "optim.micro")
+FREE += ("compile", "recompute", "target.shard", "target.device")
 
 
-def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
-    """DeepSpeed around drafter and optimiser. The target stays outside: it has no training state."""
-    import deepspeed
-
-    optim = config.optim
-    optimizer = make_optimizer(list(drafter.parameters()), optim)
-    half = optim.precision == "bfloat16" or (
-        optim.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
-    )
-    zero: dict = {"stage": config.deepspeed.stage}
-    if config.deepspeed.offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    engine, *_ = deepspeed.initialize(
-        model=drafter.to(device),
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": optim.batch,
-            "gradient_accumulation_steps": optim.accumulation,
-            "gradient_clipping": optim.clip,
-            "bf16": {"enabled": half},
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 10**9,
-        },
-    )
-    return engine
+def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
+    """The dotted keys under which two configurations are not the same."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys((*wanted, *known))
+        return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
+    return [] if known == wanted else [prefix.removesuffix(".")]
 
 
 def open_run(config: TrainConfig) -> Path:
@@ -193,15 +159,13 @@ def open_run(config: TrainConfig) -> Path:
     """
     run = Path(config.runs_dir) / config.name
     wanted = json.loads(json.dumps(asdict(config)))
-    free = ("resume", "runs_dir", "keep_states", "log_every", "tracking", "evaluation")  # may differ when resuming
     file = run / "config.json"
     existed = file.exists()
     dist.barrier()  # all have looked before the first process writes
     if existed:
         if config.resume == "never":
             raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
-        known = json.loads(file.read_text())
-        changed = [key for key in wanted if key not in free and known.get(key) != wanted[key]]
+        changed = [key for key in differences(json.loads(file.read_text()), wanted) if not key.startswith(FREE)]
         if changed:
             raise ValueError(
                 f"{run} holds a run with another configuration ({', '.join(changed)} differ): choose another name="
@@ -212,12 +176,18 @@ def open_run(config: TrainConfig) -> Path:
     return run
 
 
+def load_frozen(config: TrainConfig, device: torch.device) -> Target:
+    """The target, on the device; on the host for now if it is to be sharded."""
+    options = config.target
+    dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
+    place = "cpu" if options.shard else str(device)
+    return load_target(options.path, dtype, place, options.trust_remote_code)
+
+
 def total_steps(config: TrainConfig, rows: int) -> int:
     if config.optim.steps is not None:
         return config.optim.steps
-    return max(
-        1, round(config.optim.epochs * rows / (config.optim.batch * config.optim.accumulation * dist.get_world_size()))
-    )
+    return max(1, round(config.optim.epochs * rows / config.optim.batch))
 
 
 def train(config: TrainConfig) -> Path:
@@ -229,29 +199,39 @@ def train(config: TrainConfig) -> Path:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    target = load_target(config.target.path, config.target.dtype, str(device), config.target.trust_remote_code)
+    start_processes(device)
+    micro_batch(config)  # refuses, before anything is loaded, what the processes cannot share
+    target = load_frozen(config, device)
+    run = open_run(config)
     drafter = DFlash(drafter_config(config.drafter, target))
     drafter.reset(seeded(config.seed))
     if config.drafter.warm_start:
         drafter.warm_start(target)
-    start_processes(device)
-    run = open_run(config)
-    dataset = packed_rows(config.data, target.tokenizer)
+    if config.target.shard:
+        target.shard(device)
+    folder, skipped = newest(run)
+    state = load(folder) if folder is not None else {}
+    if state:
+        drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
     engine = build_engine(drafter, config, device)
+    if state:
+        restore(engine, state)
+    done = step_of(folder) if state else 0
+    dataset = packed_rows(config.data, target.tokenizer)
     first = dist.get_rank() == 0
     total = total_steps(config, len(dataset))
     stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}
 
-    folder, skipped = newest(run)
-    done = load(folder, engine) if folder is not None else 0
     progress = Progress(total, enabled=first)
     for line in skipped:
         progress.say(line)
     progress.say(
-        f"{config.name}: {sum(p.numel() for p in drafter.parameters()):,} trainable parameters, "
+        f"{config.name}: {parameters:,} trainable parameters, "
         f"{len(dataset):,} packed rows of {config.data.length} tokens, {total} steps"
         + (f"; going on after step {done}" if done else "")
     )
+    dist.barrier()  # all have looked what there is
     if first:
         trim_log(run / "metrics.jsonl", done)
     tracker = Tracker(config, run, enabled=first)
@@ -259,7 +239,7 @@ def train(config: TrainConfig) -> Path:
     def evaluate(step: int) -> None:
         evaluate_checkpoint(run, checkpoint_folder(run, step), target, config, progress, tracker)
 
-    if done and first and not (folder / "evaluation" / "evaluation.json").exists():
+    if done and not (folder / "evaluation" / "evaluation.json").exists():
         evaluate(done)  # the run was stopped between saving and evaluating
     stopping = catch_signals()
 
@@ -275,8 +255,7 @@ def train(config: TrainConfig) -> Path:
             flag = torch.tensor(float(stopping.is_set), device=device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)  # all processes stop after the same step
             stop = bool(flag.item())
-            tokens = len(pending) * config.optim.batch * config.optim.accumulation * config.data.length
-            speed = tokens * dist.get_world_size() / (time.perf_counter() - began)
+            speed = len(pending) * config.optim.batch * config.data.length / (time.perf_counter() - began)
             for number, metrics, rate in pending:
                 line = {"step": number, "lr": rate, "tokens_per_second": speed, **metrics.numbers()}
                 if first:
@@ -287,8 +266,8 @@ def train(config: TrainConfig) -> Path:
             pending.clear()
             began = time.perf_counter()
         if step + 1 in stops or stop:
-            saved = save(run, step + 1, engine, drafter, config.keep_states)
-            if first and step + 1 in stops:
+            saved = save(run, step + 1, engine, target.dtype, config.keep_states)
+            if step + 1 in stops:
                 evaluate(step + 1)
             dist.barrier()
             began = time.perf_counter()

@@ -1,10 +1,11 @@
 """The objective: how far the drafter's marginals are from the target, in chunks of rows.
 
-R supervised rows (block positions), P teacher rows (context positions), D hidden size, V vocabulary.
+G blocks of L drafted positions, R = G * L rows, P teacher rows (context positions), D hidden size, V vocabulary.
 
 Row r compares the drafter's state `hidden[r]` with the target's state `teacher_hidden[teacher_rows[r]]` through the one
 frozen head that both share. Vocabulary-sized tensors exist for one chunk of rows at a time: the gradient with respect
-to `hidden` is formed in the same pass, and (R, D) is all that is kept for backward.
+to `hidden` is formed in the same pass, and (R, D) is all that is kept for backward. Weights that depend on how well a
+block was drafted are known after the last chunk, and applied to those (R, D).
 """
 
 from dataclasses import dataclass
@@ -16,20 +17,40 @@ from train.config import ObjectiveConfig
 
 @dataclass(frozen=True)
 class RowLoss:
-    """What a batch of rows costs."""
+    """What a batch of blocks costs."""
 
-    loss: torch.Tensor  # () sum of weight * divergence, differentiable with respect to hidden
-    rows: torch.Tensor  # (R,) divergence of every row in nats, 0 where the weight is; detached
-    agree: torch.Tensor  # (R,) bool: drafter and target choose the same token; False where the weight is 0
+    loss: torch.Tensor  # () weighted sum of divergences, differentiable with respect to hidden
+    rows: torch.Tensor  # (G, L) divergence of every row in nats, 0 where the weight is; detached
+    agree: torch.Tensor  # (G, L) bool: drafter and target choose the same token; False where the weight is 0
 
 
 def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
-    """Weights of the L drafted positions t = 1 .. L, (L,) float32.
+    """Weights of the L drafted positions t = 1 .. L, (L,) float32, as far as they do not depend on the drafter.
 
-    "gamma": gamma^(t-1) (DART section 3.3); "exponential": exp(-(t-1) / gamma) (the DFlash recipe).
+    "gamma": gamma^(t-1) (DART section 3.3); "exponential": exp(-(t-1) / gamma) (the DFlash recipe); "dpace" and
+    "multistep": one, see `block_weights`.
     """
     steps = torch.arange(length, dtype=torch.float32)
-    return config.gamma**steps if config.weights == "gamma" else torch.exp(-steps / config.gamma)
+    if config.weights == "gamma":
+        return config.gamma**steps
+    return torch.exp(-steps / config.gamma) if config.weights == "exponential" else torch.ones(length)
+
+
+def block_weights(survival: torch.Tensor, counted: torch.Tensor, config: ObjectiveConfig) -> torch.Tensor:
+    """What a position is worth, given how likely the drafts of its block (G, L) survive: (G, L), detached.
+
+    "dpace": w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - alpha) q + alpha and q the drafter's probability of the
+    label. "multistep": minus the derivative of the expected number of accepted drafts sum_j prod_{i <= j} a_i with
+    respect to a_t, a the overlap with the target. Sums run over `counted` positions.
+    """
+    if config.weights == "dpace":
+        reach = ((1 - config.alpha) * survival + config.alpha).cumprod(1) * counted
+        return reach.flip(1).cumsum(1).flip(1)
+    before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1).cumprod(1)  # prod_{i < t} a_i
+    behind = counted.to(survival.dtype)  # sum_{j >= t} prod_{t < i <= j} a_i, from the last position on
+    for t in range(survival.shape[1] - 2, -1, -1):
+        behind[:, t] += survival[:, t + 1] * behind[:, t + 1]
+    return before * behind
 
 
 def divergence(
@@ -43,17 +64,20 @@ def divergence(
 ) -> RowLoss:
     """Weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
-    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (R,) int64; weights (R,).
+    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L).
     With p the target's distribution, q the drafter's, and their overlap a = sum_v min(p, q), the probability that
     speculative sampling accepts a draft:
     "kl" is KL(p || q) (DART section 3.3), "cross_entropy" -log q(label), "tv" total variation 1 - a, "acceptance"
     -log a, and "lk" the mixture lambda KL + (1 - lambda) tv with lambda = exp(-3 a), held constant in the gradient: KL
-    while the two are far apart, acceptance itself when they are near. The arithmetic on logits is float32 (float64
-    for float64 inputs). Rows of weight 0 are dropped before the projection (one synchronisation).
+    while the two are far apart, acceptance itself when they are near. With weights "dpace" and "multistep" a row's
+    weight is multiplied by `block_weights`; "multistep" is then the loss sum_j (1 - prod_{i <= j} a_i). The arithmetic
+    on logits is float32 (float64 for float64 inputs). Rows of weight 0 are dropped before the projection (one
+    synchronisation).
     """
-    kept = weights.nonzero()[:, 0]
-    kept = kept[teacher_rows[kept].argsort(stable=True)]  # rows that share a teacher row become neighbours
-    return RowLoss(*_Divergence.apply(hidden, teacher_hidden, teacher_rows, labels, weights, head, kept, config))
+    flat = teacher_rows.flatten()
+    kept = weights.flatten().nonzero()[:, 0]
+    kept = kept[flat[kept].argsort(stable=True)]  # rows that share a teacher row become neighbours
+    return RowLoss(*_Divergence.apply(hidden, teacher_hidden, flat, labels.flatten(), weights, head, kept, config))
 
 
 class _Divergence(torch.autograd.Function):
@@ -61,6 +85,7 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, hidden, teacher_hidden, teacher_rows, labels, weights, head, kept, config):
         kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         rows = torch.zeros(len(hidden), dtype=kind, device=hidden.device)
+        survival = torch.ones_like(rows)
         agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
         gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         for chunk in kept.split(config.chunk_rows):
@@ -69,21 +94,31 @@ class _Divergence(torch.autograd.Function):
             student = (hidden[chunk] @ head.T).to(kind)  # (chunk, V)
             agree[chunk] = student.argmax(-1) == teacher.argmax(-1)[which]
             student -= student.logsumexp(-1, keepdim=True)  # log q
-            weight = weights[chunk].to(kind)
             label = labels[chunk][:, None]
+            likely = student.gather(1, label)[:, 0]
             if config.divergence == "cross_entropy":
-                rows[chunk] = -student.gather(1, label)[:, 0]
+                rows[chunk] = -likely
                 delta = student.exp_()  # q - onehot(label), the gradient with respect to the logits
                 delta.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))
             else:
                 teacher -= teacher.logsumexp(-1, keepdim=True)  # log p
                 rows[chunk], delta = _DISTANCES[config.divergence](teacher[which], student)
+            survival[chunk] = 1 - rows[chunk] if config.weights == "multistep" else likely.exp()
             if gradient is not None:
-                gradient[chunk] = delta.mul_(weight[:, None]).to(head.dtype) @ head
+                gradient[chunk] = delta.to(head.dtype) @ head
             del teacher, student, delta
+        rows, survival, worth = rows.view_as(weights), survival.view_as(weights), weights.to(kind)
+        if config.weights in ("dpace", "multistep"):
+            worth = worth * block_weights(survival, weights > 0, config)
+        loss = (rows * worth).sum()
+        if config.weights == "multistep":
+            loss = (weights * (1 - survival.cumprod(1))).sum()
+        if gradient is not None:
+            gradient *= worth.view(-1, 1).to(gradient.dtype)
         ctx.save_for_backward(gradient)
+        agree = agree.view(weights.shape)
         ctx.mark_non_differentiable(rows, agree)
-        return (rows * weights).sum(), rows, agree
+        return loss, rows, agree
 
     @staticmethod
     def backward(ctx, upstream, *_):

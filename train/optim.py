@@ -18,20 +18,14 @@ class MuonAdamW(torch.optim.Optimizer):
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": config.lr})
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # theirs, not copies
+        for part in self.parts:
+            part.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One step of both."""
         for part in self.parts:
             part.step()
-
-    def state_dict(self) -> dict:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def make_optimizer(parameters: list[torch.Tensor], config: OptimConfig) -> torch.optim.Optimizer:

@@ -2,7 +2,8 @@
 
     <run>/checkpoints/step-00000300/
         drafter/        config.json, model.safetensors: the public layout, what serving engines read
-        state/          DeepSpeed's training state, and manifest.json: size and sha256 of every file of the checkpoint
+        state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever processes and
+                        ZeRO stage wrote it; manifest.json: step, size and sha256 of every file of the checkpoint
         evaluation/     evaluation.json and pictures, written after the checkpoint
     <run>/checkpoints/best -> step-...
 
@@ -19,10 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from infer.checkpoint import save_drafter
+from train.engine import training_state
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.safetensors"
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -51,26 +54,20 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def save(run: Path, step: int, engine, drafter, keep_states: int) -> Path:
-    """Saves all ranks' state and the drafter; returns the finished folder. Called by every rank."""
-    import deepspeed
-
+def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
+    """Saves the training state and the drafter (in `dtype`); returns the finished folder. Called by every process."""
     final = checkpoint_folder(run, step)
     partial = final.parent / f".{final.name}"
-    first = dist.get_rank() == 0
-    if first:
+    state = training_state(engine)
+    if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    engine.save_checkpoint(str(partial), tag="state", client_state={"step": step}, save_latest=False)
-    with deepspeed.zero.GatheredParameters(list(drafter.parameters()), enabled=engine.zero_optimization_stage() == 3):
-        if first:
-            save_drafter(drafter, partial / "drafter")
-    dist.barrier()
-    if first:
+        (partial / "state").mkdir(parents=True)
+        save_file(state, partial / "state" / STATE)
+        weights = {name: tensor.to(dtype) for name, tensor in state.items() if "/" not in name}
+        save_drafter(engine.module.config, weights, partial / "drafter")
         files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
         manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
-        (partial / "state" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (partial / "state" / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1) + "\n")
         for path in partial.rglob("*"):
             _sync(path)
         shutil.rmtree(final, ignore_errors=True)
@@ -88,8 +85,8 @@ def whole(folder: Path) -> str | None:
     if not manifest.is_file():
         return "has no training state"
     try:
-        expected = json.loads(manifest.read_text())
-    except ValueError:
+        expected = json.loads(manifest.read_text())["files"]
+    except (ValueError, KeyError, TypeError):
         return "its manifest cannot be read"
     for name, digest in expected.items():
         if not (folder / name).is_file():
@@ -110,12 +107,9 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def load(folder: Path, engine) -> int:
-    """Puts a checkpoint's state into the engine and returns its step. Its files were checked by `newest`."""
-    loaded, client = engine.load_checkpoint(str(folder), tag="state")
-    if loaded is None:
-        raise ValueError(f"{folder}: DeepSpeed could not load the training state (another number of processes?)")
-    return client["step"]
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's training state, as `train.engine.training_state` took it. Its files were checked by `newest`."""
+    return load_file(folder / "state" / STATE)
 
 
 def mark_best(run: Path, best: Path) -> None:

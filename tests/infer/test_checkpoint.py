@@ -13,7 +13,7 @@ from infer.dflash import default_layer_ids, drafter_config
 
 def test_round_trip_is_bit_equal(make_tiny, tmp_path):
     target, drafter = make_tiny(block_size=5)
-    save_drafter(drafter, tmp_path)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     again = load_drafter(tmp_path)
     features, bonus = torch.randn(1, 6, 64), torch.tensor([3])
     outs = []
@@ -27,7 +27,7 @@ def test_round_trip_is_bit_equal(make_tiny, tmp_path):
     assert not again.training
     assert not any(p.requires_grad for p in again.parameters())
     (tmp_path / "whole").mkdir()
-    save_drafter(drafter, tmp_path / "whole" / "drafter")
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "whole" / "drafter")
     assert torch.equal(load_drafter(tmp_path / "whole").fc.weight, drafter.fc.weight)
 
 
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):
     _, drafter = make_tiny()
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         load_drafter(tmp_path)
-    save_drafter(drafter, tmp_path)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     broken = {name: tensor for name, tensor in weights.items() if name != "norm.weight"}
     broken |= {"lm_head.weight": torch.zeros(2), "fc.weight": torch.zeros(3, 3)}
@@ -96,7 +96,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
 
     from infer.dflash import DFlash
     from infer.target import Target
-    from train.blocks import block_attention
+    from train.blocks import block_mask
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
@@ -110,9 +110,9 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     positions = torch.arange(20)[None]
     with torch.no_grad():
         out = target.model(ids, output_hidden_states=True)
-        attention = block_attention(positions, torch.zeros_like(ids), block_size=1)
+        mask = block_mask(positions, torch.zeros_like(ids), block_size=1)
         features = out.hidden_states[3]
-        hidden = drafter(features, positions, features, positions, attention)
+        hidden = drafter(features, positions, features, positions, mask)
         assert torch.allclose(target.head(hidden), out.logits, atol=1e-4)
 
 

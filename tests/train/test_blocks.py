@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from infer.masks import block_mask_mod, dense, packed_causal_mod
-from train.blocks import block_attention, draw_anchors, lay_out
+from infer.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
+from train.blocks import block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.loop import block_loss
 
@@ -66,7 +65,7 @@ def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
                 torch.arange(prefix)[None],
                 block,
                 torch.arange(prefix, prefix + K)[None],
-                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                None,
             )
             for t in range(1, K):
                 if prefix + t >= len(ids) or not rows["loss"][b, anchor + t]:
@@ -140,8 +139,8 @@ def block_hidden(drafter, target, rows, blocks, features=None, embedded=None):
         features = target.packed_features(*packed_row, drafter.layer_ids).context
     if embedded is None:
         embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2)
-    attention = block_attention(blocks.anchors, rows["documents"], K)
-    hidden = drafter(features, rows["positions"], embedded, blocks.positions, attention)
+    mask = block_mask(blocks.anchors, rows["documents"], K)
+    hidden = drafter(features, rows["positions"], embedded, blocks.positions, mask)
     return hidden.unflatten(1, (blocks.anchors.shape[1], K))
 
 
@@ -263,7 +262,7 @@ def test_flex_attention_takes_the_same_predicate():
     k, v = torch.randn(2, 1, 2, 80, 8, generator=generator)
     mask = create_block_mask(mod, 1, None, 16, 80, device="cpu")
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    assert torch.allclose(flex, block_attention(anchors, documents, K)(q, k, v), atol=1e-5)
+    assert torch.allclose(flex, masked_attention(q, k, v, block_mask(anchors, documents, K)), atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -279,7 +278,7 @@ def test_compiled_flex_attention_equals_the_dense_mask_on_cuda():
     outs = []
     for device in ("cpu", "cuda"):
         parts = [x.to(device).detach().requires_grad_() for x in (q, k, v)]
-        out = block_attention(anchors.to(device), documents.to(device), K)(*parts)
+        out = masked_attention(*parts, block_mask(anchors.to(device), documents.to(device), K))
         out.square().sum().backward()
         outs.append([x.cpu() for x in (out, *(part.grad for part in parts))])
     for dense_part, flex_part in zip(*outs, strict=True):

@@ -1,30 +1,33 @@
 """The chunked objective against the dense one."""
 
+import math
+
 import pytest
 import torch
 
 from train.config import DIVERGENCES, ObjectiveConfig
 from train.objective import divergence, position_weights
 
-R, P, D, V = 23, 9, 6, 31
+G, L, P, D, V = 8, 3, 9, 6, 31
+R = G * L
 
 
 def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(R, generator=generator, dtype=torch.float32)
-    weights[torch.rand(R, generator=generator) < 0.3] = 0
+    weights = torch.rand(G, L, generator=generator, dtype=torch.float32)
+    weights[torch.rand(G, L, generator=generator) < 0.3] = 0
     return {
         "hidden": torch.randn(R, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
         "teacher_hidden": torch.randn(P, D, generator=generator, dtype=torch.float64).to(dtype),
-        "teacher_rows": torch.randint(P, (R,), generator=generator),
-        "labels": torch.randint(V, (R,), generator=generator),
+        "teacher_rows": torch.randint(P, (G, L), generator=generator),
+        "labels": torch.randint(V, (G, L), generator=generator),
         "weights": weights,
         "head": torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype),
     }
 
 
 def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str):
-    log_q = (hidden @ head.T).log_softmax(-1)
+    log_q = (hidden @ head.T).log_softmax(-1).view(G, L, V)
     log_p = (teacher_hidden @ head.T).log_softmax(-1)[teacher_rows]
     agree = log_q.argmax(-1) == log_p.argmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -32,7 +35,7 @@ def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str
     share = (-3 * overlap).exp().detach()
     rows = {
         "kl": kl,
-        "cross_entropy": -log_q.gather(1, labels[:, None])[:, 0],
+        "cross_entropy": -log_q.gather(-1, labels[..., None])[..., 0],
         "tv": 1 - overlap,
         "acceptance": -overlap.log(),
         "lk": share * kl + (1 - share) * (1 - overlap),
@@ -41,7 +44,7 @@ def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("chunk", [1, 4, 23, 100])
+@pytest.mark.parametrize("chunk", [1, 4, 24, 100])
 def test_equals_the_dense_objective(kind, chunk):
     args = case()
     expected, rows, agree = dense(**args, kind=kind)
@@ -52,13 +55,14 @@ def test_equals_the_dense_objective(kind, chunk):
     (result.loss * 1.7).backward()
     live = args["weights"] > 0
     assert 0 < live.sum() < R
+    assert result.rows.shape == result.agree.shape == (G, L)
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-7)  # weights are float32
     assert torch.allclose(args["hidden"].grad, gradient, rtol=1e-10, atol=1e-12)
     assert torch.allclose(result.rows[live], rows[live], rtol=1e-10)
     assert torch.equal(result.agree[live], agree[live])
     assert not result.rows[~live].any()
     assert not result.agree[~live].any()
-    assert not args["hidden"].grad[~live].any()
+    assert not args["hidden"].grad.view(G, L, D)[~live].any()
 
 
 @pytest.mark.parametrize("kind", ["kl", "cross_entropy", "tv", "acceptance"])  # lk's mixture is held constant
@@ -70,20 +74,68 @@ def test_gradcheck(kind):
     assert torch.autograd.gradcheck(lambda h: divergence(h, **rest, config=config).loss, (args["hidden"],))
 
 
+def marginals(args: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The drafter's probability of each label, with gradient, and its overlap with the target: (G, L) each."""
+    q = (args["hidden"] @ args["head"].T).softmax(-1).view(G, L, V)
+    p = (args["teacher_hidden"] @ args["head"].T).softmax(-1)[args["teacher_rows"]]
+    return q.gather(-1, args["labels"][..., None])[..., 0], torch.minimum(p, q).sum(-1)
+
+
+def test_multistep_is_the_derivative_of_the_expected_number_of_accepted_drafts():
+    args = case(4)
+    args["weights"] = (args["weights"] > 0).float()
+    _, overlap = marginals(args)
+    expected = 0
+    for g in range(G):
+        reached = 1
+        for t in range(L):
+            if args["weights"][g, t]:
+                reached = reached * overlap[g, t]
+                expected = expected + 1 - reached
+    expected.backward()
+    gradient = args["hidden"].grad.clone()
+    args["hidden"].grad = None
+    result = divergence(**args, config=ObjectiveConfig(divergence="tv", weights="multistep", chunk_rows=5))
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(args["hidden"].grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_dpace_weighs_every_position_with_what_lies_behind_it():
+    args = case(5)
+    args["weights"] = (args["weights"] > 0).float()
+    likely, _ = marginals(args)
+    _, rows, _ = dense(**args, kind="kl")
+    expected = 0
+    for g in range(G):
+        live = [t for t in range(L) if args["weights"][g, t]]
+        s = [0.75 * likely[g, t].item() + 0.25 for t in live]
+        for k in range(len(live)):
+            worth = sum(math.prod(s[: j + 1]) for j in range(k, len(live)))
+            expected = expected + worth * rows[g, live[k]]
+    expected.backward()
+    gradient = args["hidden"].grad.clone()
+    args["hidden"].grad = None
+    result = divergence(**args, config=ObjectiveConfig(weights="dpace", alpha=0.25, chunk_rows=7))
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(args["hidden"].grad, gradient, rtol=1e-10, atol=1e-12)
+
+
 def test_nothing_supervised_costs_nothing():
     args = case()
-    args["weights"] = torch.zeros(R)
+    args["weights"] = torch.zeros(G, L)
     result = divergence(**args, config=ObjectiveConfig())
     result.loss.backward()
     assert result.loss.item() == 0
     assert not args["hidden"].grad.any()
-    empty = {k: v[:0] if len(v) == R else v for k, v in args.items()}
+    empty = {k: v[:0] if len(v) in (G, R) else v for k, v in args.items()}
     assert divergence(**empty, config=ObjectiveConfig()).loss.item() == 0
 
 
 def test_zero_where_drafter_and_target_agree_in_distribution():
     args = case()
-    args["hidden"] = args["teacher_hidden"][args["teacher_rows"]].clone().requires_grad_()
+    args["hidden"] = args["teacher_hidden"][args["teacher_rows"].flatten()].clone().requires_grad_()
     result = divergence(**args, config=ObjectiveConfig())
     result.loss.backward()
     assert abs(result.loss.item()) < 1e-12
@@ -101,8 +153,8 @@ def test_bfloat16_is_close_and_finite():
 def test_shared_teacher_rows_are_projected_once(monkeypatch):
     """All rows of weight share two teacher rows: with one chunk, two teacher rows are projected."""
     args = case(3)
-    args["weights"] = torch.ones(R)
-    args["teacher_rows"] = torch.arange(R) % 2 * 5
+    args["weights"] = torch.ones(G, L)
+    args["teacher_rows"] = torch.arange(R).view(G, L) % 2 * 5
     projected = []
     real = torch.Tensor.__matmul__
 
@@ -119,6 +171,8 @@ def test_shared_teacher_rows_are_projected_once(monkeypatch):
 def test_position_weights():
     assert torch.allclose(position_weights(ObjectiveConfig(gamma=0.6), 3), torch.tensor([1, 0.6, 0.36]))
     exponential = position_weights(ObjectiveConfig(weights="exponential", gamma=4.0), 3)
+    for weights in ("dpace", "multistep"):
+        assert position_weights(ObjectiveConfig(weights=weights), 3).tolist() == [1, 1, 1]
     assert torch.allclose(exponential, torch.exp(torch.tensor([0, -0.25, -0.5])))
 
 
@@ -130,6 +184,8 @@ def test_position_weights():
         ({"gamma": 0.0}, "gamma=0.0"),
         ({"gamma": 1.5}, "gamma=1.5"),
         ({"chunk_rows": 0}, "chunk_rows=0"),
+        ({"weights": "multistep"}, "divergence=tv"),
+        ({"alpha": 1.0}, "alpha=1.0"),
     ],
 )
 def test_bad_objectives_are_refused(options, word):
