@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
 from infer.cache import KVCache, Window
@@ -52,15 +52,27 @@ def default_mask_token(target: Target) -> int:
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 
-def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
-    """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
-    options.check()
-    theirs = target.config
+def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
+    """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
     ids = options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers, options.layers)
     if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
         raise ValueError(
             f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {theirs.num_hidden_layers - 1}"
         )
+    return tuple(int(layer) for layer in ids)
+
+
+def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
+    """The target's layers that a drafter of so many layers can start as: those behind the first tapped one."""
+    first = min(layer_ids[0] + 1, target_layers - layers)
+    return range(max(first, 0), max(first, 0) + layers)
+
+
+def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
+    """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
+    options.check()
+    theirs = target.config
+    ids = tapped_layers(options, theirs)
     mask = default_mask_token(target) if options.mask_token_id is None else options.mask_token_id
     if not 0 <= mask < theirs.vocab_size:
         raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {theirs.vocab_size - 1}")
@@ -72,7 +84,7 @@ def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
         dflash_config={
             "block_size": options.block_size,
             "mask_token_id": mask,
-            "target_layer_ids": [int(layer) for layer in ids],
+            "target_layer_ids": list(ids),
         },
         num_target_layers=theirs.num_hidden_layers,
         num_hidden_layers=options.layers,
@@ -203,8 +215,10 @@ class DFlash(nn.Module):
         `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
         context K/V are then exactly the target's own.
         """
-        first = min(self.layer_ids[0] + 1, len(target.body.layers) - len(self.layers))
-        theirs = [target.body.layers[first + i].state_dict() for i in range(len(self.layers))]
+        if len(target.body.layers) < len(self.layers):
+            return False
+        which = warm_layers(self.layer_ids, len(self.layers), len(target.body.layers))
+        theirs = [target.body.layers[i].state_dict() for i in which]
         for ours, layer in zip(self.layers, theirs, strict=True):
             if {k: v.shape for k, v in ours.state_dict().items()} != {k: v.shape for k, v in layer.items()}:
                 return False

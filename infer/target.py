@@ -3,11 +3,13 @@
 B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidden size, V vocabulary.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 from infer.cache import KVCache, Window
@@ -205,27 +207,75 @@ def resolve_path(path: str) -> str:
     return str(EMBEDDED) if path == "embedded" else path
 
 
+def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Gives embedding, head, last norm and some decoder layers of a model without memory their weights from the files.
+    Layers that are stored in another form than the model's own stay as they are. Raises ValueError where one of the
+    others is."""
+    body, head = model.get_decoder(), model.get_output_embeddings()
+    ends = {"embedding": model.get_input_embeddings(), "last norm": body.norm}
+    if not model.config.get_text_config().tie_word_embeddings:
+        ends["head"] = head
+    modules = ends | {f"layer {i}": body.layers[i] for i in layers}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    where = {}
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            where |= dict.fromkeys(weights.keys(), file)
+    for what, module in modules.items():
+        found = {leaf: names[id(parameter)] for leaf, parameter in module.named_parameters()}
+        if not all(name in where for name in found.values()):
+            if what in ends:
+                raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
+            continue
+        for leaf, name in found.items():
+            with safe_open(where[name], "pt") as weights:
+                tensor = weights.get_tensor(name).to(device, dtype)
+            owner, _, attribute = leaf.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+    model.tie_weights()
+
+
+def weight_files(path: str) -> list[Path]:
+    """A model's safetensors files, on this machine."""
+    from huggingface_hub import snapshot_download
+
+    source = resolve_path(path)
+    folder = source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
 def load_target(
-    path: str = "embedded", dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+    path: str = "embedded",
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    only_layers: Iterable[int] | None = None,
 ) -> Target:
-    """Loads a target from a local folder or the hub; "embedded" is the repository's own.
+    """Loads a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
+    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
 
     Raises FileNotFoundError with what could not be found and how to give a local path.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     place = resolve_device(device)
     source = resolve_path(path)
+    options = {
+        "dtype": resolve_dtype(dtype, place),
+        "attn_implementation": "sdpa",
+        "trust_remote_code": trust_remote_code,
+    }
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=resolve_dtype(dtype, place),
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-        )
+        if only_layers is not None:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
+            fill(model, weight_files(path), only_layers, options["dtype"], place)
+            return Target(model, tokenizer, name=path)
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and Path(source).exists():
             raise

@@ -4,6 +4,7 @@ A default is written once, here or in `infer.config` and `data.packing`; conf/ h
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from data.packing import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
@@ -102,6 +103,39 @@ class TrackingConfig:
 
 
 @dataclass
+class FeaturesConfig:
+    """What `./launch.sh features` stores, and where."""
+
+    out: str = ""
+    store: str = "bfloat16"  # bfloat16; int8: half of it, each vector with a scale
+    shard_mb: int = 512  # megabytes of a shard, about
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def check(self) -> None:
+        """Raises ValueError, one sentence, for what cannot be stored."""
+        for part in ("target", "drafter", "data"):
+            getattr(self, part).check()
+        if not self.out:
+            raise ValueError("name the folder for the features: out=<folder>")
+        if self.store not in ("bfloat16", "int8"):
+            raise ValueError(f"store={self.store}: use bfloat16 or int8")
+        if self.shard_mb < 1:
+            raise ValueError(f"shard_mb={self.shard_mb}: at least 1")
+        check_embedded(self.data, self.target)
+
+
+def check_embedded(data: DataConfig, target: TargetConfig) -> None:
+    """Raises ValueError where a foreign target would learn from what the embedded one wrote."""
+    if data.source == "embedded" and target.path != "embedded":
+        raise ValueError(
+            "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
+            f"or data=stdlib, for target.path={target.path}"
+        )
+
+
+@dataclass
 class TrainConfig:
     """A run. Its folder is runs_dir/name."""
 
@@ -109,6 +143,7 @@ class TrainConfig:
     runs_dir: str = "runs"
     seed: int = 0
     resume: str = "auto"  # auto: go on from the newest whole checkpoint of this run; never: refuse an existing run
+    features: str | None = None  # folder of ./launch.sh features: train from these, not from the target itself
     anchors: int = 64  # blocks per packed row
     checkpoints: int = 2  # evenly spread over the run, the last at its end; each is evaluated
     keep_states: int = 2  # newest checkpoints that keep their training state (drafters and evaluations always stay)
@@ -140,11 +175,11 @@ class TrainConfig:
             raise ValueError(f"resume={self.resume}: use auto or never")
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"name={self.name}: a plain folder name")
-        if self.data.source == "embedded" and self.target.path != "embedded":
-            raise ValueError(
-                "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
-                f"or data=stdlib, for target.path={self.target.path}"
-            )
+        check_embedded(self.data, self.target)
+        if self.features and not (Path(self.features) / "manifest.json").is_file():
+            raise ValueError(f"features={self.features}: no stored features there; ./launch.sh features makes them")
+        if self.features and self.target.shard:
+            raise ValueError("features= needs no target in memory, and target.shard=true spreads one: choose")
         if self.drafter.block_size >= self.data.length:
             raise ValueError(
                 f"drafter.block_size={self.drafter.block_size} does not fit in rows of data.length={self.data.length}"

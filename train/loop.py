@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 from data.packing import batch, packed_rows
-from infer.dflash import DFlash, drafter_config
+from infer.dflash import DFlash, drafter_config, warm_layers
 from infer.target import Target, load_target, resolve_device, resolve_dtype
 from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
 from train.engine import build_engine, micro_batch, restore, start_processes
+from train.features import StoredRows, identity, stored_features
 from train.hooks import evaluate_checkpoint, finish_report
 from train.objective import divergence, position_weights
 from train.progress import Progress
@@ -54,10 +55,13 @@ def block_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed weighted divergence of a batch's blocks, and where the drafter agrees with the target: (B, N, L) bool.
 
-    drafter: the DFlash module, or the engine around it; rows: columns (B, T).
+    drafter: the DFlash module, or the engine around it; rows: columns (B, T), and stored features if there are.
     """
     module: DFlash = getattr(drafter, "module", drafter)
-    features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], module.layer_ids)
+    if "context" in rows:
+        features = stored_features(rows, target.dtype)
+    else:
+        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], module.layer_ids)
     embedded = target.embed(module.block_ids(blocks.bonus)).flatten(1, 2)  # (B, N*K, D)
     kind = module.norm.weight.dtype
     hidden = drafter(
@@ -176,12 +180,16 @@ def open_run(config: TrainConfig) -> Path:
     return run
 
 
-def load_frozen(config: TrainConfig, device: torch.device) -> Target:
-    """The target, on the device; on the host for now if it is to be sharded."""
-    options = config.target
+def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | None = None) -> Target:
+    """The target, on the device; on the host for now if it is to be sharded; only its ends, and the layers that the
+    drafter starts as, if its features are stored."""
+    options, layers = config.target, None
+    if stored is not None:
+        known = stored.manifest
+        layers = warm_layers(known["layers"], config.drafter.layers, known["target"]["layers"])
     dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
     place = "cpu" if options.shard else str(device)
-    return load_target(options.path, dtype, place, options.trust_remote_code)
+    return load_target(options.path, dtype, place, options.trust_remote_code, layers)
 
 
 def total_steps(config: TrainConfig, rows: int) -> int:
@@ -201,7 +209,8 @@ def train(config: TrainConfig) -> Path:
         torch.cuda.set_device(device)
     start_processes(device)
     micro_batch(config)  # refuses, before anything is loaded, what the processes cannot share
-    target = load_frozen(config, device)
+    stored = StoredRows(config.features) if config.features else None
+    target = load_frozen(config, device, stored)
     run = open_run(config)
     drafter = DFlash(drafter_config(config.drafter, target))
     drafter.reset(seeded(config.seed))
@@ -209,6 +218,9 @@ def train(config: TrainConfig) -> Path:
         drafter.warm_start(target)
     if config.target.shard:
         target.shard(device)
+    if stored is not None:
+        stored.check(identity(config, target, drafter.layer_ids))
+        target.body.layers.to("meta")
     folder, skipped = newest(run)
     state = load(folder) if folder is not None else {}
     if state:
@@ -218,7 +230,7 @@ def train(config: TrainConfig) -> Path:
     if state:
         restore(engine, state)
     done = step_of(folder) if state else 0
-    dataset = packed_rows(config.data, target.tokenizer)
+    dataset = packed_rows(config.data, target.tokenizer) if stored is None else stored
     first = dist.get_rank() == 0
     total = total_steps(config, len(dataset))
     stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}
@@ -237,7 +249,8 @@ def train(config: TrainConfig) -> Path:
     tracker = Tracker(config, run, enabled=first)
 
     def evaluate(step: int) -> None:
-        evaluate_checkpoint(run, checkpoint_folder(run, step), target, config, progress, tracker)
+        whole = target if stored is None else load_frozen(config, device)  # in memory while it is needed
+        evaluate_checkpoint(run, checkpoint_folder(run, step), whole, config, progress, tracker)
 
     if done and not (folder / "evaluation" / "evaluation.json").exists():
         evaluate(done)  # the run was stopped between saving and evaluating

@@ -1,0 +1,155 @@
+"""Stored features: the same losses as online, nothing else in memory, every damage named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from data.packing import DataConfig, batch, packed_rows
+from infer import load_target
+from infer.config import DrafterConfig
+from infer.dflash import DFlash, drafter_config, warm_layers
+from train.config import FeaturesConfig, TrainConfig
+from train.features import StoredRows, identity, quantise, stored_features, write_features
+from train.loop import block_loss, draw_blocks
+from train.state import seeded
+
+LAYERS = (3, 8)
+
+
+@pytest.fixture(scope="module")
+def half():
+    """The embedded target in bfloat16."""
+    return load_target("embedded", dtype="bfloat16", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def dataset(half):
+    return packed_rows(DataConfig(source="stdlib", length=64, limit=1), half.tokenizer).select(range(12))
+
+
+def config(out, **options) -> FeaturesConfig:
+    return FeaturesConfig(out=str(out), data=DataConfig(source="stdlib", length=64, limit=1), **options)
+
+
+@pytest.fixture(scope="module")
+def stored(half, dataset, tmp_path_factory):
+    """Twelve rows in three shards."""
+    folder = tmp_path_factory.mktemp("features") / "bf16"
+    from train import features
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "row_bytes", lambda *sizes: 250_000)  # four rows of a megabyte
+        return write_features(config(folder, shard_mb=1), half, LAYERS, dataset, lambda done, total: None)
+
+
+def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, stored):
+    rows = StoredRows(stored)
+    assert len(rows) == len(dataset) == 12
+    assert len(rows.manifest["shards"]) == 3
+    drafter = DFlash(drafter_config(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half))
+    drafter.reset(seeded(0))
+    options = TrainConfig(anchors=6)
+    for draw in (0, 5, 17):
+        results = []
+        for source in (dataset, rows):
+            columns = batch(source, draw, 1, seed=0)
+            drafter.zero_grad()
+            loss, agree = block_loss(drafter, half, columns, draw_blocks(columns, options, draw), options)
+            loss.backward()
+            results.append((loss.detach(), agree, *(parameter.grad.clone() for parameter in drafter.parameters())))
+        assert all(torch.equal(online, cached) for online, cached in zip(*results, strict=True))
+        assert results[0][0] > 0
+
+
+def test_eight_bits_are_close(half, dataset, tmp_path):
+    out = write_features(config(tmp_path / "i8", store="int8"), half, LAYERS, dataset, lambda done, total: None)
+    columns = StoredRows(out)[[3, 4]]
+    exact = half.packed_features(columns["ids"], columns["positions"], columns["documents"], LAYERS)
+    near = stored_features(columns, torch.bfloat16)
+    for a, b in ((exact.context, near.context), (exact.last, near.last)):
+        assert a.shape == b.shape
+        assert (a - b).float().norm() < 0.03 * a.float().norm()
+    states = torch.randn(5, 7, 33) * torch.rand(5, 7, 1) * 10
+    whole, scale = quantise(states)
+    assert ((whole * scale[..., None] - states).abs() <= scale[..., None] * 0.5001).all()
+    assert quantise(torch.zeros(2, 4))[0].eq(0).all()
+
+
+def test_only_the_ends_and_the_asked_layers_get_memory(half):
+    part = load_target("embedded", dtype="bfloat16", device="cpu", only_layers=[4])
+    assert torch.equal(part.head_weight, half.head_weight)
+    assert torch.equal(part.embedding.weight, half.embedding.weight)
+    assert torch.equal(part.body.norm.weight, half.body.norm.weight)
+    for i, (layer, other) in enumerate(zip(part.body.layers, half.body.layers, strict=True)):
+        for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs) if i == 4 else mine.is_meta
+    options = DrafterConfig(layers=1, target_layer_ids=list(LAYERS))
+    assert list(warm_layers(LAYERS, 1, 12)) == [4]
+    drafters = [DFlash(drafter_config(options, target)) for target in (half, part)]
+    assert all(d.warm_start(target) for d, target in zip(drafters, (half, part), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(d.state_dict().values() for d in drafters), strict=True))
+
+
+def test_a_stopped_writer_goes_on(half, dataset, stored, tmp_path, monkeypatch):
+    from train import features
+
+    monkeypatch.setattr(features, "row_bytes", lambda *sizes: 250_000)
+
+    def stop(done: int, total: int) -> None:
+        if done == 8:
+            raise KeyboardInterrupt
+
+    options = config(tmp_path / "again", shard_mb=1)
+    with pytest.raises(KeyboardInterrupt):
+        write_features(options, half, LAYERS, dataset, stop)
+    with pytest.raises(ValueError, match="not finished"):
+        StoredRows(options.out)
+    (tmp_path / "again" / ".shard-00002.safetensors").write_bytes(b"half a shard")
+    seen = []
+    write_features(options, half, LAYERS, dataset, lambda done, total: seen.append(done))
+    assert seen == [12]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted(p.name for p in stored.iterdir())
+    for path in stored.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="another layers"):
+        write_features(options, half, (3, 9), dataset, lambda done, total: None)
+
+
+def test_every_damage_is_named(stored, tmp_path):
+    """A flipped bit anywhere in a shard (header, every column), a lost byte, a lost file."""
+    folder = tmp_path / "copy"
+    shutil.copytree(stored, folder)
+    file = folder / "shard-00001.safetensors"
+    good = file.read_bytes()
+    places = [0, 3, 9, 40, *torch.randint(len(good), (120,), generator=seeded(3)).tolist(), len(good) - 1]
+    for place in places:
+        bad = bytearray(good)
+        bad[place] ^= 1 << place % 8
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"shard-00001\.safetensors is .*altered"):
+            rows = StoredRows(folder)
+            rows[list(range(12))]
+    file.write_bytes(good[:-1])
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is truncated"):
+        StoredRows(folder)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
+        StoredRows(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"][0]["file"] = "../elsewhere"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="manifest.json is damaged"):
+        StoredRows(folder)
+
+
+def test_features_of_something_else_are_refused(half, stored):
+    options = TrainConfig(data=DataConfig(source="stdlib", length=64, limit=1))
+    rows = StoredRows(stored)
+    rows.check(identity(options, half, LAYERS))
+    with pytest.raises(ValueError, match="another layers"):
+        rows.check(identity(options, half, (3, 7)))
+    options.data.length = 32
+    with pytest.raises(ValueError, match="another data"):
+        rows.check(identity(options, half, LAYERS))

@@ -1,0 +1,247 @@
+"""Stored features: what the target says of the training rows, computed once, so that training needs no target.
+
+    <out>/manifest.json   what was stored (target, tokenizer, layers, data), and every shard with its rows' checksums
+    <out>/shard-00000.safetensors
+        ids, positions, documents, loss   (n, T) the packed rows
+        context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K), last_scale (n, T)
+
+n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then listed: a run that
+was stopped goes on after the last listed one. Rows are checked whenever they are read.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from infer.target import Features, Target, weight_files
+from train.config import FeaturesConfig, TrainConfig
+
+MANIFEST = "manifest.json"
+COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
+SAMPLES, SAMPLE = 256, 4096  # places of a weight file that are looked at to tell it from others, bytes at each
+
+
+def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors (..., D) as int8 and the scale of each, (...,) float32: the largest entry becomes 127."""
+    scale = states.abs().amax(-1).float().clamp(min=1e-12) / 127
+    return (states.float() / scale[..., None]).round_().to(torch.int8), scale
+
+
+def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
+    """The features that came with a batch of stored rows: context (B, T, K*D), last (B, T, D), in `dtype`."""
+
+    def whole(name: str) -> torch.Tensor:
+        states = rows[name]
+        if f"{name}_scale" in rows:
+            states = states * rows[f"{name}_scale"][..., None]
+        return states.to(dtype)
+
+    return Features(whole("context").flatten(2), whole("last"))
+
+
+def fingerprint(path: str) -> str:
+    """A digest of a model's weight files: their names and sizes, and bytes from evenly spread places of each."""
+    digest = hashlib.sha256()
+    for file in weight_files(path):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as weights:
+            for i in range(SAMPLES):
+                weights.seek(i * size // SAMPLES)
+                digest.update(weights.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
+    """What stored features depend on; training from them is refused where one of these is another."""
+    vocabulary = sorted(target.tokenizer.get_vocab().items())
+    template = getattr(target.tokenizer, "chat_template", None)
+    return {
+        "target": {
+            "path": config.target.path,
+            "weights": fingerprint(config.target.path),
+            "layers": target.config.num_hidden_layers,
+        },
+        "tokenizer": hashlib.sha256(json.dumps([vocabulary, template]).encode()).hexdigest(),
+        "layers": list(layers),
+        "data": json.loads(json.dumps(asdict(config.data))),
+    }
+
+
+def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
+    """Bytes of one stored row."""
+    each = 2 * hidden if store == "bfloat16" else hidden + 4
+    return length * ((layers + 1) * each + 13)
+
+
+@torch.no_grad()
+def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
+    """Stores the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a
+    stopped run left. Raises ValueError when the folder holds features of something else."""
+    out, known = Path(config.out), identity(config, target, layers)
+    out.mkdir(parents=True, exist_ok=True)
+    manifest = {"format": 1, "store": config.store, **known, "rows": len(dataset), "length": config.data.length}
+    manifest["shards"] = []
+    if (out / MANIFEST).exists():
+        found = read_manifest(out)
+        for key in manifest:
+            if key != "shards" and found.get(key) != manifest[key]:
+                raise ValueError(f"{out} holds features of another {key}: choose another out=")
+        manifest = found
+    hidden = target.config.hidden_size
+    count = max(1, config.shard_mb * 10**6 // row_bytes(config.data.length, len(layers), hidden, config.store))
+    for stale in out.glob(".shard-*"):
+        stale.unlink()
+    done = sum(shard["rows"] for shard in manifest["shards"])
+    while done < len(dataset):
+        rows = [
+            packed_row(dataset[i], target, layers, config.store) for i in range(done, min(done + count, len(dataset)))
+        ]
+        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        name = f"shard-{len(manifest['shards']):05d}.safetensors"
+        save_file(tensors, out / f".{name}")
+        (out / f".{name}").chmod(0o644)
+        with (out / f".{name}").open("rb") as written:
+            os.fsync(written.fileno())
+        (out / f".{name}").rename(out / name)
+        entry = {"file": name, "rows": len(rows), "bytes": (out / name).stat().st_size}
+        manifest["shards"].append(entry | {"checksums": [checksum(row) for row in rows]})
+        fresh = out / f".{MANIFEST}"
+        fresh.write_text(json.dumps(manifest) + "\n")
+        fresh.rename(out / MANIFEST)
+        done += len(rows)
+        advance(done, len(dataset))
+    return out
+
+
+def packed_row(row: dict[str, torch.Tensor], target: Target, layers: tuple[int, ...], store: str) -> dict:
+    """A packed row of (T,) columns with its features, on the host."""
+    columns = {name: row[name] for name in COLUMNS}
+    ids, positions, documents = (row[name][None].to(target.device) for name in ("ids", "positions", "documents"))
+    features = target.packed_features(ids, positions, documents, layers)
+    states = {"context": features.context[0].unflatten(-1, (len(layers), -1)), "last": features.last[0]}
+    out = {name: column.to(COLUMNS[name]) for name, column in columns.items()}
+    for name, value in states.items():
+        if store == "int8":
+            value, scale = quantise(value)
+            out[f"{name}_scale"] = scale.cpu()
+        out[name] = value.to(torch.int8 if store == "int8" else torch.bfloat16).cpu()
+    return out
+
+
+def checksum(row: dict[str, torch.Tensor]) -> int:
+    """CRC-32 of a row's columns, in the order of their names."""
+    value = 0
+    for name in sorted(row):
+        value = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy(), value)
+    return value
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest, checked for what everything else relies on. Raises ValueError or FileNotFoundError."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one")
+    try:
+        manifest = json.loads(file.read_text())
+        rows = sum(shard["rows"] for shard in manifest["shards"])
+        sound = all(
+            len(shard["checksums"]) == shard["rows"] and Path(shard["file"]).name == shard["file"]
+            for shard in manifest["shards"]
+        )
+        if manifest["format"] != 1 or rows > manifest["rows"] or not sound:
+            raise ValueError
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged, or was written by another version") from error
+    return manifest
+
+
+class StoredRows:
+    """The rows of a features folder, by number: what `data.packing.batch` draws from. Nothing but what is asked for is
+    read into memory."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        shards = self.manifest["shards"]
+        if sum(shard["rows"] for shard in shards) < self.manifest["rows"]:
+            raise ValueError(f"{self.folder} is not finished: the same ./launch.sh features command goes on with it")
+        for shard in shards:
+            file = self.folder / shard["file"]
+            if not file.is_file():
+                raise ValueError(f"{file} is missing")
+            if file.stat().st_size != shard["bytes"]:
+                raise ValueError(f"{file} is truncated or altered: {file.stat().st_size} bytes of {shard['bytes']}")
+
+    def check(self, expected: dict) -> None:
+        """Raises ValueError, naming what differs, unless the features are what `identity` says that a run needs."""
+        for key, value in expected.items():
+            if self.manifest.get(key) != value:
+                raise ValueError(
+                    f"{self.folder} has features of another {key}: {self.manifest.get(key)}, this run has {value}"
+                )
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int]]:
+        return [(n, i) for n, shard in enumerate(self.manifest["shards"]) for i in range(shard["rows"])]
+
+    @cached_property
+    def _open(self) -> dict[int, object]:
+        return {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _row(self, index: int) -> dict[str, torch.Tensor]:
+        number, i = self._places[index]
+        shard = self.manifest["shards"][number]
+        file = self.folder / shard["file"]
+        try:
+            if number not in self._open:
+                self._open[number] = safe_open(file, "pt")
+            opened = self._open[number]
+            row = {name: opened.get_slice(name)[i] for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, IndexError, ValueError) as error:
+            raise ValueError(f"{file} is truncated or altered ({error})") from error
+        if checksum(row) != shard["checksums"][i]:
+            raise ValueError(f"{file} is altered: its row {i} is not what was stored")
+        return row
+
+    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        rows = [self._row(index) for index in indices]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {name: value.long() if value.dtype == torch.int32 else value for name, value in batch.items()}
+
+
+def run(config: FeaturesConfig) -> None:
+    """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
+    from rich.progress import Progress
+
+    from data.packing import packed_rows
+    from infer.dflash import tapped_layers
+    from infer.target import load_target
+
+    options = config.target
+    target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
+    layers = tapped_layers(config.drafter, target.config)
+    dataset = packed_rows(config.data, target.tokenizer)
+    size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
+    print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
+    with Progress() as progress:
+        task = progress.add_task("features", total=len(dataset))
+        out = write_features(config, target, layers, dataset, lambda done, total: progress.update(task, completed=done))
+    print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")
+
+
+if __name__ == "__main__":
+    from infer.entry import entry
+
+    entry("features", FeaturesConfig, run)
