@@ -17,6 +17,7 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   chat       talk to such a server: ./launch.sh chat url=http://127.0.0.1:8000
   regenerate let the target rewrite the answers of a data set, to train on: ./launch.sh regenerate data=jsonl ...
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
+  plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   pretrain   make the embedded target model anew
   test       check the style and run the tests; arguments go to pytest
   help       print this text
@@ -119,7 +120,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | generate | serve | chat | regenerate | features | pretrain | test) shift $(($# > 0)) ;;
+train | eval | generate | serve | chat | regenerate | features | plan | pretrain | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -135,6 +136,6 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 case $command in
 train) train "$@" ;;
 eval | generate | serve | chat | regenerate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
-features | pretrain) exec "$python" "$repo/train/$command.py" "$@" ;;
+features | plan | pretrain) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

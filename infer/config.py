@@ -1,6 +1,7 @@
 """Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused before it loads."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 METHODS = ("plain", "chain", "ddtree")
 
@@ -13,10 +14,13 @@ class TargetConfig:
     dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
     device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
     trust_remote_code: bool = False  # run modelling code that comes with the model
+    sizes: dict[str, Any] | None = None  # its config.json in short, for ./launch.sh plan where that cannot be reached
     shard: bool = False  # training: spread the layers over all processes, for a target too big for one GPU
 
     def check(self) -> None:
-        """Raises ValueError for a dtype that does not exist."""
+        """Raises ValueError for a target without a name, or a dtype that does not exist."""
+        if not self.path:
+            raise ValueError("target.path=<folder or hub id>: which model is the target?")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"target.dtype={self.dtype}: use auto, float32, bfloat16 or float16")
 

@@ -9,10 +9,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from infer.main import COMMANDS
-from train.config import TrainConfig
+from train.config import FeaturesConfig, TrainConfig
 from train.pretrain import PretrainConfig
 
-SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig} | {name: schema for name, (schema, _) in COMMANDS.items()}
+SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig, "features": FeaturesConfig}
+SCHEMAS |= {name: schema for name, (schema, _) in COMMANDS.items()}
 
 
 def composed(repo, name: str, overrides: list[str]):
@@ -34,7 +35,7 @@ def test_every_group_option_composes(repo):
     count = 0
     for group in ("target", "drafter", "objective", "optim", "evaluation", "deepspeed", "tracking"):
         for file in (repo / "conf" / group).glob("*.yaml"):
-            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={file.stem}"])
+            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={file.stem}", "target.path=x"])
             count += 1
     composed(repo, "train", ["data=jsonl", f"data.path={repo / 'README.md'}"])
     for file in (repo / "conf" / "decoding").glob("*.yaml"):
@@ -50,9 +51,35 @@ def test_a_model_bundle_is_what_the_committed_file_says(repo, model):
     assert OmegaConf.to_yaml(composed(repo, "train", overrides)) == expected
 
 
-def test_all_model_bundles_have_a_committed_file(repo):
+def test_model_bundles_differ_in_name_and_target_only(repo):
     bundles = {file.stem for file in (repo / "conf" / "model").glob("*.yaml")}
-    assert bundles | {"default"} == {file.stem for file in (repo / "tests" / "golden").glob("*.yaml")}
+    assert {"hf", "qwen3-8b", "qwen3-32b", "qwen3-coder-30b-a3b", "llama-3.1-8b"} <= bundles
+    expected = OmegaConf.to_container(composed(repo, "train", ["+model=qwen3-4b"]))
+    for bundle in sorted(bundles - {"hf"}):
+        config = OmegaConf.to_container(composed(repo, "train", [f"+model={bundle}"]))
+        assert config["target"]["path"].split("/")[1].lower().startswith(bundle[:8])
+        assert config | {"name": "", "target": {}} == expected | {"name": "", "target": {}}
+        assert config["name"] == f"{bundle}-dflash"
+    assert composed(repo, "train", ["+model=hf", "target.path=/some/folder"]).anchors == 512
+    with pytest.raises(ValueError, match=r"target\.path"):
+        composed(repo, "train", ["+model=hf"])
+
+
+@pytest.mark.parametrize(
+    "bundle, millions",
+    [("qwen3-1.7b", 1_721), ("qwen3-8b", 8_191), ("qwen3-32b", 32_762), ("qwen3-coder-30b-a3b", 30_532)],
+)
+def test_sizes_for_planning_are_the_models_own(repo, bundle, millions):
+    """By the published parameter counts."""
+    from train.plan import shape_of, target_config
+
+    config = OmegaConf.to_object(
+        OmegaConf.merge(
+            OmegaConf.structured(TrainConfig), OmegaConf.to_container(composed(repo, "train", [f"+model={bundle}"]))
+        )
+    )
+    shape = shape_of(config, target_config(config))
+    assert round(shape.target_parameters / 1e6) == millions
 
 
 def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:

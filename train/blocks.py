@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.masks import block_mask_mod, compiled_block_mask, dense
+from infer.masks import additive, block_mask_mod, compiled_block_mask, dense
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -82,11 +82,15 @@ def lay_out(
     )
 
 
-def block_mask(anchors: torch.Tensor, documents: torch.Tensor, block_size: int) -> "torch.Tensor | BlockMask":
-    """The prefix-shared mask from queries N*K to keys T + N*K: for FlexAttention on CUDA; the same predicate, dense,
-    (B, 1, N*K, T + N*K) bool, elsewhere."""
+def block_mask(
+    anchors: torch.Tensor, documents: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32
+) -> "torch.Tensor | BlockMask":
+    """The prefix-shared mask from queries N*K to keys T + N*K: for FlexAttention on CUDA; the same predicate, dense and
+    additive in the attention's `dtype`, (B, 1, N*K, T + N*K), elsewhere (SDPA would turn a boolean mask into such a one
+    in every layer, and keep each for the backward pass)."""
     mask_mod = block_mask_mod(anchors, documents, block_size)
     rows, slots = anchors.shape
     queries, keys = slots * block_size, documents.shape[1] + slots * block_size
-    make = compiled_block_mask if anchors.device.type == "cuda" else dense
-    return make(mask_mod, rows, queries, keys, anchors.device)
+    if anchors.device.type == "cuda":
+        return compiled_block_mask(mask_mod, rows, queries, keys, anchors.device)
+    return additive(dense(mask_mod, rows, queries, keys, anchors.device), dtype)

@@ -106,7 +106,7 @@ class TrackingConfig:
 class FeaturesConfig:
     """What `./launch.sh features` stores, and where."""
 
-    out: str = ""
+    out: str = "features"
     store: str = "bfloat16"  # bfloat16; int8: half of it, each vector with a scale
     shard_mb: int = 512  # megabytes of a shard, about
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -118,7 +118,7 @@ class FeaturesConfig:
         for part in ("target", "drafter", "data"):
             getattr(self, part).check()
         if not self.out:
-            raise ValueError("name the folder for the features: out=<folder>")
+            raise ValueError("out=<folder>: where should the features go?")
         if self.store not in ("bfloat16", "int8"):
             raise ValueError(f"store={self.store}: use bfloat16 or int8")
         if self.shard_mb < 1:

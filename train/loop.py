@@ -10,8 +10,11 @@ B rows, T packed length, N anchors, K block size, L = K - 1, D hidden size.
 import json
 import math
 import os
+import resource
 import signal
+import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,10 +26,11 @@ from infer.dflash import DFlash, drafter_config, warm_layers
 from infer.target import Target, load_target, resolve_device, resolve_dtype
 from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
-from train.engine import build_engine, micro_batch, restore, start_processes
+from train.engine import build_engine, compute_dtype, micro_batch, restore, start_processes
 from train.features import StoredRows, identity, stored_features
 from train.hooks import evaluate_checkpoint, finish_report
 from train.objective import divergence, position_weights
+from train.plan import matmul_rate, shape_of, step_operations
 from train.progress import Progress
 from train.state import checkpoint_folder, load, newest, save, seeded, step_of, trim_log
 from train.tracking import Tracker
@@ -69,7 +73,7 @@ def block_loss(
         rows["positions"],
         embedded.to(kind),
         blocks.positions,
-        block_mask(blocks.anchors, rows["documents"], module.block_size),
+        block_mask(blocks.anchors, rows["documents"], module.block_size, kind),
     )  # (B, N*K, D)
     slots = blocks.anchors.shape[1]
     drafted = hidden.unflatten(1, (slots, module.block_size))[:, :, 1:]  # (B, N, L, D)
@@ -97,17 +101,43 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     )
 
 
-def train_step(engine, target: Target, dataset, config: TrainConfig, step: int) -> StepMetrics:
-    """One optimiser step. The loss is divided by the weights of all blocks of all micro-steps and processes, so that
-    it depends neither on their number nor on how the blocks fell among them."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    count, passes = micro_batch(config)
+class Prefetch:
+    """The rows of every step, each read by another thread while the step before is computed."""
+
+    def __init__(self, dataset, config: TrainConfig, pinned: bool) -> None:
+        self.dataset, self.config, self.pinned = dataset, config, pinned
+        self.thread = ThreadPoolExecutor(1)
+        self.ahead: tuple[int, Future] | None = None
+
+    def _read(self, step: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """(draw, rows on the host) of a step's passes: a pure function of the step, so that resuming needs no more."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        count, passes = micro_batch(self.config)
+        read = []
+        for i in range(passes):
+            draw = step * self.config.optim.batch + (i * world + rank) * count
+            rows = batch(self.dataset, draw, count, self.config.seed)
+            read.append((draw, {k: v.pin_memory() for k, v in rows.items()} if self.pinned else rows))
+        return read
+
+    def __call__(self, step: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """The rows of this step; those of the next one are begun."""
+        future = self.ahead[1] if self.ahead and self.ahead[0] == step else self.thread.submit(self._read, step)
+        rows = future.result()
+        self.ahead = (step + 1, self.thread.submit(self._read, step + 1))
+        return rows
+
+
+def train_step(
+    engine, target: Target, drawn: list[tuple[int, dict[str, torch.Tensor]]], config: TrainConfig
+) -> StepMetrics:
+    """One optimiser step over the rows that `Prefetch` has drawn. The loss is divided by the weights of all blocks of
+    all passes and processes, so that it depends neither on their number nor on how the blocks fell among them."""
+    world, passes = dist.get_world_size(), len(drawn)
     device, length = target.device, config.drafter.block_size - 1
     micro = []
-    for i in range(passes):
-        # a pure function of the step: resuming needs no more
-        draw = step * config.optim.batch + (i * world + rank) * count
-        rows = {k: v.to(device) for k, v in batch(dataset, draw, count, config.seed).items()}
+    for draw, rows in drawn:
+        rows = {name: column.to(device, non_blocking=True) for name, column in rows.items()}
         micro.append((rows, draw_blocks(rows, config, draw)))
     weights = position_weights(config.objective, length).to(device)
     supervised = sum(blocks.supervised.sum((0, 1)) for _, blocks in micro).float()  # (L,)
@@ -192,6 +222,13 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     return load_target(options.path, dtype, place, options.trust_remote_code, layers)
 
 
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's most on CUDA, the process's most elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def total_steps(config: TrainConfig, rows: int) -> int:
     if config.optim.steps is not None:
         return config.optim.steps
@@ -256,21 +293,29 @@ def train(config: TrainConfig) -> Path:
         evaluate(done)  # the run was stopped between saving and evaluating
     stopping = catch_signals()
 
+    prefetch = Prefetch(dataset, config, pinned=device.type == "cuda")
+    rate_of_device = matmul_rate(device, compute_dtype(config, device))
+    work = sum(step_operations(shape_of(config, target.config)).values()) / dist.get_world_size()
     pending: list[tuple[int, StepMetrics, float]] = []
     began = time.perf_counter()
     for step in range(done, total):
         rate = learning_rate(config.optim, step, total)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        pending.append((step + 1, train_step(engine, target, dataset, config, step), rate))
+        pending.append((step + 1, train_step(engine, target, prefetch(step), config), rate))
         stop = False
         if (step + 1) % config.log_every == 0 or step + 1 in stops:
             flag = torch.tensor(float(stopping.is_set), device=device)
             dist.all_reduce(flag, dist.ReduceOp.MAX)  # all processes stop after the same step
             stop = bool(flag.item())
-            speed = len(pending) * config.optim.batch * config.data.length / (time.perf_counter() - began)
+            seconds = (time.perf_counter() - began) / len(pending)
+            cost = {
+                "tokens_per_second": config.optim.batch * config.data.length / seconds,
+                "mfu": work / seconds / rate_of_device,  # of this machine's large matrix products
+                "peak_gb": peak_memory(device) / 1e9,
+            }
             for number, metrics, rate in pending:
-                line = {"step": number, "lr": rate, "tokens_per_second": speed, **metrics.numbers()}
+                line = {"step": number, "lr": rate, **cost, **metrics.numbers()}
                 if first:
                     with (run / "metrics.jsonl").open("a") as log:
                         log.write(json.dumps(line) + "\n")

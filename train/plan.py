@@ -1,0 +1,268 @@
+"""What a training run will take, before anything is loaded: parameters, operations, memory, disk, time.
+
+`./launch.sh plan [the overrides of the run]`. All follows from the target's config.json and the run's configuration.
+
+B rows of a pass, T packed length, N anchors, K block size, L = K - 1, Q = B * N * K block positions, D hidden size,
+A = heads * head size, A' = key-value heads * head size, I intermediate size, V vocabulary.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SHARE = 0.4  # of a device's rate that a run is expected to use
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that a step's work depends on."""
+
+    rows: int  # B
+    length: int  # T
+    anchors: int  # N
+    block: int  # K
+    tapped: int  # layers of the target whose outputs are features
+    layers: int  # of the drafter
+    hidden: int  # D
+    width: int  # A
+    head_dim: int
+    kv_width: int  # A'
+    intermediate: int  # I
+    vocabulary: int  # V
+    target_layers: int
+    target_parameters: int  # all of them
+    target_ends: int  # of these, embedding and head
+    target_active: int  # of the others, those that a token passes through: not all experts
+    chunk_rows: int
+
+    @property
+    def context(self) -> int:
+        """B * T positions."""
+        return self.rows * self.length
+
+    @property
+    def queries(self) -> int:
+        """Q."""
+        return self.rows * self.anchors * self.block
+
+    @property
+    def drafted(self) -> int:
+        """Supervised rows, at most."""
+        return self.rows * self.anchors * (self.block - 1)
+
+    @property
+    def drafter_parameters(self) -> int:
+        per_layer = self.hidden * (2 * self.width + 2 * self.kv_width + 3 * self.intermediate + 2)
+        return self.tapped * self.hidden**2 + 2 * self.hidden + self.layers * (per_layer + 2 * self.head_dim)
+
+
+def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
+    """The sizes of a run on a target, from its config.json; `rows` of a pass if they are not the whole step's."""
+    from transformers import AutoModelForCausalLM
+
+    from infer.dflash import tapped_layers
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    text = theirs.get_text_config()
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    ends = {
+        id(p): p.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()
+    }
+    experts = sum(count for name, count in counts.items() if ".experts." in name)
+    share = (getattr(text, "num_experts_per_tok", None) or 0) / (getattr(text, "num_experts", None) or 1)
+    everything = sum(counts.values())
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Shape(
+        rows=rows or config.optim.batch,
+        length=config.data.length,
+        anchors=config.anchors,
+        block=config.drafter.block_size,
+        tapped=len(tapped_layers(config.drafter, text)),
+        layers=config.drafter.layers,
+        hidden=text.hidden_size,
+        width=text.num_attention_heads * head_dim,
+        kv_width=text.num_key_value_heads * head_dim,
+        intermediate=text.intermediate_size,
+        vocabulary=text.vocab_size,
+        target_layers=text.num_hidden_layers,
+        target_parameters=everything,
+        target_ends=sum(ends.values()),
+        target_active=everything - sum(ends.values()) - round(experts * (1 - share)),
+        chunk_rows=config.objective.chunk_rows,
+        head_dim=head_dim,
+    )
+
+
+def step_operations(shape: Shape) -> dict[str, float]:
+    """Useful floating-point operations of one pass, by part: a product of matrices counts two an entry and inner step;
+    what a causal mask hides, an implementation recomputes or repeats is not counted."""
+    s = shape
+    target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
+    features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
+    context = 6 * s.layers * 2 * s.hidden * s.kv_width * s.context
+    per_layer = s.hidden * (2 * s.width + 2 * s.kv_width + 3 * s.intermediate)
+    attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
+    drafter = features + context + 6 * s.layers * per_layer * s.queries + attention
+    teacher = min(s.context, s.drafted)
+    return {
+        "target": target,
+        "drafter": drafter,
+        "objective": 2 * s.hidden * s.vocabulary * (2 * s.drafted + teacher),
+    }
+
+
+def step_memory(
+    shape: Shape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool
+) -> dict[str, float]:
+    """Bytes on one device at a step's peak, by part. weight: bytes of a target's weight; product: bytes of an entry in
+    the drafter's products (2 under autocast)."""
+    s, parameters = shape, shape.drafter_parameters
+    stage, offload = config.deepspeed.stage, config.deepspeed.offload
+    shared = world if stage >= 1 else 1
+    layers = s.target_parameters - s.target_ends
+    if config.features:
+        target = weight * s.target_ends
+    elif config.target.shard:
+        target = weight * (s.target_ends + layers / world + 2 * layers / s.target_layers)  # two layers are whole
+    else:
+        target = weight * s.target_parameters
+    moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
+    one_pass = weight * s.context * (3 * s.intermediate + 4 * s.hidden + s.width)
+    one_pass += s.rows * s.length**2 * (weight + 1)  # the mask, and as it is made
+    features = weight * s.context * (s.tapped + 1) * s.hidden
+    features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
+    per_query = 5 * s.hidden + 4 * s.width + 4 * s.kv_width + 4 * s.intermediate
+    per_context = 4 * s.kv_width
+    if config.recompute:
+        kept = s.layers * 4 * s.queries * s.hidden + product * (s.queries * per_query + s.context * per_context)
+    else:
+        kept = s.layers * product * (s.queries * per_query + s.context * per_context)
+    kept += 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
+    mask = 0 if cuda else 4 * s.queries // s.rows * (s.length + s.queries // s.rows) * s.rows
+    chunk = 4 * 4 * min(s.chunk_rows, s.drafted) * s.vocabulary
+    backward = 3 * product * s.queries * s.intermediate
+    return {
+        "target": target,
+        "drafter": 4 * parameters / (world if stage == 3 else 1) + (2 * parameters if product == 2 else 0),
+        "gradients": 4 * parameters / (world if stage >= 2 else 1),
+        "optimiser": 0 if offload else moments / shared,
+        "features": features,
+        "activations": kept + mask,
+        "at once": max(one_pass - kept - mask, chunk, backward),
+    }
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
+    """Operations a second of one large matrix product on this machine: the yardstick of utilisation."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    seconds = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
+
+
+def target_config(config: TrainConfig) -> "PretrainedConfig":
+    """The target's config.json: from its folder; else the sizes that conf/target/ knows it by; else from the hub."""
+    from transformers import AutoConfig
+
+    from infer.target import resolve_path
+
+    options = config.target
+    path = resolve_path(options.path)
+    if options.sizes and not Path(path).exists():
+        return AutoConfig.for_model(**options.sizes)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"target.path={options.path}: its config.json cannot be reached from here; give a local folder"
+        ) from error
+
+
+def estimated_tokens(config: TrainConfig) -> float:
+    """About how many tokens the training rows have: four bytes each."""
+    from data.packing import training_rows
+
+    data = config.data
+    if data.source in ("embedded", "stdlib"):
+        return sum(len(row["prompt"]) + len(row["text"]) for row in training_rows(data)) / 4
+    place = Path(data.path)
+    files = [place] if place.is_file() else [f for f in place.rglob("*") if f.suffix in (".jsonl", ".parquet")]
+    return sum(file.stat().st_size * (3 if file.suffix == ".parquet" else 1) for file in files) / 4
+
+
+def run(config: TrainConfig) -> None:
+    """Prints the plan."""
+    theirs = target_config(config)
+    world = int(os.environ.get("NPROC") or 1)
+    each = max(1, config.optim.batch // world)
+    rows = config.optim.micro or each
+    cuda = config.target.device.startswith("cuda") or (
+        config.target.device == "auto" and (torch.cuda.is_available() or config.target.path != "embedded")
+    )
+    weight = {"float32": 4, "auto": 2 if cuda else 4}.get(config.target.dtype, 2)
+    product = {"float32": 4, "bfloat16": 2, "auto": 2 if cuda else 4}[config.optim.precision]
+    shape = shape_of(config, theirs, rows)
+    operations, memory = step_operations(shape), step_memory(shape, config, world, weight, product, cuda)
+    whole = sum(operations.values()) * config.optim.batch / rows
+    gb = 1e9
+
+    print(
+        f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
+        f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
+        f"drafter    {shape.layers} layers, block {shape.block}: {shape.drafter_parameters / 1e6:,.1f} million\n"
+        f"step       {config.optim.batch} rows of {shape.length:,} tokens, {shape.anchors} blocks each; {world} "
+        f"{'GPU' if cuda else 'CPU'} process{'es' if world > 1 else ''}, {rows} rows a pass"
+    )
+    shares = ", ".join(f"{part} {100 * n / sum(operations.values()):.0f} %" for part, n in operations.items())
+    print(f"work       {whole / 1e12:,.3g} TFLOP a step ({shares})")
+    print(f"memory     {sum(memory.values()) / gb:,.2f} GB on each device at the peak")
+    for part, size in memory.items():
+        print(f"           {size / gb:>8,.2f}  {part}")
+    stored = {store: features_bytes(shape, store) for store in ("bfloat16", "int8")}
+    print(
+        "features   stored by ./launch.sh features: "
+        + ", ".join(f"{size / gb * 1e6:,.1f} GB a million tokens in {store}" for store, size in stored.items())
+    )
+    tokens = estimated_tokens(config)
+    steps = config.optim.steps or max(1, round(config.optim.epochs * tokens / shape.length / config.optim.batch))
+    print(
+        f"data       about {tokens / 1e6:,.1f} million tokens; {stored['bfloat16'] * tokens / gb:,.1f} GB of features"
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    for name, rate in ((f"this machine's {device.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):
+        hours = steps * whole / world / (SHARE * rate) / 3600
+        print(
+            f"time       {steps:,} steps: about {hours:,.3g} hours at {100 * SHARE:.0f} % of {name}, without evaluation"
+        )
+
+
+def features_bytes(shape: Shape, store: str) -> float:
+    """Bytes of a token's stored features."""
+    from train.features import row_bytes
+
+    return row_bytes(shape.length, shape.tapped, shape.hidden, store) / shape.length
+
+
+if __name__ == "__main__":
+    from infer.entry import entry
+
+    entry("train", TrainConfig, run)
