@@ -27,6 +27,8 @@ Relative paths count from the folder you stand in.
 
 Environment:
   NPROC=n                     train with n processes instead of one for each visible GPU
+  NODES=a,b,c                 train on several machines: the same command on each, the names in the same order
+                              (not needed under SLURM: srun --ntasks-per-node=1 ./launch.sh ...)
   LAUNCH_PYTHON=/path/python  use this Python, whose environment is yours, and install nothing
 END
 }
@@ -72,13 +74,13 @@ set_up() {
     echo "$pins" >"$venv/.installed"
 }
 
-# Prints how many training processes to start: NPROC, or one for each visible GPU, at least one. Questions that
-# Hydra answers by printing something are asked of one process.
+# Prints how many training processes to start on this machine: NPROC, or one for each visible GPU, at least one.
+# Questions that Hydra answers by printing something are asked of one process; so is a sweep, which starts its runs.
 process_count() {
     local argument gpus
     for argument; do
         case $argument in
-        --cfg* | -c | --help | -h | --hydra-help | --info* | -i | --version) echo 1 && return ;;
+        --cfg* | -c | --help | -h | --hydra-help | --info* | -i | --version | --multirun | -m) echo 1 && return ;;
         esac
     done
     if [[ -n ${NPROC:-} ]]; then
@@ -93,10 +95,35 @@ process_count() {
     echo "$((gpus > 1 ? gpus : 1))"
 }
 
+# Several machines: SLURM's variables (srun starts this script once on each), or NODES, the names of all machines in
+# one order everywhere, the first of which leads. Sets nodes and cluster.
+find_nodes() {
+    local all leader rank me name
+    if [[ ${SLURM_NNODES:-1} -gt 1 ]]; then
+        [[ -n ${SLURM_NODEID:-} ]] || die "SLURM gave ${SLURM_NNODES} machines: start with srun, one task on each."
+        [[ ${SLURM_NTASKS_PER_NODE:-1} == 1 ]] || die "start one task on each machine: srun --ntasks-per-node=1."
+        nodes=$SLURM_NNODES rank=$SLURM_NODEID
+        leader=${SLURM_LAUNCH_NODE_IPADDR:-}
+        if command -v scontrol >/dev/null; then leader=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); fi
+        [[ -n $leader ]] || die "SLURM's first machine cannot be found: scontrol is missing."
+    elif [[ -n ${NODES:-} ]]; then
+        IFS=', ' read -r -a all <<<"$NODES"
+        nodes=${#all[@]} leader=${all[0]} rank=
+        me=${NODE:-$(hostname)}
+        for name in "${!all[@]}"; do [[ ${all[name]} == "$me" || ${all[name]} == "${me%%.*}" ]] && rank=$name; done
+        [[ -n $rank ]] || die "this machine, $me, is not among NODES=$NODES: give its name there as NODE=name."
+    else
+        return 0
+    fi
+    cluster=(--nnodes="$nodes" --node-rank="$rank" --master-addr="$leader" --master-port="${MASTER_PORT:-29500}")
+}
+
 train() {
-    local processes cores
+    local processes cores nodes cluster
     processes=$(process_count "$@")
-    if [[ $processes == 1 ]]; then exec "$python" "$repo/train/main.py" "$@"; fi
+    nodes=1 cluster=(--standalone)
+    case " $* " in *" --multirun "* | *" -m "* | *" --cfg"*) ;; *) find_nodes ;; esac
+    if [[ $processes == 1 && $nodes == 1 ]]; then exec "$python" "$repo/train/main.py" "$@"; fi
 
     # torchrun and not DeepSpeed's launcher: that one leaves its workers alive when it is stopped, and adds a
     # --local_rank that Hydra refuses. This one passes the signals on (SIGUSR1 is what clusters send before the end
@@ -106,7 +133,7 @@ train() {
     # Left alone, torchrun gives each process one thread: share the cores instead.
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
-    exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$processes" \
+    exec "$python" -m torch.distributed.run "${cluster[@]}" --nproc-per-node="$processes" \
         --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$repo/train/main.py" "$@"
 }
 

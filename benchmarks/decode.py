@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data.packing import DataConfig
 from data.prompts import held_out_prompts
+from data.rows import DataConfig
 from infer import DFlash, Engine, Target, load_drafter, load_target
 from infer.config import TextOptions
 from infer.evaluate import describe_device, synchronised_clock, tau

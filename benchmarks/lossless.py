@@ -10,8 +10,8 @@ import argparse
 
 import torch
 
-from data.packing import DataConfig
 from data.prompts import held_out_prompts
+from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
 from infer.decode import decode
 from infer.evaluate import tau

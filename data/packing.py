@@ -4,143 +4,22 @@ T row length. A packed row has `ids`, `positions` (restarting in every document)
 padding) and `loss` (whether a token may be learnt from), each (T,).
 """
 
+import hashlib
 import json
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.chat import normalise, tokenize_chat
-from data.corpus import stdlib_documents
+from data.chat import tokenize_chat
+from data.rows import DataConfig, check_faults, identity, single, training_rows
 
 if TYPE_CHECKING:
     import torch
-
-# What the embedded target wrote after prompts from its training text, by train/pretrain.py.
-ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
+    from datasets import Dataset
 
 
-@dataclass
-class DataConfig:
-    """What to train on."""
-
-    source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files
-    path: str | None = None  # jsonl: a file, or a folder of *.jsonl and *.parquet; row formats: data/chat.py
-    length: int = 512  # tokens in a packed row
-    limit: int | None = None  # take only so many documents
-    bad_rows: int = 100  # rows that cannot be used and are left out; more end the run
-
-    def check(self) -> None:
-        """Raises ValueError for a source that cannot be read."""
-        if self.source not in ("embedded", "stdlib", "jsonl"):
-            raise ValueError(f"data.source={self.source}: use embedded, stdlib or jsonl")
-        if self.source == "jsonl" and not self.path:
-            raise ValueError("data.source=jsonl needs data.path=<a .jsonl file or a folder of them>")
-        if self.source == "jsonl" and not Path(self.path).exists():
-            raise ValueError(f"data.path={self.path}: no such file or folder")
-        if self.bad_rows < 0:
-            raise ValueError(f"data.bad_rows={self.bad_rows}: 0 or more")
-        if self.length < 16:
-            raise ValueError(f"data.length={self.length}: a row holds at least 16 tokens")
-
-
-def _records(file: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) of a file; a line that is no JSON comes as its error."""
-    if file.suffix == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        number = 0
-        for part in ParquetFile(file).iter_batches():
-            for row in part.to_pylist():
-                number += 1
-                yield f"{file}, row {number}", row
-        return
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield f"{file}, line {number}", json.loads(line)
-            except ValueError as error:
-                yield f"{file}, line {number}", error
-
-
-def read_rows(path: str, bad_rows: int = 0, answered: bool = True) -> list[dict]:
-    """Rows {"prompt", "text", "messages"} of a file or a folder, each once; loss is on "text" or on the assistant's
-    messages, which end with an answer or, if not `answered`, with a question.
-
-    Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError, naming file and
-    line, when there are more than `bad_rows` of them, or no others.
-    """
-    folder = Path(path).is_dir()
-    files = (
-        sorted(f for kind in ("jsonl", "parquet") for f in Path(path).rglob(f"*.{kind}")) if folder else [Path(path)]
-    )
-    rows, faults, seen, twice = [], [], set(), 0
-    for file in files:
-        for where, record in _records(file):
-            try:
-                if isinstance(record, ValueError):
-                    raise ValueError(f"no JSON ({record})")
-                row = normalise(record, answered)
-            except ValueError as error:
-                faults.append(f"{where}: {error}")
-                continue
-            key = hash(json.dumps(row, sort_keys=True))
-            twice += key in seen
-            if key not in seen:
-                seen.add(key)
-                rows.append(row)
-    check_faults(faults, len(rows) + len(faults), bad_rows)
-    if twice:
-        print(f"data: {twice} rows are there more than once, and taken once", file=sys.stderr)
-    if not rows:
-        raise ValueError(f"data.path={path}: no rows in {len(files)} files")
-    return rows
-
-
-def check_faults(faults: list[str], count: int, bad_rows: int) -> None:
-    """Reports rows that are left out. Raises ValueError if they are more than `bad_rows`."""
-    if len(faults) > bad_rows:
-        raise ValueError(f"{len(faults)} of {count} rows cannot be used, data.bad_rows={bad_rows} may be: {faults[0]}")
-    if faults:
-        print(f"data: {len(faults)} of {count} rows cannot be used and are left out: {faults[0]}", file=sys.stderr)
-
-
-def held_out_rows(config: DataConfig) -> list[dict]:
-    """Rows {"prompt", "text", "messages"} that training never sees: the library's held-out files, or every 50th row of
-    one's own."""
-    if config.source in ("embedded", "stdlib"):
-        return [normalise({"text": document.text}) for document in _with_text("held_out")]
-    return read_rows(config.path, config.bad_rows)[::50]
-
-
-def training_rows(config: DataConfig) -> list[dict]:
-    """Rows {"prompt", "text", "messages"} to train on."""
-    if config.source == "stdlib":
-        rows = [normalise({"text": document.text}) for document in _with_text("train")]
-    elif config.source == "embedded":
-        rows = read_rows(str(ANSWERS))
-    else:
-        rows = [row for i, row in enumerate(read_rows(config.path, config.bad_rows)) if i % 50]
-    if not rows:
-        raise ValueError(f"data.path={config.path}: too few rows, one of fifty is held out for evaluation")
-    return rows[: config.limit]
-
-
-def _with_text(split: str) -> Iterator:
-    return (document for document in stdlib_documents(split) if document.text.strip())
-
-
-def questions(config: DataConfig) -> list[dict]:
-    """All rows {"prompt", "text", "messages"} as questions, whatever has been answered to them."""
-    if config.source == "jsonl":
-        return read_rows(config.path, config.bad_rows, answered=False)[: config.limit]
-    return training_rows(config)
-
-
-def tokenize(rows: dict[str, list], tokenizer, length: int) -> dict[str, list]:
-    """A batch of rows to pieces of at most `length` tokens: {"ids": ..., "loss": ..., "fault": ...}.
+def tokenize(rows: dict[str, list], tokenizer, length: int, long: str = "split") -> dict[str, list]:
+    """A batch of rows to pieces of at most `length` tokens: {"ids": ..., "loss": ..., "fault": ...}; longer texts are
+    split, truncated or dropped.
 
     The end-of-text token closes a text and carries loss; a prompt does not. Of a chat, the answers do, with what
     ends them. A row that the chat template does not show as it is becomes a piece without tokens and its fault.
@@ -158,7 +37,9 @@ def tokenize(rows: dict[str, list], tokenizer, length: int) -> dict[str, list]:
                 for column, value in zip(pieces.values(), ([], [], str(error)), strict=True):
                     column.append(value)
                 continue
-        for cut in range(0, len(ids), length):
+        if long == "drop" and len(ids) > length:
+            continue
+        for cut in range(0, len(ids) if long == "split" else min(length, len(ids)), length):
             if sum(loss[cut : cut + length]) > 1:  # an anchor needs a successor
                 pieces["ids"].append(ids[cut : cut + length])
                 pieces["loss"].append(loss[cut : cut + length])
@@ -186,26 +67,75 @@ def pack(pieces: dict[str, list], length: int) -> dict[str, list]:
     return rows
 
 
-def packed_rows(config: DataConfig, tokenizer):
-    """The training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors. Raises ValueError when more
-    than `bad_rows` rows do not go through the chat template."""
-    from datasets import Dataset, disable_progress_bars
+def raw_rows(config: DataConfig) -> "Dataset":
+    """One data set's training rows, read once into a memory-mapped cache of `datasets`."""
+    from datasets import Dataset, Features, List, Value
+    from datasets.exceptions import DatasetGenerationError
+
+    message = {"role": Value("string"), "content": Value("string")}
+    features = Features({"prompt": Value("string"), "text": Value("string"), "messages": List(message)})
+    arguments = {"config": config}
+    try:
+        return Dataset.from_generator(
+            training_rows, features=features, gen_kwargs=arguments, fingerprint=identity(config)
+        )
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
+
+def mixed_rows(config: DataConfig) -> "Dataset":
+    """The training rows of all data sets of a configuration: of each as many as its weight asks for, such that the
+    scarcest is used up; which ones is drawn once, whatever the run's seed."""
+    from datasets import concatenate_datasets
+
+    parts = [(raw_rows(part), weight) for part, weight in single(config)]
+    if len(parts) > 1:
+        scale = min(len(rows) / weight for rows, weight in parts)
+        parts = [(rows.shuffle(seed=0).select(range(round(scale * weight))), weight) for rows, weight in parts]
+    rows = concatenate_datasets([rows for rows, _ in parts])
+    return rows if config.limit is None else rows.select(range(min(config.limit, len(rows))))
+
+
+def packed_rows(config: DataConfig, tokenizer) -> "Dataset":
+    """The training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped and cached.
+    Raises ValueError when more than `bad_rows` rows do not go through the chat template, or there is nothing to
+    train on."""
+    from datasets import disable_progress_bars
 
     disable_progress_bars()
-    raw = Dataset.from_list(training_rows(config))
+    raw = mixed_rows(config)
+    vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    vocabulary.update(str(getattr(tokenizer, "chat_template", None)).encode())
+    digest = hashlib.sha256((vocabulary.hexdigest() + "".join(identity(part) for part, _ in single(config))).encode())
+    digest.update(json.dumps([config.limit, [part.weight for part in config.parts]]).encode())
+    processes = config.num_proc if config.num_proc > 1 else None
     tokenized = raw.map(
         tokenize,
         batched=True,
         batch_size=256,
         remove_columns=raw.column_names,
-        fn_kwargs={"tokenizer": tokenizer, "length": config.length},
+        fn_kwargs={"tokenizer": tokenizer, "length": config.length, "long": config.long},
+        num_proc=processes,
+        new_fingerprint=digest.hexdigest()[:32],
     )
-    faults = [fault for fault in tokenized["fault"] if fault]
+    faults = [fault for fault in tokenized.with_format(None)["fault"] if fault]
     check_faults(faults, len(raw), config.bad_rows)
     tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault")
     packed = tokenized.map(
-        pack, batched=True, batch_size=2048, remove_columns=tokenized.column_names, fn_kwargs={"length": config.length}
+        pack,
+        batched=True,
+        batch_size=2048,
+        remove_columns=tokenized.column_names,
+        fn_kwargs={"length": config.length},
+        num_proc=processes,
     )
+    if len(packed) == 0:
+        raise ValueError(
+            f"data.source={config.source}: no row to train on is left (one of fifty is held out for evaluation, "
+            f"and data.long={config.long} may drop texts of more than {config.length} tokens)"
+        )
     return packed.with_format("torch")
 
 

@@ -1,6 +1,8 @@
 """Held-out prompts for evaluation, as token ids."""
 
-from data.packing import DataConfig, held_out_rows
+from itertools import islice
+
+from data.rows import DataConfig, held_out_rows
 
 
 def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:
@@ -12,7 +14,7 @@ def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> 
     ValueError if there are too few.
     """
     prompts, windows = [], []
-    for row in held_out_rows(config):
+    for row in islice(held_out_rows(config), 20 * count):
         if row["messages"]:
             asked = row["messages"][:-1]  # the last one is an answer
             ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from data.packing import DataConfig
+from data.rows import DataConfig
 from infer.config import ChatConfig, DecodeOptions, EngineConfig, EvaluationConfig, ServerConfig, TargetConfig
 from infer.entry import entry
 
@@ -147,7 +147,7 @@ def run_serve(config: ServeCommand) -> None:
 
 
 def run_regenerate(config: RegenerateCommand) -> None:
-    from data.packing import questions
+    from data.rows import questions
     from infer import load_drafter, load_target
     from infer.api import encode
     from infer.regenerate import Row, by_engine, by_server, options_of, regenerate

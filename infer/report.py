@@ -115,6 +115,16 @@ def steps_figure(evaluations: list[dict]):
     return figure
 
 
+def sweep_figure(methods: list[str], taus: dict[str, list[float]]):
+    """Acceptance lengths of several runs, method by method."""
+    figure, (ax,) = _axes(8, 4.2)
+    for run, values in taus.items():
+        ax.plot(methods, values, marker="o", linewidth=1.4, label=run)
+    ax.set_ylabel("tokens per round (τ)")
+    ax.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def _png(figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

@@ -6,7 +6,7 @@ A default is written once, here or in `infer.config` and `data.packing`; conf/ h
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.packing import DataConfig
+from data.rows import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 
 WEIGHTS = ("gamma", "exponential", "dpace", "multistep")

@@ -17,6 +17,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ from train.plan import matmul_rate, shape_of, step_operations
 from train.progress import Progress
 from train.state import checkpoint_folder, load, newest, save, seeded, step_of, trim_log
 from train.tracking import Tracker
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,14 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     return load_target(options.path, dtype, place, options.trust_remote_code, layers)
 
 
+def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
+    """The packed rows: one process of each machine makes them, the others find them in the cache."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    rows = packed_rows(config.data, target.tokenizer) if first else None
+    dist.barrier()
+    return rows if first else packed_rows(config.data, target.tokenizer)
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes: the allocator's most on CUDA, the process's most elsewhere."""
     if device.type == "cuda":
@@ -267,7 +279,7 @@ def train(config: TrainConfig) -> Path:
     if state:
         restore(engine, state)
     done = step_of(folder) if state else 0
-    dataset = packed_rows(config.data, target.tokenizer) if stored is None else stored
+    dataset = stored if stored is not None else prepared_rows(config, target)
     first = dist.get_rank() == 0
     total = total_steps(config, len(dataset))
     stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}

@@ -5,6 +5,7 @@ import sys
 
 from infer.entry import entry
 from train.config import TrainConfig
+from train.sweep import sweep
 
 
 def run(config: TrainConfig) -> None:
@@ -18,4 +19,7 @@ def run(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry("train", TrainConfig, run)
+    if {"--multirun", "-m"} & set(sys.argv):
+        sweep(sys.argv[1:])
+    else:
+        entry("train", TrainConfig, run)

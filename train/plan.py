@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from data.rows import files_of, single, training_rows
 from train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -196,16 +197,17 @@ def target_config(config: TrainConfig) -> "PretrainedConfig":
         ) from error
 
 
-def estimated_tokens(config: TrainConfig) -> float:
-    """About how many tokens the training rows have: four bytes each."""
-    from data.packing import training_rows
-
-    data = config.data
-    if data.source in ("embedded", "stdlib"):
-        return sum(len(row["prompt"]) + len(row["text"]) for row in training_rows(data)) / 4
-    place = Path(data.path)
-    files = [place] if place.is_file() else [f for f in place.rglob("*") if f.suffix in (".jsonl", ".parquet")]
-    return sum(file.stat().st_size * (3 if file.suffix == ".parquet" else 1) for file in files) / 4
+def estimated_tokens(config: TrainConfig) -> float | None:
+    """About how many tokens the training rows have, four bytes each; None where they are not on this machine yet."""
+    size = 0.0
+    for data, _ in single(config.data):
+        if data.source == "hub":
+            return None
+        if data.source in ("embedded", "stdlib"):
+            size += sum(len(row["prompt"]) + len(row["text"]) for row in training_rows(data))
+        else:
+            size += sum(file.stat().st_size * (3 if file.suffix == ".parquet" else 1) for file in files_of(data.path))
+    return size / 4
 
 
 def run(config: TrainConfig) -> None:
@@ -242,10 +244,14 @@ def run(config: TrainConfig) -> None:
         + ", ".join(f"{size / gb * 1e6:,.1f} GB a million tokens in {store}" for store, size in stored.items())
     )
     tokens = estimated_tokens(config)
-    steps = config.optim.steps or max(1, round(config.optim.epochs * tokens / shape.length / config.optim.batch))
-    print(
-        f"data       about {tokens / 1e6:,.1f} million tokens; {stored['bfloat16'] * tokens / gb:,.1f} GB of features"
-    )
+    steps = config.optim.steps
+    if tokens is None:
+        print("data       on the hub: how many tokens it has, and so how many steps, shows once it is here")
+    else:
+        size = stored["bfloat16"] * tokens / gb
+        print(f"data       about {tokens / 1e6:,.1f} million tokens; {size:,.1f} GB of features")
+        steps = steps or max(1, round(config.optim.epochs * tokens / shape.length / config.optim.batch))
+    steps = steps or 1000
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     for name, rate in ((f"this machine's {device.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):

@@ -203,7 +203,7 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
     learns best from what its target writes."""
     import torch
 
-    from data.packing import DataConfig, training_rows
+    from data.rows import DataConfig, training_rows
     from infer import DecodeOptions, load_target
     from infer.decode import decode
 

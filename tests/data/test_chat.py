@@ -1,13 +1,15 @@
 """Chats: formats, templates, and loss on exactly the assistant's tokens."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.chat import normalise, render, tokenize_chat
-from data.packing import DataConfig, packed_rows, read_rows
+from data.packing import packed_rows
 from data.prompts import held_out_prompts
+from data.rows import DataConfig, read_rows
 from train.pretrain import train_tokenizer
 
 # Written for this test after the behaviour of the two families' templates: Qwen3 shows the thoughts of the last answer
@@ -148,13 +150,13 @@ def test_a_mixed_set_with_broken_rows_trains(tokenizer, tmp_path, capsys):
         Table.from_pylist([{"messages": chat(f"parquet {i}", "yes")} for i in range(20)]), tmp_path / "b.parquet"
     )
     config = DataConfig(source="jsonl", path=str(tmp_path), length=64, bad_rows=len(BAD))
-    rows = read_rows(str(tmp_path), len(BAD))
+    rows = list(read_rows(config))
     said = capsys.readouterr().err
     assert len(rows) == len(CHATS) + 60 + 60 + 20
-    assert f"{len(BAD)} of {len(rows) + len(BAD) + len(CHATS) - len(CHATS)} rows cannot be used" in said
+    assert f"{len(BAD)} of {len(good) + len(BAD) + 20} rows cannot be used" in said
     assert "a.jsonl, line 135: no JSON" in said and f"{len(CHATS)} rows are there more than once" in said
     with pytest.raises(ValueError, match=f"{len(BAD)} of .* rows cannot be used, data.bad_rows=11 may be: .*line 135"):
-        read_rows(str(tmp_path), len(BAD) - 1)
+        list(read_rows(replace(config, bad_rows=len(BAD) - 1)))
     packed = packed_rows(config, tokenizer)
     assert packed["loss"][:].any(1).all() and packed["ids"][:].shape[1] == 64
     prompts = held_out_prompts(config, tokenizer, 3, 32)
@@ -162,6 +164,7 @@ def test_a_mixed_set_with_broken_rows_trains(tokenizer, tmp_path, capsys):
 
 
 def test_the_library_and_the_answers_are_all_good(capsys):
-    from data.packing import training_rows
+    from data.rows import training_rows
 
-    assert len(training_rows(DataConfig())) > 2500 and len(training_rows(DataConfig(source="stdlib"))) > 300
+    assert len(list(training_rows(DataConfig()))) > 2500
+    assert len(list(training_rows(DataConfig(source="stdlib")))) > 300

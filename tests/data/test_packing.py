@@ -1,13 +1,15 @@
 """Documents to packed rows: nothing lost, nothing mixed, prompts without loss, held-out text unseen."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from data.corpus import is_held_out, stdlib_documents
-from data.packing import DataConfig, batch, pack, packed_rows, read_rows, row_index, tokenize
+from data.packing import batch, mixed_rows, pack, packed_rows, row_index, tokenize
 from data.prompts import held_out_prompts
+from data.rows import DataConfig, Part, held_out_rows, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +91,12 @@ def test_a_bad_line_is_named(tmp_path, line):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
-        read_rows(str(file))
+        list(read_rows(DataConfig(source="jsonl", path=str(file), bad_rows=0)))
 
 
 def test_an_empty_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no rows"):
-        read_rows(str(tmp_path))
+        list(read_rows(DataConfig(source="jsonl", path=str(tmp_path))))
 
 
 def test_library_prompts_are_many_different_and_held_out(tokenizer):
@@ -105,3 +107,67 @@ def test_library_prompts_are_many_different_and_held_out(tokenizer):
     assert all(tokenizer.decode(prompt) in held for prompt in prompts)
     with pytest.raises(ValueError, match="prompts=1000000"):
         held_out_prompts(DataConfig(), tokenizer, 1_000_000, 48)
+
+
+def write(file, rows: list[dict]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_a_mixture_takes_rows_by_weight(tokenizer, tmp_path):
+    """Files and a data set that `datasets` loads, here from a folder."""
+    a = write(tmp_path / "a.jsonl", [{"text": f"alpha {i}"} for i in range(100)])
+    write(tmp_path / "hub" / "train.jsonl", [{"text": f"beta {i}"} for i in range(400)])
+    parts = [Part(path=a, weight=1.0), Part(path=str(tmp_path / "hub"), weight=2.0)]
+    config = DataConfig(source="mixture", parts=parts, length=32)
+    rows = mixed_rows(config)["text"]
+    counts = {word: sum(text.startswith(word) for text in rows) for word in ("alpha", "beta")}
+    assert counts == {"alpha": 98, "beta": 196}  # one of fifty is held out; the scarcer part is used up
+    assert len(set(rows)) == len(rows)
+    assert len(mixed_rows(replace(config, limit=10))) < 11
+    held = [row["text"] for row in held_out_rows(config)]
+    assert held[:3] == ["alpha 0", "beta 0", "alpha 50"]
+    assert not set(held) & set(rows)
+    hub = DataConfig(source="hub", path=str(tmp_path / "hub"), length=32)
+    assert len(mixed_rows(hub)) == 392
+    with pytest.raises(ValueError, match="split nothere: cannot be had"):
+        mixed_rows(replace(hub, split="nothere"))
+
+
+def test_rows_are_read_again_only_when_something_changed(tokenizer, tmp_path, monkeypatch):
+    from data import packing
+
+    file = write(tmp_path / "a.jsonl", [{"text": f"word {i} and more"} for i in range(60)])
+    config = DataConfig(source="jsonl", path=file, length=32)
+    first = packed_rows(config, tokenizer)
+    calls = []
+    monkeypatch.setattr(packing, "tokenize", lambda rows, **_: calls.append(1))
+    again = packed_rows(config, tokenizer)
+    assert not calls and again["ids"][:].tolist() == first["ids"][:].tolist()
+    monkeypatch.undo()
+    write(tmp_path / "a.jsonl", [{"text": f"word {i} and less"} for i in range(60)])
+    assert packed_rows(config, tokenizer)["ids"][:].tolist() != first["ids"][:].tolist()
+
+
+@pytest.mark.parametrize("long, tokens", [("split", 100), ("truncate", 32), ("drop", 0)])
+def test_long_texts_are_split_truncated_or_dropped(tokenizer, long, tokens):
+    ids = tokenizer("x = 1\n" * 200)["input_ids"][:99]
+    rows = {"prompt": ["", ""], "text": [tokenizer.decode(ids), "short"], "messages": [None, None]}
+    pieces = tokenize(rows, tokenizer, 32, long)
+    short = len(tokenizer("short")["input_ids"]) + 1
+    assert sum(map(len, pieces["ids"])) in (tokens + short, tokens + short - 1)
+    assert all(len(piece) <= 32 for piece in pieces["ids"])
+
+
+def test_tokenising_in_several_processes_gives_the_same_rows(tokenizer, tmp_path):
+    file = write(
+        tmp_path / "a.jsonl", [{"prompt": f"p{i}", "response": "some words " * (i % 7 + 1)} for i in range(90)]
+    )
+    one = DataConfig(source="jsonl", path=file, length=64)
+    tokens = []
+    for config in (one, replace(one, num_proc=2, bad_rows=99)):  # another identity, so nothing is found in the cache
+        rows = packed_rows(config, tokenizer)
+        columns = zip(rows["ids"][:], rows["documents"][:], strict=True)
+        tokens.append(sorted(token for ids, documents in columns for token in ids[documents >= 0].tolist()))
+    assert tokens[0] == tokens[1]

@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from data.packing import DataConfig, batch, packed_rows
+from data.packing import batch, packed_rows
+from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
 from infer.dflash import DFlash, drafter_config, warm_layers

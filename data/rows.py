@@ -1,0 +1,215 @@
+"""Rows to learn from: files, data sets of the hub, mixtures of them; each row once, broken ones counted and left out.
+
+A row is {"prompt", "text", "messages"}, see data/chat.py.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+from data.chat import normalise
+from data.corpus import stdlib_documents
+
+# What the embedded target wrote after prompts from its training text, by train/pretrain.py.
+ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
+SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
+HELD_OUT = 50  # every so-manieth row of one's own data is kept for evaluation
+
+
+@dataclass
+class Part:
+    """One data set of a mixture: a file, a folder, or a name on the hub."""
+
+    path: str
+    split: str = "train"  # of a data set on the hub
+    weight: float = 1.0  # its share of the rows, relative to the other parts'
+
+
+@dataclass
+class DataConfig:
+    """What to train on."""
+
+    source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files;
+    # hub: a data set of the Hugging Face hub; mixture: several of them, in `parts`
+    path: str | None = None  # jsonl: a file, or a folder of *.jsonl, *.json and *.parquet; hub: its name or folder
+    split: str = "train"  # hub: which split
+    parts: list[Part] = field(default_factory=list)  # mixture: as many rows as the scarcest part allows
+    length: int = 512  # tokens in a packed row
+    long: str = "split"  # longer texts: split into rows, truncate, or drop
+    limit: int | None = None  # take only so many documents
+    bad_rows: int = 100  # rows that cannot be used and are left out; more end the run
+    num_proc: int = 1  # processes that tokenise
+
+    def check(self) -> None:
+        """Raises ValueError for a source that cannot be read."""
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source={self.source}: use one of {', '.join(SOURCES)}")
+        if self.source == "jsonl" and not self.path:
+            raise ValueError("data.source=jsonl needs data.path=<a .jsonl file or a folder of them>")
+        if self.source == "jsonl" and not Path(self.path).exists():
+            raise ValueError(f"data.path={self.path}: no such file or folder")
+        if self.source == "hub" and not self.path:
+            raise ValueError("data.source=hub needs data.path=<the data set's name on the hub>")
+        if (self.source == "mixture") != bool(self.parts):
+            raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
+        if any(not part.weight > 0 for part in self.parts):
+            raise ValueError(f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}")
+        if self.bad_rows < 0:
+            raise ValueError(f"data.bad_rows={self.bad_rows}: 0 or more")
+        if self.length < 16:
+            raise ValueError(f"data.length={self.length}: a row holds at least 16 tokens")
+        if self.long not in ("split", "truncate", "drop"):
+            raise ValueError(f"data.long={self.long}: use split, truncate or drop")
+        if self.num_proc < 1:
+            raise ValueError(f"data.num_proc={self.num_proc}: at least 1")
+
+
+def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
+    """The data sets that a configuration stands for, none of them a mixture, with their weights."""
+    if config.source != "mixture":
+        return [(config, 1.0)]
+    return [
+        (
+            replace(
+                config,
+                source="jsonl" if Path(part.path).exists() else "hub",
+                path=part.path,
+                split=part.split,
+                parts=[],
+            ),
+            part.weight,
+        )
+        for part in config.parts
+    ]
+
+
+def files_of(path: str) -> list[Path]:
+    """The files that a path stands for."""
+    if not Path(path).is_dir():
+        return [Path(path)]
+    return sorted(file for kind in ("jsonl", "json", "parquet") for file in Path(path).rglob(f"*.{kind}"))
+
+
+def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
+    """(where, row) of a data set; a line that is no JSON comes as its error."""
+    if config.source == "hub":
+        from datasets import load_dataset
+
+        try:
+            rows = load_dataset(config.path, split=config.split)
+        except (OSError, ValueError) as error:  # a ConnectionError is an OSError
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"data.path={config.path}, split {config.split}: cannot be had ({reason})") from error
+        for number, row in enumerate(rows):
+            yield f"{config.path}, row {number}", row
+        return
+    for file in files_of(config.path):
+        if file.suffix == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            number = 0
+            for part in ParquetFile(file).iter_batches():
+                for row in part.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
+        elif file.suffix == ".json":  # one list, as ShareGPT came
+            for number, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
+                yield f"{file}, entry {number}", row
+        else:
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(lines, 1):
+                    try:
+                        yield f"{file}, line {number}", json.loads(line)
+                    except ValueError as error:
+                        yield f"{file}, line {number}", error
+
+
+def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
+    """Rows of one's own data, each once; loss is on "text" or on the assistant's messages, which end with an answer
+    or, if not `answered`, with a question. Only digests of the rows are kept in memory.
+
+    Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError, naming file and
+    line, when there are more than `bad_rows` of them, or no others.
+    """
+    faults, seen, count, twice = [], set(), 0, 0
+    for where, record in _records(config):
+        count += 1
+        try:
+            if isinstance(record, ValueError):
+                raise ValueError(f"no JSON ({record})")
+            row = normalise(record, answered)
+        except ValueError as error:
+            faults.append(f"{where}: {error}")
+            if len(faults) > config.bad_rows:
+                break
+            continue
+        key = hashlib.blake2b(json.dumps(row, sort_keys=True).encode(errors="replace"), digest_size=8).digest()
+        if key in seen:
+            twice += 1
+            continue
+        seen.add(key)
+        yield row
+    check_faults(faults, count, config.bad_rows)
+    if twice:
+        print(f"data: {twice} rows are there more than once, and taken once", file=sys.stderr)
+    if not seen:
+        raise ValueError(f"data.path={config.path}: no rows")
+
+
+def check_faults(faults: list[str], count: int, bad_rows: int) -> None:
+    """Reports rows that are left out. Raises ValueError if they are more than `bad_rows`."""
+    if len(faults) > bad_rows:
+        raise ValueError(f"{len(faults)} of {count} rows cannot be used, data.bad_rows={bad_rows} may be: {faults[0]}")
+    if faults:
+        print(f"data: {len(faults)} of {count} rows cannot be used and are left out: {faults[0]}", file=sys.stderr)
+
+
+def held_out_rows(config: DataConfig) -> Iterator[dict]:
+    """Rows that training never sees: the library's held-out files, or every 50th row of one's own; of a mixture, in
+    turns from all its parts."""
+    if config.source in ("embedded", "stdlib"):
+        yield from (normalise({"text": document.text}) for document in _with_text("held_out"))
+        return
+    parts = [islice(read_rows(part), 0, None, HELD_OUT) for part, _ in single(config)]
+    while parts:
+        for part in list(parts):
+            row = next(part, None)
+            if row is None:
+                parts.remove(part)
+            else:
+                yield row
+
+
+def training_rows(config: DataConfig) -> Iterator[dict]:
+    """Rows of one data set to train on."""
+    if config.source == "stdlib":
+        rows = (normalise({"text": document.text}) for document in _with_text("train"))
+    elif config.source == "embedded":
+        rows = read_rows(replace(config, source="jsonl", path=str(ANSWERS)))
+    else:
+        rows = (row for i, row in enumerate(read_rows(config)) if i % HELD_OUT)
+    yield from islice(rows, config.limit)
+
+
+def _with_text(split: str) -> Iterator:
+    return (document for document in stdlib_documents(split) if document.text.strip())
+
+
+def questions(config: DataConfig) -> Iterator[dict]:
+    """All rows as questions, whatever has been answered to them."""
+    for part, _ in single(config):
+        own = part.source in ("jsonl", "hub")
+        yield from islice(read_rows(part, answered=False) if own else training_rows(part), config.limit)
+
+
+def identity(config: DataConfig) -> str:
+    """A digest of what the rows of one data set follow from: its options, its files' sizes and times, this code."""
+    files = files_of(config.path) if config.source == "jsonl" else [ANSWERS] if config.source == "embedded" else []
+    stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    code = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    chosen = asdict(config) | {"num_proc": 0}
+    return hashlib.sha256(json.dumps([chosen, stamps, code, sys.version]).encode()).hexdigest()
