@@ -83,6 +83,19 @@ def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
     return engine
 
 
+def take_step(engine) -> torch.Tensor:
+    """After a backward pass: the optimiser's step, if it is the last pass of one. Returns the gradient's norm before
+    clipping, () (NaN where there was no step)."""
+    norm = None
+    if engine.zero_optimization_stage() == 0 and engine.is_gradient_accumulation_boundary():
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)  # DeepSpeed tells it of sharded gradients only
+    engine.step()
+    if norm is None:
+        norm = engine.get_global_grad_norm()
+    return torch.as_tensor(float("nan") if norm is None else norm)
+
+
 def _flats(engine) -> list[torch.Tensor]:
     """The parameters that the optimiser itself sees: the drafter's, or this process's shares of them, in one piece."""
     if engine.zero_optimization_stage() == 3:

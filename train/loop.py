@@ -27,7 +27,7 @@ from infer.dflash import DFlash, drafter_config, warm_layers
 from infer.target import Target, load_target, resolve_device, resolve_dtype
 from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
-from train.engine import build_engine, compute_dtype, micro_batch, restore, start_processes
+from train.engine import build_engine, compute_dtype, micro_batch, restore, start_processes, take_step
 from train.features import StoredRows, identity, stored_features
 from train.hooks import evaluate_checkpoint, finish_report
 from train.objective import divergence, position_weights
@@ -153,19 +153,18 @@ def train_step(
     for rows, blocks in micro:
         loss, agree = block_loss(engine, target, rows, blocks, config)
         engine.backward(loss * (world * passes / total))  # DeepSpeed averages over both
-        engine.step()
+        norm = take_step(engine)
         agree = agree & blocks.supervised  # (B, N, L)
         loss_sum += loss.detach()
         agree_sum += agree.sum((0, 1))
         prefix_sum += torch.stack([agree.long().cumprod(-1).sum() + blocks.valid.sum(), blocks.valid.sum()])
     sums = torch.cat([loss_sum[None], agree_sum, prefix_sum])
     dist.all_reduce(sums)
-    norm = engine.get_global_grad_norm()
     return StepMetrics(
         loss=sums[0] / total,
         agreement=sums[1 : 1 + length] / supervised.clamp(min=1),
         prefix=sums[-2] / sums[-1].clamp(min=1),
-        grad_norm=torch.as_tensor(float("nan") if norm is None else norm),
+        grad_norm=norm,
     )
 
 

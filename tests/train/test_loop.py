@@ -1,6 +1,7 @@
 """Runs as a user starts them: exact resume after kills and signals, independence of the number of processes."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -108,6 +109,7 @@ def same_losses(run: Path, other: Path) -> None:
     for line, twin in zip(lines(run), lines(other), strict=True):
         assert twin["loss"] == pytest.approx(line["loss"], rel=1e-5)
         assert twin["agreement"] == pytest.approx(line["agreement"], abs=1e-6)
+        assert twin["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +156,20 @@ def test_goes_on_with_other_processes_and_stages(repo, eight_steps, tmp_path, be
     output = finish(start(repo, tmp_path, *options, f"deepspeed={after[1]}", processes=after[0]))
     assert "going on after step 4" in output
     same_losses(eight_steps, run)
+
+
+def test_a_batch_with_no_anchor_changes_nothing(repo, tmp_path):
+    """Answers of one token each: nothing can be drafted, no step may divide by it."""
+    turns = [("user", "a question, "), ("assistant", "x"), ("user", " and more, "), ("assistant", "y")]
+    chat = [{"role": role, "content": content} for role, content in turns]
+    rows = [{"messages": [{"role": "user", "content": f"{i} "}, *chat[1:]]} for i in range(90)]
+    rows[5]["messages"][-1] = {"role": "assistant", "content": "an answer of some length, once"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["name=none", "data=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "optim.steps=30", "optim.batch=1"]
+    finish(start(repo, tmp_path, *options, "data.limit=null", "checkpoints=1", "evaluation.prompts=1"))
+    found = lines(tmp_path / "none")
+    assert len(found) == 30 and all(math.isfinite(line["loss"]) for line in found)
+    assert min(line["loss"] for line in found) == 0 < max(line["loss"] for line in found)
 
 
 def test_rows_that_cannot_be_shared_are_one_sentence(repo, tmp_path):

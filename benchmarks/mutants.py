@@ -1,0 +1,146 @@
+"""Puts the bugs that other trainers had into a copy of this repository, one at a time, and shows that a test notices.
+
+    python benchmarks/mutants.py [words of names]
+
+Each line: the bug, the test that failed first, seconds. A bug that no test notices is reported, and the exit code is 1.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
+# name, file, (what is there, what is put there) ..., tests to run
+MUTANTS = [
+    ("context leaks at the anchor", "infer/masks.py", ("context < anchor", "context <= anchor"), BLOCKS),
+    ("context leaks after the anchor", "infer/masks.py", ("context < anchor", "context < anchor + 2"), BLOCKS),
+    ("a block sees other blocks", "infer/masks.py", ("// block_size == block", "// block_size <= block"), BLOCKS),
+    (
+        "a block sees other documents",
+        "infer/masks.py",
+        ("before_anchor & same_document, inside", "before_anchor, inside"),
+        BLOCKS,
+    ),
+    (
+        "the target sees other documents",
+        "infer/masks.py",
+        ("(documents[b, q] == documents[b, kv]) & (kv <= q)", "kv <= q"),
+        BLOCKS,
+    ),
+    ("tapped layers off by one", "infer/target.py", ("(self._tap(layer))", "(self._tap(layer + 1))"), BLOCKS),
+    ("teacher rows off by one", "train/blocks.py", ("* length + safe - 1", "* length + safe"), BLOCKS),
+    ("labels off by one", "train/blocks.py", ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"), BLOCKS),
+    (
+        "positions of a block off by one",
+        "train/blocks.py",
+        ("(at(positions, anchors)[..., None] + steps)", "(at(positions, anchors)[..., None] + steps + 1)"),
+        BLOCKS,
+    ),
+    (
+        "the embedding taken for the head",
+        "infer/target.py",
+        ("return self.model.get_output_embeddings().weight", "return self.model.get_input_embeddings().weight"),
+        BLOCKS,
+    ),
+    (
+        "padding sees nothing, and -inf makes it NaN",
+        "infer/masks.py",
+        ("== documents[b, kv]) & (kv <= q)", "== documents[b, kv]) & (kv <= q) & (documents[b, q] >= 0)"),
+        ("torch.finfo(dtype).min", 'float("-inf")'),
+        BLOCKS,
+    ),
+    (
+        "slots without an anchor carry loss",
+        "train/blocks.py",
+        ("supervised = valid[..., None] & (ahead < length)", "supervised = (ahead < length)"),
+        BLOCKS,
+    ),
+    ("a batch without anchors divides by zero", "train/loop.py", (".clamp(min=1e-6)", ""), LOOP + " -k no_anchor"),
+    (
+        "gradients depend on the number of processes",
+        "train/loop.py",
+        ("loss * (world * passes / total)", "loss * (passes / total)"),
+        LOOP + " -k how_a_step",
+    ),
+    (
+        "each process divides by its own weights",
+        "train/loop.py",
+        ("    dist.all_reduce(supervised)\n", ""),
+        LOOP + " -k how_a_step",
+    ),
+    (
+        "a template that rewrites history goes unnoticed",
+        "data/chat.py",
+        ('raise ValueError(f"the chat template does not show answer {i} as it is")', "pass"),
+        CHAT,
+    ),
+    (
+        "only the last answer carries loss",
+        "data/chat.py",
+        ("for start, end in spans:", "for start, end in spans[-1:]:"),
+        CHAT,
+    ),
+    (
+        "questions carry loss",
+        "data/chat.py",
+        ("        spans.append((start, end))", "        spans.append((0, end))"),
+        CHAT,
+    ),
+    (
+        "resuming drops the precision of the weights",
+        "train/engine.py",
+        ('value.to("cpu", torch.float32)', 'value.to("cpu", torch.bfloat16)'),
+        LOOP + " -k 'killed or other_processes'",
+    ),
+    (
+        "resuming drops the optimiser's moments",
+        "train/loop.py",
+        ("        restore(engine, state)\n", "        pass\n"),
+        LOOP + " -k 'killed or other_processes'",
+    ),
+]
+
+
+def notice(mutant: tuple) -> str | None:
+    """The first test that fails with the bug in place, or None. Raises SystemExit where the bug no longer fits."""
+    name, file, *changes, tests = mutant
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+        for path in listed.splitlines():
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / path, copy / path)
+        source = (copy / file).read_text()
+        for old, new in changes:
+            if old not in source:
+                raise SystemExit(f"{name}: {file} has no '{old}' any more; mend this list")
+            source = source.replace(old, new)
+        (copy / file).write_text(source)
+        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+        done = subprocess.run(
+            command, shell=True, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True
+        )
+        found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, flags=re.MULTILINE)
+        return found[1] if done.returncode == 1 and found else None
+
+
+def main() -> None:
+    missed = 0
+    for mutant in MUTANTS:
+        if sys.argv[1:] and not all(word in mutant[0] for word in sys.argv[1:]):
+            continue
+        began = time.perf_counter()
+        test = notice(mutant)
+        missed += test is None
+        print(f"{mutant[0]:<50} {test or 'NOT NOTICED':<70}{time.perf_counter() - began:>5.0f} s", flush=True)
+    raise SystemExit(min(missed, 1))
+
+
+if __name__ == "__main__":
+    main()
