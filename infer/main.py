@@ -151,15 +151,20 @@ def run_regenerate(config: RegenerateCommand) -> None:
     from infer import load_drafter, load_target
     from infer.api import encode
     from infer.regenerate import Row, by_engine, by_server, options_of, regenerate
+    from infer.target import load_tokenizer
 
     place = config.target
-    target = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+    if config.server is None:
+        target = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+        tokenizer = target.tokenizer
+    else:  # the server has the model
+        tokenizer = load_tokenizer(place.path, place.trust_remote_code)
     rows = []
     for index, row in enumerate(questions(config.data)):
         prompt = row["messages"] or row["prompt"]
         if not prompt:
-            ids = target.tokenizer(row["text"])["input_ids"][: config.prompt_tokens]
-            prompt = target.tokenizer.decode(ids, skip_special_tokens=True)
+            ids = tokenizer(row["text"])["input_ids"][: config.prompt_tokens]
+            prompt = tokenizer.decode(ids, skip_special_tokens=True)
         rows.append(Row(index, prompt))
     if config.server is not None:
         answers = by_server(config.server, config.model, config.decoding, config.at_once)

@@ -81,6 +81,8 @@ def masked_attention(
     """Attention of queries (B, H, Q, E) over keys and values (B, H', S, E), grouped heads included: FlexAttention for
     its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive."""
     if mask is None or isinstance(mask, torch.Tensor):
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)  # of another type, SDPA on the CPU would read it wrongly, and say nothing
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     # autocast leaves queries and keys, which come out of norms, in float32, and knows nothing of FlexAttention
     return _flex()[1](q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=True)

@@ -207,6 +207,24 @@ def resolve_path(path: str) -> str:
     return str(EMBEDDED) if path == "embedded" else path
 
 
+def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
+    """A target's tokenizer alone. Raises FileNotFoundError with what could not be found."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise not_found(path) from error
+
+
+def not_found(path: str) -> FileNotFoundError:
+    """What to say where a model is not."""
+    return FileNotFoundError(
+        f"target.path={path}: found neither as a local folder nor on the model hub from here. "
+        "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
+    )
+
+
 def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
     """Gives embedding, head, last norm and some decoder layers of a model without memory their weights from the files.
     Layers that are stored in another form than the model's own stay as they are. Raises ValueError where one of the
@@ -256,7 +274,7 @@ def load_target(
 
     Raises FileNotFoundError with what could not be found and how to give a local path.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -268,7 +286,7 @@ def load_target(
         "trust_remote_code": trust_remote_code,
     }
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code)
         if only_layers is not None:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             with torch.device("meta"):
@@ -279,8 +297,5 @@ def load_target(
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError) and Path(source).exists():
             raise
-        raise FileNotFoundError(
-            f"target.path={path}: found neither as a local folder nor on the model hub from here. "
-            "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
-        ) from error
+        raise not_found(path) from error
     return Target(model.to(place), tokenizer, name=path)

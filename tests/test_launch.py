@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("train", "eval", "generate", "serve", "chat", "regenerate", "pretrain", "test", "help")
+COMMANDS = ("train", "eval", "generate", "serve", "chat", "regenerate", "features", "plan", "pretrain", "test", "help")
 
 
 @pytest.fixture
@@ -23,7 +23,16 @@ def launch(repo, tmp_path):
 
     def run(*arguments: str, cwd: Path = repo, script: Path = repo / "launch.sh", **variables: str):
         record.unlink(missing_ok=True)
-        dropped = {"NPROC", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH", "LAUNCH_PYTHON"}
+        dropped = {
+            "NPROC",
+            "CUDA_VISIBLE_DEVICES",
+            "OMP_NUM_THREADS",
+            "PYTHONPATH",
+            "LAUNCH_PYTHON",
+            "NODES",
+            "NODE",
+            "SLURM_NNODES",
+        }
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
         environment |= {"LAUNCH_PYTHON": str(stub), "NPROC": "1"} | variables
         done = subprocess.run(["bash", script, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
@@ -78,6 +87,8 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("chat",), "infer/main.py", ("--config-name", "chat")),
         (("regenerate", "out=x"), "infer/main.py", ("--config-name", "regenerate", "out=x")),
         (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
+        (("features", "out=x"), "train/features.py", ("out=x",)),
+        (("plan", "+model=qwen3-8b"), "train/plan.py", ("+model=qwen3-8b",)),
     ],
 )
 def test_commands_start_their_scripts(launch, repo, tmp_path, arguments, script, passed):
@@ -173,7 +184,7 @@ def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visib
 
 
 def test_only_training_takes_several_processes(launch):
-    for command in ("eval", "generate", "serve", "chat", "regenerate", "pretrain", "test"):
+    for command in COMMANDS[1:]:
         assert all("torch.distributed.run" not in call for call in launch(command, NPROC="2")[1])
 
 
@@ -270,3 +281,45 @@ esac
         assert done.returncode == 2 and not calls
         assert told in done.stderr.splitlines()[-1]
         assert not (folder / ".venv").exists()
+
+
+class TestSeveralMachines:
+    """The same command on each; the first one named leads."""
+
+    @staticmethod
+    def cluster(call: list[str]) -> list[str]:
+        return [part for part in call if part.startswith(("--nnodes", "--node-rank", "--master", "--standalone"))]
+
+    def test_by_names(self, launch):
+        for rank, node in enumerate(("a", "b", "c")):
+            done, [call] = launch("train", "x=1", NODES="a,b,c", NODE=node, NPROC="4")
+            assert done.returncode == 0, done.stderr
+            expected = ["--nnodes=3", f"--node-rank={rank}", "--master-addr=a", "--master-port=29500"]
+            assert self.cluster(call) == expected
+            assert "--nproc-per-node=4" in call
+        done, calls = launch("train", NODES="a,b", NODE="z")
+        assert done.returncode == 2 and not calls
+        assert "z, is not among NODES=a,b" in done.stderr and done.stderr.count("\n") == 1
+
+    def test_by_slurm(self, launch, tmp_path):
+        path = with_tool(tmp_path / "bin", "scontrol", "n7\nn9\n")
+        slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[7,9]", "PATH": path}
+        done, [call] = launch("train", **slurm)
+        assert done.returncode == 0, done.stderr
+        assert self.cluster(call) == ["--nnodes=2", "--node-rank=1", "--master-addr=n7", "--master-port=29500"]
+        assert "--nproc-per-node=1" in call
+        del slurm["SLURM_NODEID"]
+        done, calls = launch("train", **slurm)
+        assert done.returncode == 2 and not calls and "srun" in done.stderr
+        done, calls = launch("train", **slurm, SLURM_NODEID="0", SLURM_NTASKS_PER_NODE="8")
+        assert done.returncode == 2 and not calls and "--ntasks-per-node=1" in done.stderr
+
+    def test_one_machine_alone(self, launch):
+        _, [call] = launch("train", NPROC="2", SLURM_NNODES="1")
+        assert self.cluster(call) == ["--standalone"]
+
+
+def test_a_sweep_is_one_process_that_starts_the_others(launch, repo):
+    for flag in ("--multirun", "-m"):
+        _, calls = launch(flag, "a=1,2", NPROC="4", NODES="a,b", NODE="a")
+        assert [call[3:] for call in calls] == [[str(repo / "train" / "main.py"), flag, "a=1,2"]]

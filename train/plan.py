@@ -144,22 +144,23 @@ def step_memory(
     features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
     per_query = 5 * s.hidden + 4 * s.width + 4 * s.kv_width + 4 * s.intermediate
     per_context = 4 * s.kv_width
-    if config.recompute:
-        kept = s.layers * 4 * s.queries * s.hidden + product * (s.queries * per_query + s.context * per_context)
-    else:
-        kept = s.layers * product * (s.queries * per_query + s.context * per_context)
-    kept += 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
-    mask = 0 if cuda else 4 * s.queries // s.rows * (s.length + s.queries // s.rows) * s.rows
+    layer = product * (s.queries * per_query + s.context * per_context)
+    mask = 0 if cuda else 4 * s.queries * (s.length + s.queries // s.rows)
+    kept = 4 * (3 * s.context + 6 * s.queries) * s.hidden + mask  # before the first and behind the last layer
+    kept += s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
     chunk = 4 * 4 * min(s.chunk_rows, s.drafted) * s.vocabulary
-    backward = 3 * product * s.queries * s.intermediate
+    backward = 3 * product * s.queries * s.intermediate + (layer if config.recompute else 0)
+    gradients = 4 * parameters / (world if stage >= 2 else 1)
+    if config.optim.batch <= s.rows * world:  # one pass a step: they come while activations go
+        gradients = max(0, gradients - kept)
     return {
         "target": target,
         "drafter": 4 * parameters / (world if stage == 3 else 1) + (2 * parameters if product == 2 else 0),
-        "gradients": 4 * parameters / (world if stage >= 2 else 1),
+        "gradients": gradients,
         "optimiser": 0 if offload else moments / shared,
         "features": features,
-        "activations": kept + mask,
-        "at once": max(one_pass - kept - mask, chunk, backward),
+        "activations": kept,
+        "at once": max(one_pass - kept, chunk, backward),
     }
 
 
