@@ -92,21 +92,23 @@ class _Divergence(torch.autograd.Function):
             shared, which = teacher_rows[chunk].unique_consecutive(return_inverse=True)
             teacher = (teacher_hidden[shared] @ head.T).to(kind)  # (chunk's distinct teacher rows, V)
             student = (hidden[chunk] @ head.T).to(kind)  # (chunk, V)
-            agree[chunk] = student.argmax(-1) == teacher.argmax(-1)[which]
-            student -= student.logsumexp(-1, keepdim=True)  # log q
+            choice, log_q, q = _softmax(student)
             label = labels[chunk][:, None]
-            likely = student.gather(1, label)[:, 0]
+            likely = log_q.gather(1, label)[:, 0]
             if config.divergence == "cross_entropy":
+                agree[chunk] = choice == teacher.argmax(-1)[which]
                 rows[chunk] = -likely
-                delta = student.exp_()  # q - onehot(label), the gradient with respect to the logits
-                delta.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))
+                delta = q.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))  # q - onehot(label)
             else:
-                teacher -= teacher.logsumexp(-1, keepdim=True)  # log p
-                rows[chunk], delta = _DISTANCES[config.divergence](teacher[which], student)
+                wanted, log_p, p = _softmax(teacher)
+                agree[chunk] = choice == wanted[which]
+                surprise = log_p.mul_(p).sum(-1)  # sum_v p log p
+                del teacher, log_p
+                rows[chunk], delta = _DISTANCES[config.divergence](p[which], surprise[which], q, log_q)
             survival[chunk] = 1 - rows[chunk] if config.weights == "multistep" else likely.exp()
             if gradient is not None:
                 gradient[chunk] = delta.to(head.dtype) @ head
-            del teacher, student, delta
+            del student, log_q, q, delta
         rows, survival, worth = rows.view_as(weights), survival.view_as(weights), weights.to(kind)
         if config.weights in ("dpace", "multistep"):
             worth = worth * block_weights(survival, weights > 0, config)
@@ -126,39 +128,46 @@ class _Divergence(torch.autograd.Function):
         return gradient * upstream.to(gradient.dtype), *[None] * 7
 
 
-# log p, log q (rows, V), which they may overwrite -> the rows' distances, (rows,), and their gradient with respect to
-# the drafter's logits, (rows, V)
+def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The likeliest token (rows,), log-probabilities, in place of the logits (rows, V), and probabilities."""
+    top, choice = logits.max(-1, keepdim=True)
+    logits -= top
+    probabilities = logits.exp()
+    total = probabilities.sum(-1, keepdim=True)
+    probabilities /= total
+    logits -= total.log()
+    return choice[:, 0], logits, probabilities
 
 
-def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    p = log_p.exp()
-    distance = log_p.sub_(log_q).mul_(p).sum(-1)
-    return distance, log_q.exp_().sub_(p)
+# p (rows, V), sum_v p log p (rows,), q and log q (rows, V), all of which they may overwrite -> the rows' distances,
+# (rows,), and their gradient with respect to the drafter's logits, (rows, V)
 
 
-def _overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _kl(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
+    return surprise - log_q.mul_(p).sum(-1), q.sub_(p)
+
+
+def _overlap(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """a = sum_v min(p, q), and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p."""
-    below = log_q < log_p
-    p, q = log_p.exp_(), log_q.exp_()
+    gained = q * (q < p)
     overlap = torch.minimum(p, q).sum(-1)
-    gained = q * below
     return overlap, gained.sub_(q.mul_(gained.sum(-1, keepdim=True)))
 
 
-def _tv(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    overlap, gradient = _overlap(log_p, log_q)
+def _tv(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
+    overlap, gradient = _overlap(p, q)
     return 1 - overlap, gradient.neg_()
 
 
-def _acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    overlap, gradient = _overlap(log_p, log_q)
+def _acceptance(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
+    overlap, gradient = _overlap(p, q)
     overlap.clamp_(min=torch.finfo(overlap.dtype).tiny)
     return -overlap.log(), gradient.div_(-overlap[:, None])
 
 
-def _lk(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    kl, kl_gradient = _kl(log_p.clone(), log_q.clone())
-    overlap, gradient = _overlap(log_p, log_q)
+def _lk(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
+    kl, kl_gradient = _kl(p, surprise, q.clone(), log_q)
+    overlap, gradient = _overlap(p, q)
     share = (-3 * overlap).exp()
     mixed = kl_gradient.mul_(share[:, None]).sub_(gradient.mul_(1 - share[:, None]))
     return share * kl + (1 - share) * (1 - overlap), mixed
