@@ -10,6 +10,7 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,15 +41,23 @@ def default_layer_ids(target_layers: int, layers: int) -> list[int]:
 
 
 def default_mask_token(target: Target) -> int:
-    """The tokenizer's own mask token, or the first id past the tokenizer's inside the padded vocabulary.
+    """An id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the padded
+    vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token, if
+    nothing else ends or begins with it.
 
-    Raises ValueError where neither exists.
+    Raises ValueError where there is none.
     """
     tokenizer = target.tokenizer
     if getattr(tokenizer, "mask_token_id", None) is not None:
         return tokenizer.mask_token_id
     if len(tokenizer) < target.config.vocab_size:
         return len(tokenizer)
+    spare = [i for token, i in tokenizer.get_added_vocab().items() if re.search("reserved|unused", token)]
+    if spare:
+        return min(spare)
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad not in {*target.end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}:
+        return pad
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 

@@ -38,6 +38,13 @@ def test_every_group_option_composes(repo):
             composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={file.stem}", "target.path=x"])
             count += 1
     composed(repo, "train", ["data=jsonl", f"data.path={repo / 'README.md'}"])
+    for data in ("ultrachat", "sharegpt"):
+        assert composed(repo, "train", [f"data={data}"]).data.source == "hub"
+    parts = composed(repo, "train", ["data=mixture", "data.parts=[{path: a.jsonl, weight: 2}, {path: b, split: x}]"])
+    assert [(part.path, part.split, part.weight) for part in parts.data.parts] == [
+        ("a.jsonl", "train", 2),
+        ("b", "x", 1),
+    ]
     for file in (repo / "conf" / "decoding").glob("*.yaml"):
         composed(repo, "generate", [f"decoding={file.stem}"])
     assert count >= 14

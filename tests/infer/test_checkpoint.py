@@ -1,6 +1,8 @@
 """Drafter folders: what is written is read back bit for bit, and what is wrong with a folder is named."""
 
 import json
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from infer import load_drafter, save_drafter
 from infer.config import DrafterConfig
-from infer.dflash import default_layer_ids, drafter_config
+from infer.dflash import default_layer_ids, default_mask_token, drafter_config
 
 
 def test_round_trip_is_bit_equal(make_tiny, tmp_path):
@@ -67,9 +69,34 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
     ):
         with pytest.raises(ValueError, match=word):
             drafter_config(DrafterConfig(**options), Stub())
-    Stub.tokenizer = range(151936)
+
+
+def test_the_mask_token_is_one_that_text_never_uses():
+    class Tokenizer:
+        mask_token_id, pad_token_id, eos_token_id, bos_token_id = None, 7, 2, 1
+        added: ClassVar[dict[str, int]] = {"<|end|>": 2, "<|reserved_special_token_1|>": 95, "<|reserved_token_0|>": 94}
+
+        def __len__(self) -> int:
+            return self.size
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return self.added
+
+    class Stub:
+        config, tokenizer, end_ids = SimpleNamespace(vocab_size=100), Tokenizer(), frozenset([2])
+
+    tokenizer = Stub.tokenizer
+    tokenizer.size = 90
+    assert default_mask_token(Stub()) == 90  # the vocabulary is padded
+    tokenizer.size = 100
+    assert default_mask_token(Stub()) == 94  # reserved by name
+    tokenizer.added = {}
+    assert default_mask_token(Stub()) == 7  # padding, which ends nothing
+    tokenizer.pad_token_id = 2
     with pytest.raises(ValueError, match="mask_token_id"):
-        drafter_config(DrafterConfig(), Stub())
+        default_mask_token(Stub())
+    tokenizer.mask_token_id = 5
+    assert default_mask_token(Stub()) == 5
 
 
 def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):
