@@ -1,13 +1,16 @@
 """What every test stands on: no network, two threads, the repository's folder."""
 
 import os
+import tempfile
 from pathlib import Path
 
+CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows that tests pack are nobody else's
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 

@@ -20,6 +20,7 @@ from train.config import TrainConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+BUCKET = 500_000_000  # gradients that ZeRO gathers before it reduces them, DeepSpeed's default
 SHARE = 0.4  # of a device's rate that a run is expected to use
 
 
@@ -153,6 +154,7 @@ def step_memory(
     gradients = 4 * parameters / (world if stage >= 2 else 1)
     if config.optim.batch <= s.rows * world:  # one pass a step: they come while activations go
         gradients = max(0, gradients - kept)
+    gradients += 4 * min(parameters, BUCKET) if stage else 0
     return {
         "target": target,
         "drafter": 4 * parameters / (world if stage == 3 else 1) + (2 * parameters if product == 2 else 0),
@@ -225,7 +227,6 @@ def run(config: TrainConfig) -> None:
     shape = shape_of(config, theirs, rows)
     operations, memory = step_operations(shape), step_memory(shape, config, world, weight, product, cuda)
     whole = sum(operations.values()) * config.optim.batch / rows
-    gb = 1e9
 
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
@@ -236,30 +237,37 @@ def run(config: TrainConfig) -> None:
     )
     shares = ", ".join(f"{part} {100 * n / sum(operations.values()):.0f} %" for part, n in operations.items())
     print(f"work       {whole / 1e12:,.3g} TFLOP a step ({shares})")
-    print(f"memory     {sum(memory.values()) / gb:,.2f} GB on each device at the peak")
+    print(f"memory     {in_bytes(sum(memory.values()))} on each device at the peak")
     for part, size in memory.items():
-        print(f"           {size / gb:>8,.2f}  {part}")
+        print(f"           {in_bytes(size):>10}  {part}")
     stored = {store: features_bytes(shape, store) for store in ("bfloat16", "int8")}
     print(
         "features   stored by ./launch.sh features: "
-        + ", ".join(f"{size / gb * 1e6:,.1f} GB a million tokens in {store}" for store, size in stored.items())
+        + ", ".join(f"{in_bytes(size * 1e6)} a million tokens in {store}" for store, size in stored.items())
     )
     tokens = estimated_tokens(config)
     steps = config.optim.steps
     if tokens is None:
         print("data       on the hub: how many tokens it has, and so how many steps, shows once it is here")
     else:
-        size = stored["bfloat16"] * tokens / gb
-        print(f"data       about {tokens / 1e6:,.1f} million tokens; {size:,.1f} GB of features")
+        print(f"data       about {tokens:,.0f} tokens; {in_bytes(stored['bfloat16'] * tokens)} of features in bfloat16")
         steps = steps or max(1, round(config.optim.epochs * tokens / shape.length / config.optim.batch))
     steps = steps or 1000
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     for name, rate in ((f"this machine's {device.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):
-        hours = steps * whole / world / (SHARE * rate) / 3600
+        seconds = steps * whole / world / (SHARE * rate)
         print(
-            f"time       {steps:,} steps: about {hours:,.3g} hours at {100 * SHARE:.0f} % of {name}, without evaluation"
+            f"time       {steps:,} steps: about {in_time(seconds)} at {100 * SHARE:.0f} % of {name}, without evaluation"
         )
+
+
+def in_bytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def in_time(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
 
 
 def features_bytes(shape: Shape, store: str) -> float:

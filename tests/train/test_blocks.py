@@ -122,6 +122,18 @@ def test_few_candidates_are_each_used_once():
     assert sorted(anchors[valid].tolist()) == [1, 2, 3, 4]
 
 
+def test_every_anchor_counts_once_however_many_slots_there_are():
+    """Four candidates, nine slots: the slots that repeat one are unused, and carry no loss."""
+    rows = packed([[12]], total=16)
+    rows["loss"] = torch.zeros(1, 16, dtype=torch.bool)
+    rows["loss"][0, 3:8] = True
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.full((1, 9), 0.5))
+    blocks = lay_out(rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, K)
+    assert valid.sum() == 4 and anchors[valid].tolist() == [3, 4, 5, 6]
+    assert not blocks.supervised[~valid].any()
+    assert blocks.supervised.sum((0, 2))[valid[0]].tolist() == [3, 3, 2, 1]
+
+
 def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
     target, drafter = make_tiny(block_size=K)
     rows = packed([[10]], total=16)
