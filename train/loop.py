@@ -259,15 +259,16 @@ def train(config: TrainConfig) -> Path:
     micro_batch(config)  # refuses, before anything is loaded, what the processes cannot share
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
-    run = open_run(config)
     drafter = DFlash(drafter_config(config.drafter, target))
+    if stored is not None:
+        stored.check(identity(config, target, drafter.layer_ids))
+    run = open_run(config)
     drafter.reset(seeded(config.seed))
     if config.drafter.warm_start:
         drafter.warm_start(target)
     if config.target.shard:
         target.shard(device)
     if stored is not None:
-        stored.check(identity(config, target, drafter.layer_ids))
         target.body.layers.to("meta")
     folder, skipped = newest(run)
     state = load(folder) if folder is not None else {}
@@ -278,6 +279,7 @@ def train(config: TrainConfig) -> Path:
     if state:
         restore(engine, state)
     done = step_of(folder) if state else 0
+    del state
     dataset = stored if stored is not None else prepared_rows(config, target)
     first = dist.get_rank() == 0
     total = total_steps(config, len(dataset))
@@ -306,7 +308,10 @@ def train(config: TrainConfig) -> Path:
 
     prefetch = Prefetch(dataset, config, pinned=device.type == "cuda")
     rate_of_device = matmul_rate(device, compute_dtype(config, device))
-    work = sum(step_operations(shape_of(config, target.config)).values()) / dist.get_world_size()
+    operations = step_operations(shape_of(config, target.config))
+    if stored is not None:
+        operations.pop("target")
+    share = sum(operations.values()) / dist.get_world_size()  # of a step's work
     pending: list[tuple[int, StepMetrics, float]] = []
     began = time.perf_counter()
     for step in range(done, total):
@@ -322,7 +327,7 @@ def train(config: TrainConfig) -> Path:
             seconds = (time.perf_counter() - began) / len(pending)
             cost = {
                 "tokens_per_second": config.optim.batch * config.data.length / seconds,
-                "mfu": work / seconds / rate_of_device,  # of this machine's large matrix products
+                "mfu": share / seconds / rate_of_device,  # of this machine's large matrix products
                 "peak_gb": peak_memory(device) / 1e9,
             }
             for number, metrics, rate in pending:
