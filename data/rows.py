@@ -35,7 +35,7 @@ class DataConfig:
 
     source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files;
     # hub: a data set of the Hugging Face hub; mixture: several of them, in `parts`
-    path: str | None = None  # jsonl: a file, or a folder of *.jsonl, *.json and *.parquet; hub: its name or folder
+    path: str | None = None  # jsonl: a file, or a folder of .jsonl and .parquet files; hub: its name or folder
     split: str = "train"  # hub: which split
     parts: list[Part] = field(default_factory=list)  # mixture: as many rows as the scarcest part allows
     length: int = 512  # tokens in a packed row
@@ -91,7 +91,7 @@ def files_of(path: str) -> list[Path]:
     """The files that a path stands for."""
     if not Path(path).is_dir():
         return [Path(path)]
-    return sorted(file for kind in ("jsonl", "json", "parquet") for file in Path(path).rglob(f"*.{kind}"))
+    return sorted(file for kind in ("jsonl", "parquet") for file in Path(path).rglob(f"*.{kind}"))
 
 
 def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
@@ -117,8 +117,13 @@ def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
                     number += 1
                     yield f"{file}, row {number}", row
         elif file.suffix == ".json":  # one list, as ShareGPT came
-            for number, row in enumerate(json.loads(file.read_text(encoding="utf-8"))):
-                yield f"{file}, entry {number}", row
+            try:
+                rows = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{file}: no JSON ({error})") from error
+            if not isinstance(rows, list):
+                raise ValueError(f"{file}: a .json file is one list of rows; a row a line is .jsonl")
+            yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
         else:
             with file.open(encoding="utf-8", errors="replace") as lines:
                 for number, line in enumerate(lines, 1):

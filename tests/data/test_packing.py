@@ -94,6 +94,17 @@ def test_a_bad_line_is_named(tmp_path, line):
         list(read_rows(DataConfig(source="jsonl", path=str(file), bad_rows=0)))
 
 
+def test_one_list_in_a_json_file(tmp_path):
+    file = tmp_path / "share.json"
+    config = DataConfig(source="jsonl", path=str(file))
+    file.write_text(json.dumps([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]))
+    assert [row["messages"][1]["content"] for row in read_rows(config)] == ["b"]
+    for wrong, word in (('{"a": 1}', "one list of rows"), ("[1,", "no JSON")):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=rf"share\.json: .*{word}"):
+            list(read_rows(config))
+
+
 def test_an_empty_corpus_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no rows"):
         list(read_rows(DataConfig(source="jsonl", path=str(tmp_path))))
