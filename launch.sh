@@ -74,15 +74,21 @@ set_up() {
     echo "$pins" >"$venv/.installed"
 }
 
-# Prints how many training processes to start on this machine: NPROC, or one for each visible GPU, at least one.
-# Questions that Hydra answers by printing something are asked of one process; so is a sweep, which starts its runs.
-process_count() {
-    local argument gpus
+# Whether one process is enough: for questions that Hydra answers by printing something, and for a sweep, which starts
+# its runs itself.
+alone() {
+    local argument
     for argument; do
         case $argument in
-        --cfg* | -c | --help | -h | --hydra-help | --info* | -i | --version | --multirun | -m) echo 1 && return ;;
+        --cfg* | -c | --help | -h | --hydra-help | --info* | -i | --version | --multirun | -m) return 0 ;;
         esac
     done
+    return 1
+}
+
+# Prints how many training processes to start on this machine: NPROC, or one for each visible GPU, at least one.
+process_count() {
+    local gpus
     if [[ -n ${NPROC:-} ]]; then
         [[ $NPROC =~ ^[1-9][0-9]*$ ]] || die "NPROC=$NPROC is not a number of processes: give 1 or more."
         echo "$NPROC"
@@ -120,9 +126,11 @@ find_nodes() {
 
 train() {
     local processes cores nodes cluster
-    processes=$(process_count "$@")
-    nodes=1 cluster=(--standalone)
-    case " $* " in *" --multirun "* | *" -m "* | *" --cfg"*) ;; *) find_nodes ;; esac
+    processes=1 nodes=1 cluster=(--standalone)
+    if ! alone "$@"; then
+        processes=$(process_count)
+        find_nodes
+    fi
     if [[ $processes == 1 && $nodes == 1 ]]; then exec "$python" "$repo/train/main.py" "$@"; fi
 
     # torchrun and not DeepSpeed's launcher: that one leaves its workers alive when it is stopped, and adds a

@@ -134,6 +134,11 @@ def speed_line(name: str, run: Run, plain: Run) -> str:
     return line + f"{other:>7.2f}{loss:>6.1f}%{'yes' if run.ids == plain.ids else 'NO':>6}"
 
 
+def nodes(text: str) -> int | str:
+    """A node budget of the command line."""
+    return text if text == "auto" else int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best")
@@ -142,8 +147,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
     budgets = [16, 32, 64, 128, 256, 512, "auto"]  # auto compiles a dozen shapes if it is compiled
-    number = lambda text: text if text == "auto" else int(text)  # noqa: E731
-    parser.add_argument("--budgets", type=number, nargs="+", default=budgets, help="nodes, or auto")
+    parser.add_argument(
+        "--budgets",
+        type=lambda text: text if text == "auto" else int(text),
+        nargs="+",
+        default=budgets,
+        help="nodes, or auto",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--batch-budget", type=int, default=16, help="DDTree nodes in the second table")
     parser.add_argument("--repeats", type=int, default=5)

@@ -32,10 +32,9 @@ from infer.dflash import DFlash, drafter_config
 from infer.evaluate import describe_device, synchronised_clock
 from infer.masks import block_mask_mod, dense
 from infer.target import Target
-from train.blocks import block_mask
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
-from train.loop import block_loss, draw_blocks
-from train.objective import divergence, position_weights
+from train.loop import block_loss, draft_states, draw_blocks, score
+from train.objective import position_weights
 from train.optim import make_optimizer
 from train.plan import matmul_rate, shape_of, step_memory, step_operations
 
@@ -169,28 +168,14 @@ def measure_parts(drafter, target, rows, blocks, config, half, clock, times) -> 
     began = clock()
     features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
     times["target"].append(clock() - began)
-    embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2)
     began = clock()
     with half:
-        mask = block_mask(blocks.anchors, rows["documents"], drafter.block_size)
-        hidden = drafter(features.context.float(), rows["positions"], embedded.float(), blocks.positions, mask)
-    hidden.backward(torch.ones_like(hidden))
+        drafted = draft_states(drafter, target, rows, blocks, features)
+    drafted.backward(torch.ones_like(drafted))
     drafter.zero_grad()
     times["drafter"].append(clock() - began)
-    drafted = hidden.detach().unflatten(1, (-1, drafter.block_size))[:, :, 1:].flatten(0, 2).to(target.dtype)
-    weights = position_weights(config.objective, drafter.block_size - 1).to(target.device) * blocks.supervised
     began = clock()
-    teacher_rows, labels, weights = (part.flatten(0, 1) for part in (blocks.teacher_rows, blocks.labels, weights))
-    result = divergence(
-        drafted.requires_grad_(),
-        features.last.flatten(0, 1),
-        teacher_rows,
-        labels,
-        weights,
-        target.head_weight,
-        config.objective,
-    )
-    result.loss.backward()
+    score(drafted.detach().requires_grad_(), target, blocks, features, config).loss.backward()
     times["objective"].append(clock() - began)
 
 

@@ -67,6 +67,13 @@ def pack(pieces: dict[str, list], length: int) -> dict[str, list]:
     return rows
 
 
+def tokenizer_digest(tokenizer) -> str:
+    """What a tokenizer's output follows from: its vocabulary and its chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(json.dumps([vocabulary, template]).encode()).hexdigest()
+
+
 def raw_rows(config: DataConfig) -> "Dataset":
     """One data set's training rows, read once into a memory-mapped cache of `datasets`."""
     from datasets import Dataset, Features, List, Value
@@ -74,10 +81,9 @@ def raw_rows(config: DataConfig) -> "Dataset":
 
     message = {"role": Value("string"), "content": Value("string")}
     features = Features({"prompt": Value("string"), "text": Value("string"), "messages": List(message)})
-    arguments = {"config": config}
     try:
         return Dataset.from_generator(
-            training_rows, features=features, gen_kwargs=arguments, fingerprint=identity(config)
+            training_rows, features=features, gen_kwargs={"config": config}, fingerprint=identity(config)
         )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
@@ -106,10 +112,8 @@ def packed_rows(config: DataConfig, tokenizer) -> "Dataset":
 
     disable_progress_bars()
     raw = mixed_rows(config)
-    vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
-    vocabulary.update(str(getattr(tokenizer, "chat_template", None)).encode())
-    digest = hashlib.sha256((vocabulary.hexdigest() + "".join(identity(part) for part, _ in single(config))).encode())
-    digest.update(json.dumps([config.limit, [part.weight for part in config.parts]]).encode())
+    parts = [(identity(part), weight) for part, weight in single(config)]
+    digest = hashlib.sha256(json.dumps([tokenizer_digest(tokenizer), parts, config.limit]).encode())
     processes = config.num_proc if config.num_proc > 1 else None
     tokenized = raw.map(
         tokenize,

@@ -27,7 +27,7 @@ from infer.cache import KVCache, Window
 from infer.config import DrafterConfig
 from infer.masks import masked_attention
 from infer.static import Program, padded
-from infer.target import Target
+from infer.target import Target, head_size
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -102,7 +102,7 @@ def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
         intermediate_size=theirs.intermediate_size,
         num_attention_heads=theirs.num_attention_heads,
         num_key_value_heads=theirs.num_key_value_heads,
-        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+        head_dim=head_size(theirs),
         rms_norm_eps=theirs.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 1e4))},
         max_position_embeddings=theirs.max_position_embeddings,

@@ -3,7 +3,8 @@
 B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidden size, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,9 +109,8 @@ class Target:
         """A cache for up to `rows` texts of up to `capacity` positions, none in use yet. Passes over trees are compiled
         if it is `static`."""
         config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        return KVCache(layers, rows, capacity, heads, head_dim, self.dtype, self.device, static)
+        return KVCache(layers, rows, capacity, heads, head_size(config), self.dtype, self.device, static)
 
     def _pass(
         self,
@@ -189,6 +189,11 @@ def refuse_unsupported(config, head: nn.Module | None) -> None:
         raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported yet")
 
 
+def head_size(config) -> int:
+    """E, from a model's config.json."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def resolve_device(name: str) -> torch.device:
     """ "auto" is CUDA where there is one."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
@@ -211,18 +216,23 @@ def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
     """A target's tokenizer alone. Raises FileNotFoundError with what could not be found."""
     from transformers import AutoTokenizer
 
-    try:
+    with reaching(path):
         return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def reaching(path: str) -> Iterator[None]:
+    """Around what reads a model: FileNotFoundError says where it is not; what is wrong with a folder that is there is
+    left as it is."""
+    try:
+        yield
     except (OSError, ValueError) as error:
-        raise not_found(path) from error
-
-
-def not_found(path: str) -> FileNotFoundError:
-    """What to say where a model is not."""
-    return FileNotFoundError(
-        f"target.path={path}: found neither as a local folder nor on the model hub from here. "
-        "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
-    )
+        if isinstance(error, ValueError) and Path(resolve_path(path)).exists():
+            raise
+        raise FileNotFoundError(
+            f"target.path={path}: found neither as a local folder nor on the model hub from here. "
+            "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
+        ) from error
 
 
 def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -285,8 +295,8 @@ def load_target(
         "attn_implementation": "sdpa",
         "trust_remote_code": trust_remote_code,
     }
-    try:
-        tokenizer = load_tokenizer(path, trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    with reaching(path):
         if only_layers is not None:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             with torch.device("meta"):
@@ -294,8 +304,4 @@ def load_target(
             fill(model, weight_files(path), only_layers, options["dtype"], place)
             return Target(model, tokenizer, name=path)
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and Path(source).exists():
-            raise
-        raise not_found(path) from error
     return Target(model.to(place), tokenizer, name=path)

@@ -38,12 +38,13 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def micro_batch(config: TrainConfig) -> tuple[int, int]:
-    """(rows of a process's pass, passes of a step), such that all processes together take `optim.batch` rows a step.
+def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
+    """(rows of a process's pass, passes of a step), such that `world` processes together take `optim.batch` rows a
+    step.
 
     Raises ValueError where the rows cannot be shared evenly.
     """
-    world, batch, micro = dist.get_world_size(), config.optim.batch, config.optim.micro
+    batch, micro = config.optim.batch, config.optim.micro
     each = batch // world
     if batch % world or each % (micro or each):
         raise ValueError(
@@ -58,7 +59,7 @@ def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
     """DeepSpeed around drafter and optimiser. The target stays outside: it has no training state."""
     import deepspeed
 
-    rows, passes = micro_batch(config)
+    rows, passes = micro_batch(config, dist.get_world_size())
     drafter.recompute = config.recompute
     if config.compile or (config.compile is None and device.type == "cuda" and config.deepspeed.stage < 3):
         drafter.compile(dynamic=False)

@@ -11,18 +11,18 @@ was stopped goes on after the last listed one. Rows are checked whenever they ar
 
 import hashlib
 import json
-import os
 import zlib
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from data.packing import packed_rows, tokenizer_digest
 from infer.target import Features, Target, weight_files
 from train.config import FeaturesConfig, TrainConfig
+from train.state import sync, write_aside
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
@@ -62,15 +62,13 @@ def fingerprint(path: str) -> str:
 
 def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
     """What stored features depend on; training from them is refused where one of these is another."""
-    vocabulary = sorted(target.tokenizer.get_vocab().items())
-    template = getattr(target.tokenizer, "chat_template", None)
     return {
         "target": {
             "path": config.target.path,
             "weights": fingerprint(config.target.path),
             "layers": target.config.num_hidden_layers,
         },
-        "tokenizer": hashlib.sha256(json.dumps([vocabulary, template]).encode()).hexdigest(),
+        "tokenizer": tokenizer_digest(target.tokenizer),
         "layers": list(layers),
         "data": json.loads(json.dumps(asdict(config.data))),
     }
@@ -109,14 +107,11 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
         save_file(tensors, out / f".{name}")
         (out / f".{name}").chmod(0o644)
-        with (out / f".{name}").open("rb") as written:
-            os.fsync(written.fileno())
+        sync(out / f".{name}")
         (out / f".{name}").rename(out / name)
         entry = {"file": name, "rows": len(rows), "bytes": (out / name).stat().st_size}
         manifest["shards"].append(entry | {"checksums": [checksum(row) for row in rows]})
-        fresh = out / f".{MANIFEST}"
-        fresh.write_text(json.dumps(manifest) + "\n")
-        fresh.rename(out / MANIFEST)
+        write_aside(out / MANIFEST, json.dumps(manifest) + "\n")
         done += len(rows)
         advance(done, len(dataset))
     return out
@@ -124,11 +119,10 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
 
 def packed_row(row: dict[str, torch.Tensor], target: Target, layers: tuple[int, ...], store: str) -> dict:
     """A packed row of (T,) columns with its features, on the host."""
-    columns = {name: row[name] for name in COLUMNS}
     ids, positions, documents = (row[name][None].to(target.device) for name in ("ids", "positions", "documents"))
     features = target.packed_features(ids, positions, documents, layers)
     states = {"context": features.context[0].unflatten(-1, (len(layers), -1)), "last": features.last[0]}
-    out = {name: column.to(COLUMNS[name]) for name, column in columns.items()}
+    out = {name: row[name].to(kind) for name, kind in COLUMNS.items()}
     for name, value in states.items():
         if store == "int8":
             value, scale = quantise(value)
@@ -180,6 +174,8 @@ class StoredRows:
                 raise ValueError(f"{file} is missing")
             if file.stat().st_size != shard["bytes"]:
                 raise ValueError(f"{file} is truncated or altered: {file.stat().st_size} bytes of {shard['bytes']}")
+        self._places = [(n, i) for n, shard in enumerate(shards) for i in range(shard["rows"])]
+        self._open: dict[int, object] = {}  # shards that were read from
 
     def check(self, expected: dict) -> None:
         """Raises ValueError, naming what differs, unless the features are what `identity` says that a run needs."""
@@ -188,14 +184,6 @@ class StoredRows:
                 raise ValueError(
                     f"{self.folder} has features of another {key}: {self.manifest.get(key)}, this run has {value}"
                 )
-
-    @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        return [(n, i) for n, shard in enumerate(self.manifest["shards"]) for i in range(shard["rows"])]
-
-    @cached_property
-    def _open(self) -> dict[int, object]:
-        return {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -225,7 +213,6 @@ def run(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
     from rich.progress import Progress
 
-    from data.packing import packed_rows
     from infer.dflash import tapped_layers
     from infer.target import load_target
 

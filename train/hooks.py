@@ -13,7 +13,7 @@ from infer.report import table, write_report
 from infer.target import Target
 from train.config import TrainConfig
 from train.progress import Progress
-from train.state import checkpoints, mark_best, step_of
+from train.state import checkpoints, mark_best, step_of, write_aside
 from train.tracking import Tracker
 
 
@@ -41,9 +41,7 @@ def evaluate_checkpoint(
     result |= {"step": step_of(folder), "checkpoint": str(folder), "drafter": config.name}
     out = folder / "evaluation"
     out.mkdir(exist_ok=True)
-    fresh = out / ".evaluation.json"
-    fresh.write_text(json.dumps(result, indent=1) + "\n")
-    fresh.replace(out / "evaluation.json")
+    write_aside(out / "evaluation.json", json.dumps(result, indent=1) + "\n")
     if options.temperature == 0 and str(target.dtype) == "torch.float32" and not same_output(result):
         raise AssertionError(f"greedy outputs differ from plain decoding in float32: see {out}/evaluation.json")
     evaluations = evaluations_of(run)

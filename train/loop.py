@@ -24,14 +24,14 @@ import torch.distributed as dist
 
 from data.packing import batch, packed_rows
 from infer.dflash import DFlash, drafter_config, warm_layers
-from infer.target import Target, load_target, resolve_device, resolve_dtype
+from infer.target import Features, Target, load_target, resolve_device, resolve_dtype
 from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
 from train.engine import build_engine, compute_dtype, micro_batch, restore, start_processes, take_step
 from train.features import StoredRows, identity, stored_features
 from train.hooks import evaluate_checkpoint, finish_report
-from train.objective import divergence, position_weights
-from train.plan import matmul_rate, shape_of, step_operations
+from train.objective import RowLoss, divergence, position_weights
+from train.plan import matmul_rate, shape_of, step_operations, total_steps
 from train.progress import Progress
 from train.state import checkpoint_folder, load, newest, save, seeded, step_of, trim_log
 from train.tracking import Tracker
@@ -65,11 +65,20 @@ def block_loss(
 
     drafter: the DFlash module, or the engine around it; rows: columns (B, T), and stored features if there are.
     """
-    module: DFlash = getattr(drafter, "module", drafter)
     if "context" in rows:
         features = stored_features(rows, target.dtype)
     else:
-        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], module.layer_ids)
+        layers = getattr(drafter, "module", drafter).layer_ids
+        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
+    result = score(draft_states(drafter, target, rows, blocks, features), target, blocks, features, config)
+    return result.loss, result.agree.view(blocks.supervised.shape)
+
+
+def draft_states(
+    drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, features: Features
+) -> torch.Tensor:
+    """The drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's dtype."""
+    module: DFlash = getattr(drafter, "module", drafter)
     embedded = target.embed(module.block_ids(blocks.bonus)).flatten(1, 2)  # (B, N*K, D)
     kind = module.norm.weight.dtype
     hidden = drafter(
@@ -81,9 +90,14 @@ def block_loss(
     )  # (B, N*K, D)
     slots = blocks.anchors.shape[1]
     drafted = hidden.unflatten(1, (slots, module.block_size))[:, :, 1:]  # (B, N, L, D)
-    weights = position_weights(config.objective, module.block_size - 1).to(hidden.device) * blocks.supervised
-    result = divergence(
-        drafted.flatten(0, 2).to(target.dtype),
+    return drafted.flatten(0, 2).to(target.dtype)
+
+
+def score(drafted: torch.Tensor, target: Target, blocks: Blocks, features: Features, config: TrainConfig) -> RowLoss:
+    """The objective on drafted states (B*N*L, D), block by block."""
+    weights = position_weights(config.objective, blocks.supervised.shape[-1]).to(drafted.device) * blocks.supervised
+    return divergence(
+        drafted,
         features.last.flatten(0, 1),
         blocks.teacher_rows.flatten(0, 1),
         blocks.labels.flatten(0, 1),
@@ -91,7 +105,6 @@ def block_loss(
         target.head_weight,
         config.objective,
     )
-    return result.loss, result.agree.view(blocks.supervised.shape)
 
 
 def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
@@ -116,7 +129,7 @@ class Prefetch:
     def _read(self, step: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
         """(draw, rows on the host) of a step's passes: a pure function of the step, so that resuming needs no more."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        count, passes = micro_batch(self.config)
+        count, passes = micro_batch(self.config, world)
         read = []
         for i in range(passes):
             draw = step * self.config.optim.batch + (i * world + rank) * count
@@ -240,12 +253,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def total_steps(config: TrainConfig, rows: int) -> int:
-    if config.optim.steps is not None:
-        return config.optim.steps
-    return max(1, round(config.optim.epochs * rows / config.optim.batch))
-
-
 def train(config: TrainConfig) -> Path:
     """Trains a drafter from a checked configuration; returns the run's folder.
 
@@ -256,7 +263,7 @@ def train(config: TrainConfig) -> Path:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     start_processes(device)
-    micro_batch(config)  # refuses, before anything is loaded, what the processes cannot share
+    micro_batch(config, dist.get_world_size())  # refuses, before anything is loaded, what the processes cannot share
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
     drafter = DFlash(drafter_config(config.drafter, target))

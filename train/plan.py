@@ -7,7 +7,6 @@ A = heads * head size, A' = key-value heads * head size, I intermediate size, V 
 """
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.rows import files_of, single, training_rows
+from infer.dflash import tapped_layers
+from infer.evaluate import synchronised_clock
+from infer.target import head_size, reaching, resolve_device, resolve_dtype, resolve_path
 from train.config import TrainConfig
+from train.engine import compute_dtype, micro_batch
+from train.features import row_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,16 +66,19 @@ class Shape:
         return self.rows * self.anchors * (self.block - 1)
 
     @property
+    def layer_matrices(self) -> int:
+        """Entries of the matrices of one drafter layer."""
+        return self.hidden * (2 * self.width + 2 * self.kv_width + 3 * self.intermediate)
+
+    @property
     def drafter_parameters(self) -> int:
-        per_layer = self.hidden * (2 * self.width + 2 * self.kv_width + 3 * self.intermediate + 2)
-        return self.tapped * self.hidden**2 + 2 * self.hidden + self.layers * (per_layer + 2 * self.head_dim)
+        norms = 2 * self.hidden + 2 * self.head_dim
+        return self.tapped * self.hidden**2 + 2 * self.hidden + self.layers * (self.layer_matrices + norms)
 
 
 def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
     """The sizes of a run on a target, from its config.json; `rows` of a pass if they are not the whole step's."""
     from transformers import AutoModelForCausalLM
-
-    from infer.dflash import tapped_layers
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
@@ -83,7 +90,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
     experts = sum(count for name, count in counts.items() if ".experts." in name)
     share = (getattr(text, "num_experts_per_tok", None) or 0) / (getattr(text, "num_experts", None) or 1)
     everything = sum(counts.values())
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_size(text)
     return Shape(
         rows=rows or config.optim.batch,
         length=config.data.length,
@@ -112,9 +119,8 @@ def step_operations(shape: Shape) -> dict[str, float]:
     target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
     context = 6 * s.layers * 2 * s.hidden * s.kv_width * s.context
-    per_layer = s.hidden * (2 * s.width + 2 * s.kv_width + 3 * s.intermediate)
     attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
-    drafter = features + context + 6 * s.layers * per_layer * s.queries + attention
+    drafter = features + context + 6 * s.layers * s.layer_matrices * s.queries + attention
     teacher = min(s.context, s.drafted)
     return {
         "target": target,
@@ -168,36 +174,33 @@ def step_memory(
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
     """Operations a second of one large matrix product on this machine: the yardstick of utilisation."""
-    size = 8192 if device.type == "cuda" else 1024
+    size, clock = 8192 if device.type == "cuda" else 1024, synchronised_clock(device)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     seconds = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        began = clock()
         a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return 2 * size**3 / min(seconds)
+
+
+def total_steps(config: TrainConfig, rows: float) -> int:
+    """Optimiser steps of a run over so many packed rows."""
+    if config.optim.steps is not None:
+        return config.optim.steps
+    return max(1, round(config.optim.epochs * rows / config.optim.batch))
 
 
 def target_config(config: TrainConfig) -> "PretrainedConfig":
     """The target's config.json: from its folder; else the sizes that conf/target/ knows it by; else from the hub."""
     from transformers import AutoConfig
 
-    from infer.target import resolve_path
-
     options = config.target
     path = resolve_path(options.path)
     if options.sizes and not Path(path).exists():
         return AutoConfig.for_model(**options.sizes)
-    try:
+    with reaching(options.path):
         return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"target.path={options.path}: its config.json cannot be reached from here; give a local folder"
-        ) from error
 
 
 def estimated_tokens(config: TrainConfig) -> float | None:
@@ -217,13 +220,12 @@ def run(config: TrainConfig) -> None:
     """Prints the plan."""
     theirs = target_config(config)
     world = int(os.environ.get("NPROC") or 1)
-    each = max(1, config.optim.batch // world)
-    rows = config.optim.micro or each
+    rows, _ = micro_batch(config, world)
     cuda = config.target.device.startswith("cuda") or (
         config.target.device == "auto" and (torch.cuda.is_available() or config.target.path != "embedded")
     )
-    weight = {"float32": 4, "auto": 2 if cuda else 4}.get(config.target.dtype, 2)
-    product = {"float32": 4, "bfloat16": 2, "auto": 2 if cuda else 4}[config.optim.precision]
+    device = torch.device("cuda" if cuda else "cpu")
+    weight, product = resolve_dtype(config.target.dtype, device).itemsize, compute_dtype(config, device).itemsize
     shape = shape_of(config, theirs, rows)
     operations, memory = step_operations(shape), step_memory(shape, config, world, weight, product, cuda)
     whole = sum(operations.values()) * config.optim.batch / rows
@@ -240,22 +242,21 @@ def run(config: TrainConfig) -> None:
     print(f"memory     {in_bytes(sum(memory.values()))} on each device at the peak")
     for part, size in memory.items():
         print(f"           {in_bytes(size):>10}  {part}")
-    stored = {store: features_bytes(shape, store) for store in ("bfloat16", "int8")}
+    stored = {store: row_bytes(1, shape.tapped, shape.hidden, store) for store in ("bfloat16", "int8")}  # of a token
     print(
         "features   stored by ./launch.sh features: "
         + ", ".join(f"{in_bytes(size * 1e6)} a million tokens in {store}" for store, size in stored.items())
     )
     tokens = estimated_tokens(config)
-    steps = config.optim.steps
     if tokens is None:
         print("data       on the hub: how many tokens it has, and so how many steps, shows once it is here")
+        steps = config.optim.steps or 1000
     else:
         print(f"data       about {tokens:,.0f} tokens; {in_bytes(stored['bfloat16'] * tokens)} of features in bfloat16")
-        steps = steps or max(1, round(config.optim.epochs * tokens / shape.length / config.optim.batch))
-    steps = steps or 1000
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    here = matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    for name, rate in ((f"this machine's {device.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):
+        steps = total_steps(config, tokens / shape.length)
+    present = resolve_device("auto")
+    here = matmul_rate(present, resolve_dtype("auto", present))
+    for name, rate in ((f"this machine's {present.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):
         seconds = steps * whole / world / (SHARE * rate)
         print(
             f"time       {steps:,} steps: about {in_time(seconds)} at {100 * SHARE:.0f} % of {name}, without evaluation"
@@ -268,13 +269,6 @@ def in_bytes(size: float) -> str:
 
 def in_time(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
-
-
-def features_bytes(shape: Shape, store: str) -> float:
-    """Bytes of a token's stored features."""
-    from train.features import row_bytes
-
-    return row_bytes(shape.length, shape.tapped, shape.hidden, store) / shape.length
 
 
 if __name__ == "__main__":

@@ -46,7 +46,15 @@ def _digest(path: Path) -> dict:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _sync(path: Path) -> None:
+def write_aside(path: Path, text: str) -> None:
+    """Writes a file that is there whole or as it was before, whenever the process is killed."""
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -69,10 +77,10 @@ def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> 
         manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
         (partial / "state" / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1) + "\n")
         for path in partial.rglob("*"):
-            _sync(path)
+            sync(path)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
         for old in checkpoints(run)[:-keep_states]:
             shutil.rmtree(old / "state", ignore_errors=True)
     dist.barrier()
@@ -132,9 +140,7 @@ def trim_log(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):
             continue
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(line + "\n" for line in kept))
-    fresh.replace(path)
+    write_aside(path, "".join(line + "\n" for line in kept))
 
 
 def seeded(*parts: int) -> torch.Generator:

@@ -79,9 +79,9 @@ def sweep(arguments: list[str]) -> None:
 
 def compare(runs: dict[str, Path], folder: Path) -> None:
     """Prints and draws every run's best checkpoint beside the others': runs/<name>/sweep.md and sweep.png."""
-    from infer.evaluate import best_tau
+    from infer.evaluate import best_tau, same_output
+    from infer.report import fastest, sweep_figure
     from infer.report import label as method_label
-    from infer.report import sweep_figure
     from train.hooks import evaluations_of
 
     best = {name: max(evaluations_of(run), key=best_tau) for name, run in runs.items()}
@@ -92,9 +92,8 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
     for name, result in sorted(best.items(), key=lambda item: -best_tau(item[1])):
         found = {method_label(method): method["tau"] for method in result["methods"]}
         taus[name] = [found.get(method, float("nan")) for method in names]
-        fastest = max(m["speedup"] for m in result["methods"])
-        same = "yes" if all(m["identical"] for m in result["methods"]) else "no"
-        cells = [name, str(result["step"]), *(f"{tau:.2f}" for tau in taus[name]), f"{fastest:.2f}x", same]
+        cells = [name, str(result["step"]), *(f"{tau:.2f}" for tau in taus[name])]
+        cells += [f"{fastest(result)['speedup']:.2f}x", "yes" if same_output(result) else "no"]
         lines.append("| " + " | ".join(cells) + " |")
     table = "\n".join(lines)
     (folder / "sweep.md").write_text(table + "\n", encoding="utf-8")
