@@ -1,6 +1,7 @@
 """Drafter folders: what is written is read back bit for bit, and what is wrong with a folder is named."""
 
 import json
+import shutil
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer import load_drafter, save_drafter
+from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
 from infer.dflash import default_layer_ids, default_mask_token, drafter_config
 
@@ -155,3 +156,13 @@ def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     assert not drafter.warm_start(target)  # Llama has no q_norm and k_norm
     assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_a_broken_tokenizer_is_not_called_missing(repo, tmp_path):
+    for file in (repo / "data" / "embedded").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{broken")
+    with pytest.raises(ValueError, match="property name"):
+        load_target(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="neither as a local folder"):
+        load_target(str(tmp_path / "nothing"))

@@ -89,3 +89,10 @@ def test_a_plan_needs_neither_weights_nor_a_network(repo):
         "a million tokens",
     ):
         assert words in done.stdout
+
+
+def test_a_plan_refuses_what_the_run_would(repo):
+    command = [sys.executable, str(repo / "train" / "plan.py"), "optim.batch=3"]
+    environment = os.environ | {"PYTHONPATH": str(repo), "NPROC": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "optim.batch=3" in done.stderr and "Traceback" not in done.stderr
