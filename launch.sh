@@ -12,6 +12,8 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
 
   train      train a drafter and evaluate it (what happens without a command); on several GPUs one process each
   eval       decode held-out prompts with a checkpoint: ./launch.sh eval checkpoint=runs/...
+  compare    several checkpoints with every tree: ./launch.sh compare checkpoints=[runs/...,runs/...]
+  ngram      count n-grams of a data set, for trees that judge paths by them: ./launch.sh ngram data=stdlib out=...
   generate   continue a text with a checkpoint: ./launch.sh generate checkpoint=runs/...
   serve      answer over HTTP as OpenAI's API does: ./launch.sh serve checkpoint=runs/...
   chat       talk to such a server: ./launch.sh chat url=http://127.0.0.1:8000
@@ -155,7 +157,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | generate | serve | chat | regenerate | features | plan | pretrain | test) shift $(($# > 0)) ;;
+train | eval | compare | ngram | generate | serve | chat | regenerate | features | plan | pretrain | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -170,7 +172,7 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 case $command in
 train) train "$@" ;;
-eval | generate | serve | chat | regenerate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
+eval | compare | ngram | generate | serve | chat | regenerate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
 features | plan | pretrain) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

@@ -18,7 +18,7 @@ import torch
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import DFlash, Engine, Target, load_drafter, load_target
-from infer.config import TextOptions
+from infer.config import EngineConfig, TextOptions
 from infer.evaluate import describe_device, synchronised_clock, tau
 from infer.text import STAGES, Text
 
@@ -39,7 +39,7 @@ def by_engine(target: Target, drafter: DFlash, method: str, budget: int | str, a
     """Decodes the given prompts with our engine, `rows` side by side; one engine for all calls."""
     clock = synchronised_clock(target.device)
     capacity = args.prompt_tokens + args.new_tokens
-    engine = Engine(target, drafter, method, budget, rows, capacity, args.compile, clock)
+    engine = Engine(target, drafter, EngineConfig(method, budget, rows=rows, compile=args.compile), capacity, clock)
     options = TextOptions(max_new_tokens=args.new_tokens, ignore_eos=args.ignore_eos)
 
     def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Text]]:

@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import DFlash, Engine, Target
-from infer.config import DrafterConfig, TextOptions
+from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.dflash import drafter_config
 from infer.evaluate import describe_device, synchronised_clock, tau
 
@@ -140,7 +140,8 @@ def main() -> None:
     print(f"copies at {speed / 1e9:.0f} GB/s: reading the weights once takes {1000 * floor:.2f} ms")
 
     def engine(drafter, method: str, compile: bool) -> Engine:
-        return Engine(target, drafter, method, args.budget, 1, len(prompt) + 200 + args.tokens, compile, clock)
+        options = EngineConfig(method, args.budget, rows=1, compile=compile)
+        return Engine(target, drafter, options, len(prompt) + 200 + args.tokens, clock)
 
     print(f"\n{'':<28}{'ms a round':>12}{'times reading':>15}{'times plain':>13}{'τ':>7}{'tokens/s':>10}{'same':>6}")
     for compile in (False, True) if cuda else (False,):

@@ -93,12 +93,12 @@ def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
             rows["ids"], attention_mask=mask.expand(len(rows["ids"]), 1, -1, -1), output_hidden_states=True
         )
     features = torch.cat([out.hidden_states[layer + 1] for layer in drafter.layer_ids], dim=-1)
-    embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2)
+    embedded, block_positions = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     slots = blocks.anchors.shape[1]
     queries = slots * drafter.block_size
     mod = block_mask_mod(blocks.anchors, rows["documents"], drafter.block_size)
     allowed = dense(mod, len(rows["ids"]), queries, length + queries, target.device)
-    hidden = drafter(features.float(), rows["positions"], embedded.float(), blocks.positions, allowed)
+    hidden = drafter(features.float(), rows["positions"], embedded, block_positions, allowed)
     hidden = hidden.unflatten(1, (slots, drafter.block_size))[:, :, 1:]
     log_q = target.head(hidden.to(target.dtype)).float().log_softmax(-1)  # (B, N, L, V)
     log_p = out.logits.float().log_softmax(-1).flatten(0, 1)[blocks.teacher_rows]  # (B, N, L, V)
@@ -122,7 +122,7 @@ def steps(args) -> dict:
     clock, memory = synchronised_clock(torch.device(args.device)), Memory(args.device)
     target, drafter, rows, config = build(args)
     half = torch.autocast(args.device, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
-    optimizer = make_optimizer(list(drafter.parameters()), OptimConfig())
+    optimizer = make_optimizer(drafter, OptimConfig())
     times: dict[str, list[float]] = {part: [] for part in ("step", *PARTS)}
     losses = []
     for step in range(args.steps + 2):
@@ -175,7 +175,7 @@ def measure_parts(drafter, target, rows, blocks, config, half, clock, times) -> 
     drafter.zero_grad()
     times["drafter"].append(clock() - began)
     began = clock()
-    score(drafted.detach().requires_grad_(), target, blocks, features, config).loss.backward()
+    score(drafted.detach().requires_grad_(), target.head_weight, target, blocks, features, config).loss.backward()
     times["objective"].append(clock() - began)
 
 

@@ -6,6 +6,8 @@ padding) and `loss` (whether a token may be learnt from), each (T,).
 
 import hashlib
 import json
+import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -141,6 +143,17 @@ def packed_rows(config: DataConfig, tokenizer) -> "Dataset":
             f"and data.long={config.long} may drop texts of more than {config.length} tokens)"
         )
     return packed.with_format("torch")
+
+
+def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
+    """Every training row whole, as token ids: what an n-gram model counts. Raises ValueError when more than `bad_rows`
+    rows do not go through the chat template."""
+    rows, faults = mixed_rows(config), []
+    for start in range(0, len(rows), 256):
+        pieces = tokenize(rows[start : start + 256], tokenizer, sys.maxsize, "truncate")
+        faults += [fault for fault in pieces["fault"] if fault]
+        yield from (ids for ids in pieces["ids"] if ids)
+    check_faults(faults, len(rows), config.bad_rows)
 
 
 def row_index(sample: int, rows: int, seed: int) -> int:

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infer.config import DecodeOptions, TextOptions
 from infer.decode import Engine, decode
-from infer.dflash import DFlash
+from infer.drafter import Drafter
 from infer.target import Target
 from infer.text import DecodeStats, Processor, Text, TokenLogprob
 
@@ -28,7 +28,7 @@ class Generation:
 
 def generate(
     target: Target,
-    drafter: DFlash | None,
+    drafter: Drafter | None,
     prompts: Prompt | Sequence[Prompt],
     options: DecodeOptions | None = None,
     processors: Sequence[Processor] = (),
@@ -55,7 +55,7 @@ def generate(
 
 def stream(
     target: Target,
-    drafter: DFlash | None,
+    drafter: Drafter | None,
     prompt: Prompt,
     options: DecodeOptions | None = None,
     processors: Sequence[Processor] = (),
@@ -66,7 +66,7 @@ def stream(
     ids = encode(target, prompt)
     length = len(ids) + options.max_new_tokens
     check_length(target, length)
-    engine = Engine(target, drafter, options.method, options.budget, 1, length, options.compile)
+    engine = Engine(target, drafter, replace(options, rows=1), length)
     text = engine.submit(ids, options, processors)
     return _pieces(engine, text, TextStream(target, text))
 

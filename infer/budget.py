@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.dflash import DFlash
+from infer.drafter import Drafter
 from infer.target import Target
 from infer.trees import DraftTree, ddtree, root_only
 
@@ -50,7 +50,7 @@ class BudgetRule:
 
 @torch.inference_mode()
 def calibrate(
-    target: Target, drafter: DFlash, clock: Callable[[], float], static: bool = False, repeats: int = 7
+    target: Target, drafter: Drafter, clock: Callable[[], float], static: bool = False, repeats: int = 7
 ) -> BudgetRule:
     """Measures one draft and target passes of all sizes, medians of `repeats` by turns; about a second on a laptop
     (without compiling, which `static` asks for)."""
@@ -59,12 +59,12 @@ def calibrate(
     with cache.add(1) as row:
         features = target.extend([prompt], row, drafter.layer_ids)
     with state.add(1) as row:
-        drafter.absorb(features.context, [CONTEXT], row)
+        drafter.absorb(target, features.context, torch.tensor([prompt], device=target.device), [CONTEXT], row)
     bonus = torch.zeros(1, dtype=torch.long, device=target.device)
 
     def draft() -> DraftTree:
         state.cache.advance([-2])
-        drafter.absorb(features.context[:, :2], [2], state)
+        drafter.absorb(target, features.context[:, :2], bonus.repeat(1, 2), [2], state)
         return ddtree(bonus, drafter.draft(target, bonus, state), SIZES[-1])
 
     tree = draft()

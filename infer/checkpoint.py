@@ -1,4 +1,5 @@
-"""Drafters on disk: the public DFlash folder, `config.json` and `model.safetensors`, as serving engines read it."""
+"""Drafters on disk: a folder of `config.json` and `model.safetensors`; for DFlash the public one that serving engines
+read."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from infer.dflash import DFlash
+from infer.drafter import Drafter
+from infer.families import ARCHITECTURES, CLASSES
 
 MODEL_MODE = 0o644  # safetensors writes 0600, which other users' engines cannot read
 
@@ -21,6 +23,7 @@ def config_dict(config: Qwen3Config) -> dict:
         "model_type",
         "block_size",
         "dflash_config",
+        "dart_config",
         "num_target_layers",
         "num_hidden_layers",
         "layer_types",
@@ -36,8 +39,10 @@ def config_dict(config: Qwen3Config) -> dict:
         "tie_word_embeddings",
     ]
     everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": config.rope_parameters["rope_theta"]}
-    everything["architectures"], everything["auto_map"] = config.architectures, config.auto_map
-    return {key: everything[key] for key in keys}
+    everything["architectures"] = config.architectures
+    if hasattr(config, "auto_map"):
+        everything["auto_map"] = config.auto_map
+    return {key: everything[key] for key in keys if key in everything}
 
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -49,7 +54,7 @@ def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: 
     (folder / "model.safetensors").chmod(MODEL_MODE)
 
 
-def load_drafter(folder: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> DFlash:
+def load_drafter(folder: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Drafter:
     """Reads a drafter folder (or the folder of a training checkpoint that holds one in `drafter/`).
 
     Raises FileNotFoundError when it is none, ValueError naming the tensors that are missing, unknown or misshapen.
@@ -61,19 +66,23 @@ def load_drafter(folder: str | Path, dtype: torch.dtype | None = None, device: s
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is no drafter: {name} is missing")
     raw = json.loads((folder / "config.json").read_text())
-    if raw.get("architectures") != ["DFlashDraftModel"]:
-        raise ValueError(f"{folder}: architectures is {raw.get('architectures')}, expected ['DFlashDraftModel']")
+    family = ARCHITECTURES.get(str((raw.get("architectures") or [None])[0]))
+    if family is None:
+        known = " or ".join(f"['{name}']" for name in ARCHITECTURES)
+        raise ValueError(f"{folder}: architectures is {raw.get('architectures')}, expected {known}")
     kept = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type", "rope_theta")}
     rope = {"rope_type": "default", "rope_theta": float(raw["rope_theta"])}
-    config = Qwen3Config(**kept, auto_map=raw.get("auto_map"), rope_parameters=rope)
+    if "auto_map" in raw:
+        kept["auto_map"] = raw["auto_map"]
+    config = Qwen3Config(**kept, rope_parameters=rope)
     weights = load_file(folder / "model.safetensors")
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in DFlash(config).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in CLASSES[family](config).state_dict().items()}
     missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     wrong = [name for name in shapes.keys() & weights.keys() if shapes[name] != weights[name].shape]
     if missing or unknown or wrong:
         raise ValueError(f"{folder}/model.safetensors: missing {missing}, unknown {unknown}, of wrong shape {wrong}")
-    drafter = DFlash(config)
+    drafter = CLASSES[family](config)
     drafter.load_state_dict(weights)
     kind = dtype or weights["norm.weight"].dtype
     return drafter.to(device, kind).eval().requires_grad_(False)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-METHODS = ("plain", "chain", "ddtree")
+METHODS = ("plain", "chain", "ddtree", "continuity", "static")
 
 
 @dataclass
@@ -29,17 +29,20 @@ class TargetConfig:
 class DrafterConfig:
     """Sizes of a drafter to be trained; everything not named here is taken from the target."""
 
-    family: str = "dflash"
-    layers: int = 2
+    family: str = "dflash"  # dflash or dart
+    layers: int = 2  # DART has one
     block_size: int = 8  # bonus token and block_size - 1 drafted positions
     target_layer_ids: list[int] | None = None  # tapped decoder layers, from 0; None: spread by the public formula
     warm_start: bool = True  # begin with the target's own layers where the shapes agree, else from noise
-    mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first id past its own
+    mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first id past its own; dflash only
+    shifted: bool = True  # dart: every position says which token follows it; false: which one stands in its place
 
     def check(self) -> None:
         """Raises ValueError for sizes that no drafter can have."""
-        if self.family != "dflash":
-            raise ValueError(f"drafter.family={self.family}: only dflash exists")
+        if self.family not in ("dflash", "dart"):
+            raise ValueError(f"drafter.family={self.family}: use dflash or dart")
+        if self.family == "dart" and self.layers != 1:
+            raise ValueError(f"drafter.layers={self.layers}: a DART drafter has 1 layer (drafter=dart sets it)")
         if self.layers < 1:
             raise ValueError(f"drafter.layers={self.layers}: a drafter has at least 1 layer")
         if self.block_size < 2:
@@ -87,8 +90,11 @@ class TextOptions:
 class EngineConfig:
     """How texts are decoded. All of this changes the speed, never the text."""
 
-    method: str = "ddtree"  # plain, chain or ddtree
+    method: str = "ddtree"  # plain, chain, ddtree, continuity or static: docs/methods.md
     budget: int | str = 64  # drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
+    continuity: str | None = None  # n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
+    continuity_weight: float = 1.0  # of the n-gram model against the drafter, for ddtree
+    width: int = 2  # children of every node of a static tree
     rows: int = 16  # texts decoded side by side at most; others wait
     compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
 
@@ -98,6 +104,16 @@ class EngineConfig:
             raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
+        if self.method == "continuity" and self.continuity is None:
+            raise ValueError("method=continuity needs continuity=<n-gram file>: ./launch.sh ngram makes one")
+        if self.continuity is not None and self.method not in ("ddtree", "continuity"):
+            raise ValueError(f"continuity={self.continuity}: for method=ddtree and continuity, not for {self.method}")
+        if not 0 <= self.continuity_weight < float("inf"):
+            raise ValueError(f"continuity_weight={self.continuity_weight}: 0 or above")
+        if self.width < 1:
+            raise ValueError(f"width={self.width}: a node of a static tree has at least 1 child")
+        if self.method == "static" and self.budget != "auto" and self.width > self.budget:
+            raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
         if self.budget == "auto" and self.method != "ddtree":
             raise ValueError(f"budget=auto: for method=ddtree only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
@@ -129,6 +145,8 @@ class EvaluationConfig:
     rows: int = 1  # prompts decoded side by side
     compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
     samples: int = 3  # decoded texts shown in the report
+    continuity: str | None = None  # n-gram file (./launch.sh ngram): trees that ask it are measured too
+    continuity_weight: float = 1.0  # of the n-gram model against the drafter, for ddtree
 
     def check(self) -> None:
         """Raises ValueError for an evaluation that measures nothing."""
@@ -141,8 +159,16 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.temperature={self.temperature}: 0 for greedy decoding, or above")
 
     def methods(self, block_size: int) -> list[tuple[str, int]]:
-        """(method, nodes) in the order of the table."""
-        return [("plain", 0), ("chain", block_size - 1), *(("ddtree", budget) for budget in self.budgets)]
+        """(method, nodes) in the order of the table; "ddtree+continuity" is DDTree on path-conditioned scores."""
+        trees = ["ddtree"] if self.continuity is None else ["ddtree", "continuity", "ddtree+continuity"]
+        return [("plain", 0), ("chain", block_size - 1), *((tree, budget) for tree in trees for budget in self.budgets)]
+
+    def engine(self, method: str, budget: int) -> EngineConfig:
+        """How one line of the table is decoded."""
+        name, _, guided = method.partition("+")
+        continuity = self.continuity if guided or name == "continuity" else None
+        weight, compile = self.continuity_weight, self.compile
+        return EngineConfig(name, max(1, budget), continuity, weight, rows=self.rows, compile=compile)
 
 
 @dataclass

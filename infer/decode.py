@@ -16,12 +16,15 @@ import torch
 
 from infer.budget import BudgetRule, calibrate
 from infer.cache import KVCache
-from infer.config import DecodeOptions, TextOptions
-from infer.dflash import DFlash, DraftState
+from infer.config import DecodeOptions, EngineConfig, TextOptions
+from infer.drafter import Drafter, DraftState
+from infer.ngram import NGram, open_ngram
+from infer.rejection import decide, draw
 from infer.sampling import adjust, choose, round_noise, seen_at_nodes, seen_tokens, steer
-from infer.target import Target
+from infer.target import Target, pad_ids
 from infer.text import STAGES, Processor, Text, TokenLogprob
-from infer.trees import TREES, DraftTree, root_only
+from infer.trees import DraftTree, chain, continuity, ddtree, guided_ddtree, root_only, static_depth
+from infer.trees.fixed import StaticDraft, static_nodes
 from infer.verify import Accepted, walk
 
 PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
@@ -33,44 +36,44 @@ class Engine:
 
     `capacity` is the number of positions a row may take, prompt and answer. A text does not depend on what is
     written beside it (float32; lower precisions round differently in other batch shapes). The drafter may be None for
-    method "plain". `compile` runs drafting and verification under torch.compile, on CUDA with CUDA graphs (None: on
-    CUDA only): the first round of every new shape takes its time then. `clock` times the stages; on CUDA pass one that
-    synchronises.
+    method "plain". Compiled, the first round of every new shape takes its time. `clock` times the stages; on CUDA pass
+    one that synchronises. Raises ValueError where options do not fit the drafter or the target.
     """
 
     def __init__(
         self,
         target: Target,
-        drafter: DFlash | None,
-        method: str = "ddtree",
-        budget: int | str = 64,
-        rows: int = 1,
-        capacity: int = 2048,
-        compile: bool | None = None,
+        drafter: Drafter | None,
+        options: EngineConfig,
+        capacity: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target, self.drafter, self.clock = target, drafter, clock
-        self.static = target.device.type == "cuda" if compile is None else compile
-        self.build = None if method == "plain" else TREES[method]
-        if self.build is not None and drafter is None:
+        EngineConfig.check(options)
+        self.target, self.drafter, self.options, self.clock = target, drafter, options, clock
+        self.static = target.device.type == "cuda" if options.compile is None else options.compile
+        method, self.drafts = options.method, options.method != "plain"
+        if self.drafts and drafter is None:
             raise ValueError(f"method={method} needs a drafter: load one with load_drafter, or use method=plain")
         self.rule: BudgetRule | None = None
-        self.nodes = 0
-        if self.build is not None:
-            self.rule = calibrate(target, drafter, clock, self.static) if budget == "auto" else None
-            self.nodes = self.rule.largest if self.rule else budget
-        self.length = drafter.block_size - 1 if self.build is not None else 0  # L
+        self.ngram: NGram | None = open_ngram(options.continuity, target) if options.continuity else None
+        self.length, self.nodes, self.layers = 0, 0, ()
+        if self.drafts:
+            self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L
+            self.rule = calibrate(target, drafter, clock, self.static) if options.budget == "auto" else None
+            self.nodes = self.rule.largest if self.rule else options.budget
         if method == "chain":
             self.nodes = min(self.nodes, self.length)
-        self.layers = drafter.layer_ids if self.build is not None else ()
-        self.rows, self.capacity = rows, capacity
+        if method == "static":
+            self.depth = static_depth(options.width, self.nodes, self.length)
+            self.nodes = static_nodes(options.width, self.depth)
+        self.rows, self.capacity = options.rows, capacity
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.reset()
 
     def reset(self) -> None:
         """Forgets all texts. The caches are made anew: after an error nobody knows what they hold."""
         self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
-        self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.build is not None else None
+        self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.drafts else None
         self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
         self.fresh: tuple | None = None  # features that the drafter has not taken in yet
         self.waiting: deque[Text] = deque()
@@ -86,6 +89,8 @@ class Engine:
         options.check()
         if not prompt:
             raise ValueError("every prompt needs at least one token")
+        if processors and self.options.method == "static" and options.temperature > 0:
+            raise ValueError("logits processors: a sampled static tree needs whole distributions; use another method")
         if options.stop and self.target.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: load the target with load_target")
         if len(prompt) + options.max_new_tokens > self.capacity:
@@ -147,7 +152,8 @@ class Engine:
             parts = [prompt[first : first + PREFILL_CHUNK] for prompt in prompts]
             features = self.target.extend(parts, cache, self.layers)
             if state is not None:
-                self.drafter.absorb(features.context, [len(part) for part in parts], state)
+                tokens = pad_ids(parts, features.context.device)
+                self.drafter.absorb(self.target, features.context, tokens, [len(part) for part in parts], state)
             for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
                 if part and first + len(part) == len(prompt):
                     last[row] = features.last[row, len(part) - 1]
@@ -156,8 +162,8 @@ class Engine:
     def _absorb(self) -> None:
         """Gives the drafter the features of the last round's committed nodes."""
         if self.fresh is not None:
-            features, counts, on_device = self.fresh
-            self.drafter.absorb(features, counts, self.state, on_device)
+            features, tokens, counts, on_device = self.fresh
+            self.drafter.absorb(self.target, features, tokens, counts, self.state, on_device)
             self.fresh = None
 
     def _round(self) -> None:
@@ -176,32 +182,56 @@ class Engine:
         start = self.cache.ends[: len(texts)]  # (B,) positions of the roots
         noise = round_noise(options, start, self.length + 1, vocabulary)
         seen = self._seen(texts)
-        if self.build is None:
+        drawn: StaticDraft | None = None  # a static tree of a sampled text
+        if not self.drafts:
             tree = root_only(self.bonus)
         else:
             self._absorb()
             marginals = self.drafter.draft(target, self.bonus, self.state)  # (B, L, V)
-            marginals = steer(marginals, options, noise, seen if seen is None else seen[:, None])
-            lap("draft")
-            tree = self.build(self.bonus, marginals, self.nodes)
-            if self.rule is not None:
-                tree = tree.first(self.rule.nodes(tree))
+            before = None if seen is None else seen[:, None]
+            if self.options.method == "static":
+                conditional = getattr(self.drafter, "conditional", None)
+                drawn = draw(self.bonus, marginals, options, start, before, self.options.width, self.depth, conditional)
+                lap("draft")
+                tree = drawn.tree
+            else:
+                marginals = steer(marginals, options, noise, before)
+                lap("draft")
+                tree = self._build(marginals)
         ancestors = tree.ancestors()  # (B, M, M)
         lap("build")
 
         features = target.verify(tree, ancestors, self.cache, self.layers)
         logits = target.head(features.last)  # (B, M, V)
-        chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
+        if drawn is not None and drawn.q is not None:
+            within = None if seen is None else seen_at_nodes(seen, tree, ancestors)
+            accepted, chosen = decide(drawn, logits, options, start, noise, within)
+        else:
+            chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
+            accepted = walk(tree, chosen, ancestors)
         lap("verify")
 
-        accepted = walk(tree, chosen, ancestors)
         lengths = self._commit(tree, accepted, logits, chosen)
         self.bonus = accepted.bonus
-        if self.build is not None:
+        if self.drafts:
             path = accepted.path[:, : max(lengths)]
             context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
-            self.fresh = context, lengths, accepted.lengths
+            self.fresh = context, tree.tokens.gather(1, path), lengths, accepted.lengths
         lap("commit")
+
+    def _build(self, marginals: torch.Tensor) -> DraftTree:
+        """The round's trees from (B, L, V)."""
+        method, ngram = self.options.method, self.ngram
+        if ngram is None:
+            tree = (chain if method == "chain" else ddtree)(self.bonus, marginals, self.nodes)
+        else:
+            ends = [(text.prompt[-ngram.order :] + text.ids)[-ngram.order :] for text in self.writing]
+            if method == "continuity":
+                tree = continuity(self.bonus, marginals, self.nodes, ngram, ends)
+            else:
+                weight = self.options.continuity_weight
+                tree = guided_ddtree(self.bonus, marginals, self.nodes, ngram, ends, weight)
+        return tree if self.rule is None else tree.first(self.rule.nodes(tree))
 
     def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
         """Cache and texts take the accepted paths. One copy to the host, the only one of a greedy round."""
@@ -322,7 +352,7 @@ class Engine:
 
 def decode(
     target: Target,
-    drafter: DFlash | None,
+    drafter: Drafter | None,
     prompts: list[list[int]],
     options: DecodeOptions,
     clock: Callable[[], float] = time.perf_counter,
@@ -335,8 +365,7 @@ def decode(
     if not prompts:
         return []
     longest = max(map(len, prompts)) + options.max_new_tokens
-    rows = min(options.rows, len(prompts))
-    engine = Engine(target, drafter, options.method, options.budget, rows, longest, options.compile, clock)
+    engine = Engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
     texts = [
         engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
         for i, prompt in enumerate(prompts)

@@ -10,10 +10,7 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +18,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.cache import KVCache, Window
+from infer.cache import Window
 from infer.config import DrafterConfig
+from infer.drafter import Attention, Drafter, DraftState, checked_layers, default_mask_token, rotate, sizes
 from infer.masks import masked_attention
-from infer.static import Program, padded
-from infer.target import Target, head_size
+from infer.static import padded
+from infer.target import Target
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,35 +38,10 @@ def default_layer_ids(target_layers: int, layers: int) -> list[int]:
     return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
 
 
-def default_mask_token(target: Target) -> int:
-    """An id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the padded
-    vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token, if
-    nothing else ends or begins with it.
-
-    Raises ValueError where there is none.
-    """
-    tokenizer = target.tokenizer
-    if getattr(tokenizer, "mask_token_id", None) is not None:
-        return tokenizer.mask_token_id
-    if len(tokenizer) < target.config.vocab_size:
-        return len(tokenizer)
-    spare = [i for token, i in tokenizer.get_added_vocab().items() if re.search("reserved|unused", token)]
-    if spare:
-        return min(spare)
-    pad = tokenizer.pad_token_id
-    if pad is not None and pad not in {*target.end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}:
-        return pad
-    raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
-
-
 def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
     """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
     ids = options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers, options.layers)
-    if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
-        raise ValueError(
-            f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {theirs.num_hidden_layers - 1}"
-        )
-    return tuple(int(layer) for layer in ids)
+    return checked_layers(ids, theirs)
 
 
 def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
@@ -85,71 +58,23 @@ def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
     mask = default_mask_token(target) if options.mask_token_id is None else options.mask_token_id
     if not 0 <= mask < theirs.vocab_size:
         raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {theirs.vocab_size - 1}")
-    rope = getattr(theirs, "rope_parameters", None) or {}
     return Qwen3Config(
         architectures=["DFlashDraftModel"],
         auto_map={"AutoModel": "dflash.DFlashDraftModel"},
-        block_size=options.block_size,
         dflash_config={
             "block_size": options.block_size,
             "mask_token_id": mask,
             "target_layer_ids": list(ids),
         },
-        num_target_layers=theirs.num_hidden_layers,
-        num_hidden_layers=options.layers,
-        layer_types=["full_attention"] * options.layers,
-        hidden_size=theirs.hidden_size,
-        intermediate_size=theirs.intermediate_size,
-        num_attention_heads=theirs.num_attention_heads,
-        num_key_value_heads=theirs.num_key_value_heads,
-        head_dim=head_size(theirs),
-        rms_norm_eps=theirs.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 1e4))},
-        max_position_embeddings=theirs.max_position_embeddings,
-        vocab_size=theirs.vocab_size,
-        tie_word_embeddings=False,
-        bos_token_id=theirs.bos_token_id,
-        eos_token_id=theirs.eos_token_id,
+        **sizes(options, theirs),
     )
-
-
-class Attention(nn.Module):
-    """Queries from the block; keys and values from context and block through the same projections."""
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
-
-    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """States (B, T, D) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E)."""
-        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
-        return rotate(keys, cos, sin), self.heads(self.v_proj(states)).transpose(1, 2)
-
-    def queries(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return rotate(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), cos, sin)
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on (B, H, T, E); cos and sin (B, T, E) as `DFlash.angles` gives them, sin signed."""
-    low, high = states.chunk(2, dim=-1)
-    return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
 
 
 class Layer(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
 
@@ -165,56 +90,30 @@ class Layer(nn.Module):
 
 
 @dataclass
-class DraftState:
-    """What a drafter remembers of the texts it drafts for: keys and values of their context features. Rows come and go
-    as in the cache."""
+class DFlashState(DraftState):
+    """Keys and values of the context features, and what computes them for all layers at once."""
 
-    cache: KVCache
-    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
     projection: torch.Tensor  # (layers * 2 * H * E, D) key and value weights of all layers, that see the same context
     scale: torch.Tensor  # (layers, 1, E) weights of the key norms
 
-    @contextmanager
-    def add(self, count: int) -> Iterator["DraftState"]:
-        """`count` more rows, as a state of their own over the same memory, to be filled."""
-        with self.cache.add(count) as cache:
-            yield replace(self, cache=cache)
 
-    def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (rows, width, E) of the positions behind every row's committed ones."""
-        positions = self.cache.positions(rows, width)
-        cos, sin = (table[0, positions] for table in self.angles)
-        return cos, sin
-
-    def keep(self, order: list[int]) -> None:
-        """Row i becomes what row order[i] was."""
-        self.cache.keep(order)
-
-
-class DFlash(nn.Module):
+class DFlash(Drafter):
     """The drafter. Parameters carry the names of the public checkpoint layout."""
 
+    lead, first, causal = 0, 1, False  # a block is `[bonus, mask x L]`, each position sees all of it
+
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.config = config
-        self.block_size: int = config.block_size
+        super().__init__(config, config.dflash_config["target_layer_ids"])
         self.mask_token_id: int = config.dflash_config["mask_token_id"]
-        self.layer_ids: tuple[int, ...] = tuple(config.dflash_config["target_layer_ids"])
+        self.width = self.block_size
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
-        self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
-        self._program: Program | None = None
 
-    def reset(self, generator: torch.Generator) -> None:
-        """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
-            else:
-                nn.init.ones_(parameter)
+    def head_weight(self, target: Target) -> torch.Tensor:
+        """(V, D): the target's own, frozen."""
+        return target.head_weight
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
@@ -240,12 +139,6 @@ class DFlash(nn.Module):
         self.norm.weight.copy_(target.body.norm.weight)
         return True
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
-        cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
-        half = sin.shape[-1] // 2
-        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Context features (B, T, len(layer_ids) * D) to what every layer's K/V see: (B, T, D)."""
         return self.hidden_norm(self.fc(features))
@@ -255,6 +148,13 @@ class DFlash(nn.Module):
         block = bonus.unsqueeze(-1).repeat_interleave(self.block_size, dim=-1)
         block[..., 1:] = self.mask_token_id
         return block
+
+    def inputs(self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor):
+        """What `forward` takes of packed rows, ids and positions (B, T), beside features and mask: the blocks at
+        anchors (B, N), embedded, (B, N*K, D), and their positions (B, N*K)."""
+        blocks = target.embed(self.block_ids(ids.gather(1, anchors))).flatten(1, 2)
+        steps = torch.arange(self.block_size, device=ids.device)
+        return blocks.to(self.norm.weight.dtype), (positions.gather(1, anchors)[..., None] + steps).flatten(1)
 
     def forward(
         self,
@@ -289,36 +189,32 @@ class DFlash(nn.Module):
                 block = through(layer, block, context)
         return self.norm(block)
 
-    def state(self, rows: int, capacity: int, static: bool = False) -> DraftState:
+    def state(self, rows: int, capacity: int, static: bool = False) -> DFlashState:
         """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
         if it is `static`."""
-        config, weight = self.config, self.norm.weight
-        capacity += self.block_size
-        cache = KVCache(
-            config.num_hidden_layers,
-            rows,
-            capacity,
-            config.num_key_value_heads,
-            config.head_dim,
-            weight.dtype,
-            weight.device,
-            static,
-        )
+        cache = self.cache(rows, capacity, static)
         attentions = [layer.self_attn for layer in self.layers]
-        return DraftState(
+        return DFlashState(
             cache,
-            self.angles(torch.arange(cache.capacity, device=weight.device)[None]),
+            self.angles(torch.arange(cache.capacity, device=self.norm.weight.device)[None]),
             torch.cat([part.weight for attention in attentions for part in (attention.k_proj, attention.v_proj)]),
             torch.stack([attention.k_norm.weight for attention in attentions])[:, None],
         )
 
     @torch.no_grad()
     def absorb(
-        self, features: torch.Tensor, counts: list[int], state: DraftState, on_device: torch.Tensor | None = None
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int],
+        state: DFlashState,
+        on_device: torch.Tensor | None = None,
     ) -> None:
-        """Takes in the context features (B, C, len(layer_ids) * D) of newly committed positions; `counts[b]` of them
-        are real, the rest padding; `on_device` (B,) says the same where it is there already. One projection serves all
-        layers: what `Attention.keys_values` does in training, layer by layer."""
+        """Takes in the context features (B, C, len(layer_ids) * D) of newly committed positions, whose tokens (B, C) do
+        not matter here; `counts[b]` of them are real, the rest padding; `on_device` (B,) says the same where it is
+        there already. One projection serves all layers: what `Attention.keys_values` does in training, layer by
+        layer."""
         cache = state.cache
         rows, width, _ = features.shape
         both = F.linear(self.context(features), state.projection)
@@ -333,7 +229,7 @@ class DFlash(nn.Module):
         cache.advance(counts, on_device)
 
     @torch.no_grad()
-    def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
+    def draft(self, target: Target, bonus: torch.Tensor, state: DFlashState) -> torch.Tensor:
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
         cache, used = state.cache, len(bonus)
@@ -344,11 +240,7 @@ class DFlash(nn.Module):
         if cache.static or len(set(cache.lengths)) > 1:
             mask = (torch.arange(window.extent, device=ends.device) < ends)[:, None, None]  # (B, 1, 1, extent)
         block = target.embed(self.block_ids(padded(bonus, rows))).to(self.norm.weight.dtype)  # (B, K, D)
-        run = self._draft_pass
-        if cache.static:
-            self._program = self._program or Program(self._draft_pass, ends.device)
-            run = self._program
-        (hidden,) = run(block, state.rotary(rows, self.block_size), mask, window)
+        (hidden,) = self.program(cache.static)(block, state.rotary(rows, self.block_size), mask, window)
         logits = target.head(hidden[:used].to(target.dtype))  # (B, L, V)
         return logits.float().log_softmax(dim=-1)
 

@@ -13,14 +13,14 @@ import torch
 
 from infer.config import EvaluationConfig, TextOptions
 from infer.decode import Engine
-from infer.dflash import DFlash
-from infer.target import Target
+from infer.drafter import Drafter
+from infer.target import Target, pad_ids
 from infer.text import STAGES, Text
 
 
 def evaluate(
     target: Target,
-    drafter: DFlash,
+    drafter: Drafter,
     prompts: list[list[int]],
     config: EvaluationConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -31,7 +31,7 @@ def evaluate(
 
 def decode_all(
     target: Target,
-    drafter: DFlash,
+    drafter: Drafter,
     prompts: list[list[int]],
     config: EvaluationConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -45,7 +45,7 @@ def decode_all(
 
     def run(chunk: list[list[int]], method: tuple[str, int], tokens: int, into: Measured) -> None:
         began = clock()
-        engine = Engine(target, drafter, *method, config.rows, length, config.compile, clock)
+        engine = Engine(target, drafter, config.engine(*method), length, clock)
         options = TextOptions(max_new_tokens=tokens, temperature=config.temperature, seed=config.seed)
         texts = [engine.submit(prompt, options) for prompt in chunk]
         while engine.busy:
@@ -57,16 +57,45 @@ def decode_all(
 
     for method in methods:  # warm-up: first calls pay for allocations and kernels
         run(prompts[: config.rows], method, min(16, config.max_new_tokens), Measured())
+    texts = results["plain", 0].texts
     for first in range(0, len(prompts), config.rows):
         for method in methods:
             run(prompts[first : first + config.rows], method, config.max_new_tokens, results[method])
+        results["plain", 0].add_hits(hits(target, drafter, texts[first:], length))
         progress(min(first + config.rows, len(prompts)), len(prompts))
     return results
 
 
+@torch.inference_mode()
+def hits(target: Target, drafter: Drafter, texts: list[Text], length: int) -> torch.Tensor:
+    """How often the drafter's likeliest token is the one that came, by drafted position: (L, 2), right guesses and all,
+    a block drafted at every token of finished texts of at most `length` tokens, side by side. What DART's tables 3 and
+    4 call accuracy."""
+    rows, drafted = len(texts), drafter.block_size - 1
+    cache, state = target.cache(rows, length), drafter.state(rows, length)
+    prompts, answers = [text.prompt for text in texts], [text.ids for text in texts]
+    with cache.add(rows) as part, state.add(rows) as begun:
+        features = target.extend(prompts, part, drafter.layer_ids)
+        ids = pad_ids(prompts, target.device)
+        drafter.absorb(target, features.context, ids, [len(prompt) for prompt in prompts], begun)
+    features = target.extend(answers, cache, drafter.layer_ids).context
+    ids = pad_ids(answers, target.device)  # (B, A)
+    ends = torch.tensor([len(answer) for answer in answers], device=ids.device)
+    counts = torch.zeros(drafted, 2, dtype=torch.long, device=ids.device)
+    for step in range(ids.shape[1] - 1):
+        guesses = drafter.draft(target, ids[:, step], state).argmax(-1)  # (B, L)
+        ahead = step + torch.arange(1, drafted + 1, device=ids.device)  # (L,)
+        there = ahead < ends[:, None]  # (B, L)
+        right = there & (guesses == ids[:, ahead.clamp(max=ids.shape[1] - 1)])
+        counts += torch.stack([right.sum(0), there.sum(0)], 1)
+        going = [int(step < len(answer)) for answer in answers]
+        drafter.absorb(target, features[:, step : step + 1], ids[:, step : step + 1], going, state)
+    return counts
+
+
 def summary(
     target: Target,
-    drafter: DFlash,
+    drafter: Drafter,
     prompts: list[list[int]],
     results: "dict[tuple[str, int], Measured]",
     config: EvaluationConfig,
@@ -86,6 +115,7 @@ def summary(
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "block_size": drafter.block_size,
+        "accuracy": [right / max(1, count) for right, count in plain.guesses],
         "methods": rows,
         "samples": [
             sample(target, prompt, done)
@@ -101,13 +131,22 @@ class Measured:
     texts: list[Text] = field(default_factory=list)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `hits`
+
+    def add_hits(self, counts: torch.Tensor) -> None:
+        """Counts (L, 2) more guesses."""
+        self.guesses = (counts.cpu() + torch.tensor(self.guesses or 0)).tolist()
 
     @staticmethod
     def joined(shares: "list[Measured]") -> "Measured":
         """What several processes measured, each on its share of the prompts: share i holds prompts i, i + n, ..."""
         texts = [text for some in zip_longest(*(share.texts for share in shares)) for text in some if text is not None]
         stages = {stage: sum(share.stages[stage] for share in shares) for stage in STAGES}
-        return Measured(texts, sum(share.seconds for share in shares), stages)
+        whole = Measured(texts, sum(share.seconds for share in shares), stages)
+        for share in shares:
+            if share.guesses:
+                whole.add_hits(torch.tensor(share.guesses))
+        return whole
 
 
 def tau(texts: list[Text]) -> float:

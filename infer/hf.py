@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from infer.config import EngineConfig, TextOptions
 from infer.decode import Engine
-from infer.dflash import DFlash
+from infer.drafter import Drafter
 from infer.target import Target
 from infer.text import Processor, Text
 
@@ -35,7 +35,7 @@ UNUSED = {"past_key_values", "use_cache", "cache_position", "position_ids", "log
 
 
 def speculative(
-    target: Target, drafter: DFlash | None, method: str = "ddtree", budget: int | str = 64, streamer=None
+    target: Target, drafter: Drafter | None, method: str = "ddtree", budget: int | str = 64, streamer=None
 ) -> Callable:
     """A decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
 
@@ -65,7 +65,7 @@ def speculative(
         settings, processors = _settings(logits_processor)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        engine = Engine(target, drafter, method, budget, len(prompts), max(map(len, prompts)) + most)
+        engine = Engine(target, drafter, EngineConfig(method, budget, rows=len(prompts)), max(map(len, prompts)) + most)
         texts = []
         for row, prompt in zip(input_ids, prompts, strict=True):
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0

@@ -27,6 +27,49 @@ class EvalCommand:
 
 
 @dataclass
+class CompareCommand:
+    """Evaluates several drafters with every tree, on the same prompts."""
+
+    checkpoints: list[str] = field(default_factory=list)  # drafter folders or training checkpoints
+    out: str = "runs/comparison"  # where the table, the picture and the numbers go
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be compared."""
+        for part in (self.target, self.data, self.evaluation):
+            part.check()
+        if not self.checkpoints:
+            raise ValueError("checkpoints=[runs/a/checkpoints/best,runs/b/checkpoints/best]: which drafters?")
+        if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):
+            raise ValueError(f"checkpoints={list(self.checkpoints)}: one of them comes twice")
+
+
+@dataclass
+class NgramCommand:
+    """Counts n-grams of token ids, for trees that judge paths by them."""
+
+    out: str = "runs/ngrams"  # the file
+    order: int | None = None  # the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
+    workers: int | None = None  # processes; None: one a core
+    chunk_tokens: int = 8_000_000  # tokens sorted at a time by a process, about 24 bytes each
+    target: TargetConfig = field(default_factory=TargetConfig)  # whose tokenizer it is
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be counted."""
+        for part in (self.target, self.data):
+            part.check()
+        if self.order is not None and self.order < 1:
+            raise ValueError(f"order={self.order}: at least 1")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers={self.workers}: at least 1")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={self.chunk_tokens}: at least 1")
+
+
+@dataclass
 class GenerateCommand:
     """Continues a prompt and says what it took."""
 
@@ -83,13 +126,28 @@ class RegenerateCommand:
             raise ValueError("at_once and prompt_tokens are at least 1")
 
 
-def load(target: TargetConfig, checkpoint: str):
-    """Target and drafter, the drafter in the target's dtype. The drafter is looked at first: it is the cheaper one."""
-    from infer import load_drafter, load_target
+def run_name(checkpoint: str) -> str:
+    """What a checkpoint is called beside others: its run, or its folder."""
+    parts = Path(checkpoint).parts
+    return parts[parts.index("checkpoints") - 1] if "checkpoints" in parts[1:] else Path(checkpoint).name
 
-    drafter = load_drafter(checkpoint)
+
+def load(target: TargetConfig, checkpoint: str):
+    """Target and drafter, the drafter in the target's dtype. The drafter is looked at first: it is the cheaper one. An
+    n-gram file is a drafter too: of its pairs."""
+    from infer import load_drafter, load_target
+    from infer.bigram import Bigram
+    from infer.ngram import open_ngram
+
+    drafter = None if Path(checkpoint).is_file() else load_drafter(checkpoint)
     model = load_target(target.path, target.dtype, target.device, target.trust_remote_code)
+    if drafter is None:
+        return model, Bigram(open_ngram(checkpoint, model))
     return model, drafter.to(model.device, model.dtype)
+
+
+def progress(done: int, total: int) -> None:
+    print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def run_eval(config: EvalCommand) -> None:
@@ -101,9 +159,6 @@ def run_eval(config: EvalCommand) -> None:
     options = config.evaluation
     prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
 
-    def progress(done: int, total: int) -> None:
-        print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
     result = evaluate(target, drafter, prompts, options, progress)
     result |= {"step": None, "checkpoint": config.checkpoint, "drafter": config.checkpoint}
     out = Path(config.out)
@@ -111,6 +166,56 @@ def run_eval(config: EvalCommand) -> None:
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     print(f"\nreport      {write_report(out, [result])}")
+
+
+def run_compare(config: CompareCommand) -> None:
+    from data.prompts import held_out_prompts
+    from infer.evaluate import evaluate
+    from infer.report import comparison, comparison_figure
+
+    options, evaluations = config.evaluation, {}
+    loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
+    for name, (target, drafter) in loaded.items():
+        print(f"{name}:", file=sys.stderr)
+        prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+        evaluations[name] = evaluate(target, drafter, prompts, options, progress)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.json").write_text(json.dumps(evaluations, indent=1) + "\n")
+    some = next(iter(evaluations.values()))
+    text = comparison(evaluations)
+    (out / "comparison.md").write_text(f"{text}\n\n{some['device']}, {some['prompts']} prompts.\n")
+    comparison_figure(evaluations).savefig(out / "comparison.png")
+    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.png'}")
+
+
+def run_ngram(config: NgramCommand) -> None:
+    from transformers import AutoConfig
+
+    from data.packing import token_documents, tokenizer_digest
+    from infer.count_ngrams import count_ngrams
+    from infer.target import load_tokenizer, reaching, resolve_path
+
+    place = config.target
+    tokenizer = load_tokenizer(place.path, place.trust_remote_code)
+    with reaching(place.path):
+        theirs = AutoConfig.from_pretrained(resolve_path(place.path), trust_remote_code=place.trust_remote_code)
+    vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
+    order = config.order or min(6, 64 // vocabulary.bit_length())
+
+    def counted(tokens: int) -> None:
+        print(f"\r{tokens:,} tokens", end="", file=sys.stderr, flush=True)
+
+    out = Path(config.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    documents = token_documents(config.data, tokenizer)
+    digest = tokenizer_digest(tokenizer)
+    model = count_ngrams(documents, vocabulary, order, out, digest, config.workers, config.chunk_tokens, counted)
+    nodes = sum(model.nodes)
+    print(
+        f"\n{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {order}, {model.size_bytes / 1e6:,.1f} MB "
+        f"({model.size_bytes / nodes:.1f} bytes each); use it with continuity={out}"
+    )
 
 
 def run_generate(config: GenerateCommand) -> None:
@@ -136,7 +241,7 @@ def run_serve(config: ServeCommand) -> None:
     decoding, server = config.decoding, config.server
     positions = getattr(target.config, "max_position_embeddings", None) or server.max_length
     capacity = min(server.max_length, positions)
-    engine = Engine(target, drafter, decoding.method, decoding.budget, decoding.rows, capacity, decoding.compile)
+    engine = Engine(target, drafter, decoding, capacity)
     print(
         f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat",
@@ -193,6 +298,8 @@ def run_chat(config: ChatConfig) -> None:
 
 COMMANDS = {
     "eval": (EvalCommand, run_eval),
+    "compare": (CompareCommand, run_compare),
+    "ngram": (NgramCommand, run_ngram),
     "generate": (GenerateCommand, run_generate),
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),

@@ -25,8 +25,9 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def block_mask_mod(anchors: torch.Tensor, documents: torch.Tensor, block_size: int, causal: bool = False) -> MaskMod:
     """The prefix-shared training mask.
 
-    anchors (B, N) int64 positions of the bonus tokens (an unused slot may hold any position: its block sees something,
-    and carries no loss); documents (B, T) int64 document number of every context position, -1 for padding.
+    anchors (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones before (an
+    unused slot may hold any position: its block sees something, and carries no loss); documents (B, T) int64 document
+    number of every context position, -1 for padding.
     `causal` makes positions inside a block see only those before them (DART), otherwise all (DFlash).
     """
     length = documents.shape[1]

@@ -38,7 +38,7 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callabl
     from infer.api import answer_text, encode
     from infer.decode import Engine
 
-    engine = Engine(target, drafter, options.method, options.budget, options.rows, capacity, options.compile)
+    engine = Engine(target, drafter, options, capacity)
 
     def answers(rows: Iterable[Row]) -> Iterator[Answer]:
         rows, queue = iter(rows), []  # [(row, text or error)] in order

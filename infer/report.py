@@ -8,12 +8,23 @@ import html
 import io
 from pathlib import Path
 
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"  # told apart by colour-blind readers too
+BLUE, ORANGE, GREEN, PURPLE, GREY = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#9b4f96",
+    "#777777",
+)  # told apart by colour-blind readers too
+
+
+NAMES = {"ddtree": "DDTree", "continuity": "continuity", "ddtree+continuity": "DDTree + continuity"}
+COLOURS = {"chain": ORANGE, "ddtree": BLUE, "continuity": GREEN, "ddtree+continuity": PURPLE}
 
 
 def label(method: dict) -> str:
     """How a method is called: plain, chain, DDTree 64."""
-    return f"DDTree {method['budget']}" if method["name"] == "ddtree" else method["name"]
+    name = NAMES.get(method["name"])
+    return method["name"] if name is None else f"{name} {method['budget']}"
 
 
 def fastest(evaluation: dict) -> dict:
@@ -23,10 +34,11 @@ def fastest(evaluation: dict) -> dict:
 
 def table(evaluation: dict) -> str:
     """The evaluation as text for a terminal, one line a method."""
-    lines = [f"{'method':<11}{'nodes':>6}{'τ':>7}{'rounds':>8}{'tokens/s':>10}{'speedup':>9}  same output as plain"]
+    wide = max(11, *(len(method["name"]) + 1 for method in evaluation["methods"]))
+    lines = [f"{'method':<{wide}}{'nodes':>6}{'τ':>7}{'rounds':>8}{'tokens/s':>10}{'speedup':>9}  same output as plain"]
     for method in evaluation["methods"]:
         lines.append(
-            f"{method['name']:<11}{method['budget'] or '-':>6}{method['tau']:>7.2f}{method['rounds']:>8}"
+            f"{method['name']:<{wide}}{method['budget'] or '-':>6}{method['tau']:>7.2f}{method['rounds']:>8}"
             f"{method['tokens_per_second']:>10.1f}{method['speedup']:>8.2f}x  {'yes' if method['identical'] else 'NO'}"
         )
     return "\n".join(lines)
@@ -62,7 +74,7 @@ def _axes(width: float, height: float, columns: int = 1):
 def histogram_figure(evaluation: dict):
     """Shares of rounds by tokens committed: chain against the fastest tree."""
     figure, (ax,) = _axes(7, 3.6)
-    trees = [method for method in evaluation["methods"] if method["name"] == "ddtree"]
+    trees = [method for method in evaluation["methods"] if method["name"] in NAMES]
     shown = [method for method in evaluation["methods"] if method["name"] == "chain"]
     shown += [max(trees, key=lambda method: method["speedup"])] if trees else []
     for i, (method, colour) in enumerate(zip(shown, (ORANGE, BLUE), strict=False)):
@@ -81,19 +93,60 @@ def histogram_figure(evaluation: dict):
 
 def budget_figure(evaluation: dict):
     """Node budget against acceptance length and against speedup, with the chain and plain decoding as lines."""
-    figure, (left, right) = _axes(9, 3.6, 2)
-    trees = [method for method in evaluation["methods"] if method["name"] == "ddtree"]
-    budgets = [method["budget"] for method in trees]
-    references = [(m, GREY if m["name"] == "plain" else ORANGE) for m in evaluation["methods"] if m["name"] != "ddtree"]
-    for ax, key, name in ((left, "tau", "τ, tokens per round"), (right, "speedup", "speed, plain decoding = 1")):
-        ax.plot(budgets, [method[key] for method in trees], "o-", color=BLUE, label="DDTree")
-        for method, colour in references:
-            ax.axhline(method[key], color=colour, linestyle="--", linewidth=1.2, label=method["name"])
+    figure, axes = _axes(9, 3.6, 2)
+    _budget_curves(axes, evaluation)
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def _budget_curves(axes, evaluation: dict, line: str = "-", prefix: str = "", plain: bool = True) -> None:
+    """An evaluation's τ and speedup by budget into two axes: a curve a kind of tree, level lines for the rest."""
+    methods = evaluation["methods"]
+    budgets = sorted({method["budget"] for method in methods if method["name"] in NAMES})
+    for ax, key, name in (
+        (axes[0], "tau", "τ, tokens per round"),
+        (axes[1], "speedup", "speed, plain decoding = 1"),
+    ):
+        for tree, words in NAMES.items():
+            points = [(method["budget"], method[key]) for method in methods if method["name"] == tree]
+            if points:
+                ax.plot(*zip(*points, strict=True), "o" + line, color=COLOURS[tree], label=prefix + words)
+        for method in methods:
+            if method["name"] == "chain" or (plain and method["name"] == "plain"):
+                style = {"linestyle": "--" if line == "-" else line, "linewidth": 1.2}
+                colour = COLOURS.get(method["name"], GREY)
+                ax.axhline(
+                    method[key], color=colour, label=prefix * (method["name"] != "plain") + method["name"], **style
+                )
         ax.set_xscale("log", base=2)
         ax.set_xticks(budgets, [str(budget) for budget in budgets])
         ax.set_xlabel("node budget")
         ax.set_ylabel(name)
-    left.legend(frameon=False)
+
+
+def comparison(evaluations: dict[str, dict]) -> str:
+    """Several drafters' evaluations side by side, as a Markdown table: for each τ, tokens a second and speedup."""
+    first = next(iter(evaluations.values()))["methods"]
+    lines = ["| tree | nodes | " + " | ".join(f"{name} τ | tokens/s | speedup" for name in evaluations) + " |"]
+    lines.append("| --- |" + " ---: |" * (1 + 3 * len(evaluations)))
+    keys = dict.fromkeys((m["name"], m["budget"] if m["name"] in NAMES else 0) for m in first)
+    for name, budget in keys:
+        cells = []
+        for evaluation in evaluations.values():
+            found = [m for m in evaluation["methods"] if m["name"] == name and (not budget or m["budget"] == budget)]
+            for m in found:
+                mark = "" if m["identical"] else " (other output)"
+                cells += [f"{m['tau']:.2f}", f"{m['tokens_per_second']:.0f}", f"{m['speedup']:.2f}x{mark}"]
+        lines.append(f"| {NAMES.get(name, name)} | {budget or '-'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def comparison_figure(evaluations: dict[str, dict]):
+    """The curves of `budget_figure` for several drafters, a kind of line for each."""
+    figure, axes = _axes(11, 4.4, 2)
+    for i, (name, evaluation) in enumerate(evaluations.items()):
+        _budget_curves(axes, evaluation, ("-", ":", "-.", "--")[i % 4], f"{name} ", plain=i == 0)
+    axes[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

@@ -6,6 +6,7 @@ B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidde
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -79,6 +80,13 @@ class Target:
         ids = generation.eos_token_id if generation is not None else self.config.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """What the tokenizer's output follows from, as 64 hexadecimal digits."""
+        from data.packing import tokenizer_digest
+
+        return tokenizer_digest(self.tokenizer)
+
     def shard(self, device: torch.device) -> None:
         """Spreads the layers over the processes of the group, each on its `device`: a pass gathers them one after the
         other, and takes all processes (FSDP without gradients: what ZeRO stage 3 does). Embedding, norm and head stay
@@ -147,7 +155,7 @@ class Target:
         """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
         width = max(map(len, ids))
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(ids), -1, -1)
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self.device)
+        tokens = pad_ids(ids, self.device)
         window = cache.window(width)
         positions = cache.positions(len(ids), width)
         mask = additive(cached(cache.ends, causal, window.extent), self.dtype)
@@ -172,6 +180,12 @@ class Target:
             run = self._program
         context, last = run(padded(tree.tokens, rows), positions, mask, window, layers)
         return Features(context[:used], last[:used])
+
+
+def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Token ids of several rows, padded on the right: (B, Q) int64."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
 
 def refuse_unsupported(config, head: nn.Module | None) -> None:

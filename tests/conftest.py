@@ -31,15 +31,15 @@ def embedded():
 
 @pytest.fixture(scope="session")
 def make_tiny():
-    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed) -> (target,
-    drafter)."""
+    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, family) ->
+    (target, drafter)."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from infer.config import DrafterConfig
-    from infer.dflash import DFlash, drafter_config
+    from infer.families import new_drafter
     from infer.target import Target
 
-    def make(dtype: torch.dtype = torch.float32, block_size: int = 4, seed: int = 0, layers: int = 2):
+    def make(dtype: torch.dtype = torch.float32, block_size: int = 4, seed: int = 0, layers: int = 2, **options):
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=97,
@@ -56,8 +56,9 @@ def make_tiny():
             bos_token_id=None,
         )
         target = Target(Qwen3ForCausalLM(config).to(dtype))
-        options = DrafterConfig(layers=layers, block_size=block_size, mask_token_id=96)
-        drafter = DFlash(drafter_config(options, target))
+        layers = 1 if options.get("family") == "dart" else layers
+        options = DrafterConfig(layers=layers, block_size=block_size, mask_token_id=96, **options)
+        drafter = new_drafter(options, target)
         drafter.config.initializer_range = 0.2
         drafter.reset(torch.Generator().manual_seed(seed))
         return target, drafter.to(dtype)

@@ -20,8 +20,6 @@ class Blocks:
 
     anchors: torch.Tensor  # (B, N) positions in the row, sorted
     valid: torch.Tensor  # (B, N) bool
-    bonus: torch.Tensor  # (B, N) token at the anchor
-    positions: torch.Tensor  # (B, N*K) absolute positions inside the document: anchor .. anchor + L
     labels: torch.Tensor  # (B, N, L) the true tokens after the anchor
     supervised: torch.Tensor  # (B, N, L) bool: inside the document, loss allowed
     teacher_rows: torch.Tensor  # (B, N, L) row of the flattened (B*T) target states that predicts the label
@@ -32,12 +30,14 @@ def draw_anchors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor positions (B, N) int64, sorted, and whether each slot is used (B, N), from jitter (B, N) in [0, 1).
 
-    An anchor's token and its successor both carry loss and belong to one document. Slot j draws uniformly from the
+    An anchor's token and its successor both carry loss; these two and the token before them belong to one document,
+    since a bonus token always follows a prompt. Slot j draws uniformly from the
     j-th of N equal strata of a row's candidates: each document gets its share of the slots, the list is
     sorted as drawn, and shapes are fixed. In a row with fewer candidates than slots the repeated ones go unused.
     """
     candidate = torch.zeros_like(loss)  # (B, T)
-    candidate[:, :-1] = loss[:, :-1] & loss[:, 1:] & (documents[:, :-1] == documents[:, 1:])
+    same = documents[:, :-1] == documents[:, 1:]
+    candidate[:, 1:-1] = loss[:, 1:-1] & loss[:, 2:] & same[:, 1:] & same[:, :-1]
     counts = candidate.sum(1, keepdim=True)  # (B, 1)
     slots = jitter.shape[1]
     wanted = ((torch.arange(slots, device=loss.device) + jitter) * counts / slots).long()  # (B, N) ranks
@@ -51,7 +51,6 @@ def draw_anchors(
 
 def lay_out(
     ids: torch.Tensor,
-    positions: torch.Tensor,
     documents: torch.Tensor,
     loss: torch.Tensor,
     anchors: torch.Tensor,
@@ -60,9 +59,7 @@ def lay_out(
 ) -> Blocks:
     """The blocks behind anchors (B, N) of packed rows (B, T). Labels beyond the document's end are not supervised."""
     rows, length = ids.shape
-    steps = torch.arange(block_size, device=ids.device)
-    inside = anchors[..., None] + steps  # (B, N, K)
-    ahead = inside[..., 1:]  # (B, N, L)
+    ahead = anchors[..., None] + torch.arange(1, block_size, device=ids.device)  # (B, N, L)
     safe = ahead.clamp(max=length - 1)
 
     def at(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
@@ -74,8 +71,6 @@ def lay_out(
     return Blocks(
         anchors=anchors,
         valid=valid,
-        bonus=at(ids, anchors),
-        positions=(at(positions, anchors)[..., None] + steps).flatten(1),
         labels=at(ids, safe),
         supervised=supervised,
         teacher_rows=row * length + safe - 1,
@@ -83,14 +78,19 @@ def lay_out(
 
 
 def block_mask(
-    anchors: torch.Tensor, documents: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32
+    starts: torch.Tensor,
+    documents: torch.Tensor,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
 ) -> "torch.Tensor | BlockMask":
-    """The prefix-shared mask from queries N*K to keys T + N*K: for FlexAttention on CUDA; the same predicate, dense and
-    additive in the attention's `dtype`, (B, 1, N*K, T + N*K), elsewhere (SDPA would turn a boolean mask into such a one
+    """The prefix-shared mask of blocks of `width` that see what comes before their starts (B, N), from queries N*width
+    to keys T + N*width: for FlexAttention on CUDA; the same predicate, dense and
+    additive in the attention's `dtype`, elsewhere (SDPA would turn a boolean mask into such a one
     in every layer, and keep each for the backward pass)."""
-    mask_mod = block_mask_mod(anchors, documents, block_size)
-    rows, slots = anchors.shape
-    queries, keys = slots * block_size, documents.shape[1] + slots * block_size
-    if anchors.device.type == "cuda":
-        return compiled_block_mask(mask_mod, rows, queries, keys, anchors.device)
-    return additive(dense(mask_mod, rows, queries, keys, anchors.device), dtype)
+    mask_mod = block_mask_mod(starts, documents, width, causal)
+    rows, slots = starts.shape
+    queries, keys = slots * width, documents.shape[1] + slots * width
+    if starts.device.type == "cuda":
+        return compiled_block_mask(mask_mod, rows, queries, keys, starts.device)
+    return additive(dense(mask_mod, rows, queries, keys, starts.device), dtype)

@@ -171,6 +171,10 @@ class TrainConfig:
             raise ValueError(
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"
             )
+        if self.drafter.family == "dart" and self.deepspeed.stage == 3:
+            raise ValueError(
+                "drafter=dart: its head is needed whole, deepspeed.stage=3 cuts it up; use stage 0, 1 or 2"
+            )
         if self.resume not in ("auto", "never"):
             raise ValueError(f"resume={self.resume}: use auto or never")
         if not self.name or "/" in self.name or self.name.startswith("."):

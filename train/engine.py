@@ -7,7 +7,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from infer.dflash import DFlash
+from infer.drafter import Drafter
 from train.config import TrainConfig
 from train.optim import make_optimizer
 
@@ -55,7 +55,7 @@ def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
     return micro or each, each // (micro or each)
 
 
-def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
+def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     """DeepSpeed around drafter and optimiser. The target stays outside: it has no training state."""
     import deepspeed
 
@@ -69,7 +69,7 @@ def build_engine(drafter: DFlash, config: TrainConfig, device: torch.device):
         zero["offload_optimizer"] = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(
         model=drafter.to(device),
-        optimizer=make_optimizer(list(drafter.parameters()), config.optim),
+        optimizer=make_optimizer(drafter, config.optim),
         config={
             "train_micro_batch_size_per_gpu": rows,
             "gradient_accumulation_steps": passes,

@@ -213,7 +213,7 @@ def run(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
     from rich.progress import Progress
 
-    from infer.dflash import tapped_layers
+    from infer.families import tapped_layers
     from infer.target import load_target
 
     options = config.target

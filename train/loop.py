@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from data.packing import batch, packed_rows
-from infer.dflash import DFlash, drafter_config, warm_layers
+from infer.drafter import Drafter
+from infer.families import new_drafter, warm_layers
 from infer.target import Features, Target, load_target, resolve_device, resolve_dtype
 from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
@@ -63,14 +64,15 @@ def block_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed weighted divergence of a batch's blocks, and where the drafter agrees with the target: (B, N, L) bool.
 
-    drafter: the DFlash module, or the engine around it; rows: columns (B, T), and stored features if there are.
+    drafter: the drafter, or the engine around it; rows: columns (B, T), and stored features if there are.
     """
     if "context" in rows:
         features = stored_features(rows, target.dtype)
     else:
         layers = getattr(drafter, "module", drafter).layer_ids
         features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
-    result = score(draft_states(drafter, target, rows, blocks, features), target, blocks, features, config)
+    head = getattr(drafter, "module", drafter).head_weight(target)
+    result = score(draft_states(drafter, target, rows, blocks, features), head, target, blocks, features, config)
     return result.loss, result.agree.view(blocks.supervised.shape)
 
 
@@ -78,23 +80,25 @@ def draft_states(
     drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, features: Features
 ) -> torch.Tensor:
     """The drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's dtype."""
-    module: DFlash = getattr(drafter, "module", drafter)
-    embedded = target.embed(module.block_ids(blocks.bonus)).flatten(1, 2)  # (B, N*K, D)
+    module: Drafter = getattr(drafter, "module", drafter)
     kind = module.norm.weight.dtype
-    hidden = drafter(
-        features.context.to(kind),
-        rows["positions"],
-        embedded.to(kind),
-        blocks.positions,
-        block_mask(blocks.anchors, rows["documents"], module.block_size, kind),
-    )  # (B, N*K, D)
-    slots = blocks.anchors.shape[1]
-    drafted = hidden.unflatten(1, (slots, module.block_size))[:, :, 1:]  # (B, N, L, D)
+    inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
+    starts = (blocks.anchors - module.lead).clamp(min=0)
+    mask = block_mask(starts, rows["documents"], module.width, kind, module.causal)
+    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, mask)  # (B, N*W, D)
+    drafted = hidden.unflatten(1, (-1, module.width))[:, :, module.first :]  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
 
 
-def score(drafted: torch.Tensor, target: Target, blocks: Blocks, features: Features, config: TrainConfig) -> RowLoss:
-    """The objective on drafted states (B*N*L, D), block by block."""
+def score(
+    drafted: torch.Tensor,
+    head: torch.Tensor,
+    target: Target,
+    blocks: Blocks,
+    features: Features,
+    config: TrainConfig,
+) -> RowLoss:
+    """The objective on drafted states (B*N*L, D), block by block; `head` (V, D) is the drafter's."""
     weights = position_weights(config.objective, blocks.supervised.shape[-1]).to(drafted.device) * blocks.supervised
     return divergence(
         drafted,
@@ -104,6 +108,7 @@ def score(drafted: torch.Tensor, target: Target, blocks: Blocks, features: Featu
         weights.flatten(0, 1),
         target.head_weight,
         config.objective,
+        head,
     )
 
 
@@ -113,9 +118,7 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     count = len(rows["ids"])
     jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.stack(jitter).to(rows["ids"].device))
-    return lay_out(
-        rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size
-    )
+    return lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size)
 
 
 class Prefetch:
@@ -232,7 +235,7 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     options, layers = config.target, None
     if stored is not None:
         known = stored.manifest
-        layers = warm_layers(known["layers"], config.drafter.layers, known["target"]["layers"])
+        layers = warm_layers(config.drafter, known["layers"], known["target"]["layers"])
     dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
     place = "cpu" if options.shard else str(device)
     return load_target(options.path, dtype, place, options.trust_remote_code, layers)
@@ -266,13 +269,11 @@ def train(config: TrainConfig) -> Path:
     micro_batch(config, dist.get_world_size())  # refuses, before anything is loaded, what the processes cannot share
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
-    drafter = DFlash(drafter_config(config.drafter, target))
+    drafter = new_drafter(config.drafter, target)
     if stored is not None:
         stored.check(identity(config, target, drafter.layer_ids))
     run = open_run(config)
-    drafter.reset(seeded(config.seed))
-    if config.drafter.warm_start:
-        drafter.warm_start(target)
+    drafter.start(target, seeded(config.seed), config.drafter.warm_start)
     if config.target.shard:
         target.shard(device)
     if stored is not None:

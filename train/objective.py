@@ -2,10 +2,12 @@
 
 G blocks of L drafted positions, R = G * L rows, P teacher rows (context positions), D hidden size, V vocabulary.
 
-Row r compares the drafter's state `hidden[r]` with the target's state `teacher_hidden[teacher_rows[r]]` through the one
-frozen head that both share. Vocabulary-sized tensors exist for one chunk of rows at a time: the gradient with respect
-to `hidden` is formed in the same pass, and (R, D) is all that is kept for backward. Weights that depend on how well a
-block was drafted are known after the last chunk, and applied to those (R, D).
+Row r compares the drafter's state `hidden[r]` with the target's state `teacher_hidden[teacher_rows[r]]`, each through
+its head: the target's frozen one, which DFlash shares, or a trained one of the drafter's (DART). Vocabulary-sized
+tensors exist for one chunk of rows at a time: the gradients with respect to `hidden` and to a trained head are formed
+in the same pass, and (R, D) and (V, D) are all that is kept for backward. Weights that depend on how well a block was
+drafted are known after the last chunk, and applied to those (R, D); for a trained head, which has no rows, a pass
+before finds them.
 """
 
 from dataclasses import dataclass
@@ -61,10 +63,12 @@ def divergence(
     weights: torch.Tensor,
     head: torch.Tensor,
     config: ObjectiveConfig,
+    own_head: torch.Tensor | None = None,
 ) -> RowLoss:
     """Weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
-    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L).
+    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L);
+    own_head (V, D): the drafter's, float32, if it is not the target's.
     With p the target's distribution, q the drafter's, and their overlap a = sum_v min(p, q), the probability that
     speculative sampling accepts a draft:
     "kl" is KL(p || q) (DART section 3.3), "cross_entropy" -log q(label), "tv" total variation 1 - a, "acceptance"
@@ -77,55 +81,80 @@ def divergence(
     flat = teacher_rows.flatten()
     kept = weights.flatten().nonzero()[:, 0]
     kept = kept[flat[kept].argsort(stable=True)]  # rows that share a teacher row become neighbours
-    return RowLoss(*_Divergence.apply(hidden, teacher_hidden, flat, labels.flatten(), weights, head, kept, config))
+    own_head = head if own_head is None else own_head
+    fixed = teacher_hidden, flat, labels.flatten(), weights, head, kept
+    return RowLoss(*_Divergence.apply(hidden, own_head, fixed, config))
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, teacher_hidden, teacher_rows, labels, weights, head, kept, config):
-        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        rows = torch.zeros(len(hidden), dtype=kind, device=hidden.device)
-        survival = torch.ones_like(rows)
-        agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-        gradient = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        for chunk in kept.split(config.chunk_rows):
-            shared, which = teacher_rows[chunk].unique_consecutive(return_inverse=True)
-            teacher = (teacher_hidden[shared] @ head.T).to(kind)  # (chunk's distinct teacher rows, V)
-            student = (hidden[chunk] @ head.T).to(kind)  # (chunk, V)
-            choice, log_q, q = _softmax(student)
-            label = labels[chunk][:, None]
-            likely = log_q.gather(1, label)[:, 0]
-            if config.divergence == "cross_entropy":
-                agree[chunk] = choice == teacher.argmax(-1)[which]
-                rows[chunk] = -likely
-                delta = q.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))  # q - onehot(label)
-            else:
-                wanted, log_p, p = _softmax(teacher)
-                agree[chunk] = choice == wanted[which]
-                surprise = log_p.mul_(p).sum(-1)  # sum_v p log p
-                del teacher, log_p
-                rows[chunk], delta = _DISTANCES[config.divergence](p[which], surprise[which], q, log_q)
-            survival[chunk] = 1 - rows[chunk] if config.weights == "multistep" else likely.exp()
-            if gradient is not None:
-                gradient[chunk] = delta.to(head.dtype) @ head
-            del student, log_q, q, delta
-        rows, survival, worth = rows.view_as(weights), survival.view_as(weights), weights.to(kind)
-        if config.weights in ("dpace", "multistep"):
-            worth = worth * block_weights(survival, weights > 0, config)
+    def forward(ctx, hidden, own_head, fixed, config):
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        weights = fixed[3]
+        head, counted, by_block = own_head.to(hidden.dtype), weights > 0, config.weights in ("dpace", "multistep")
+
+        def worth_of(survival: torch.Tensor) -> torch.Tensor:
+            """Every row's weight, (G, L)."""
+            return weights * block_weights(survival, counted, config) if by_block else weights.to(survival.dtype)
+
+        worth = None
+        if wants_head:
+            worth = worth_of(_scan(hidden, head, fixed, config)[1] if by_block else weights)
+        rows, survival, agree, gradient, head_gradient = _scan(hidden, head, fixed, config, wants_hidden, worth)
+        if worth is None:
+            worth = worth_of(survival)
         loss = (rows * worth).sum()
         if config.weights == "multistep":
             loss = (weights * (1 - survival.cumprod(1))).sum()
         if gradient is not None:
             gradient *= worth.view(-1, 1).to(gradient.dtype)
-        ctx.save_for_backward(gradient)
-        agree = agree.view(weights.shape)
+        ctx.save_for_backward(gradient, head_gradient)
         ctx.mark_non_differentiable(rows, agree)
         return loss, rows, agree
 
     @staticmethod
     def backward(ctx, upstream, *_):
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream.to(gradient.dtype), *[None] * 7
+        gradients = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
+        return *gradients, None, None
+
+
+def _scan(hidden, own_head, fixed, config, wants_hidden=False, worth=None):
+    """Chunk by chunk over the rows that count: their divergences and survivals (G, L), whether both choose the same
+    token (G, L), the gradients of single rows (R, D), and, if the rows' `worth` (G, L) is given, that of the whole loss
+    with respect to the drafter's head (V, D)."""
+    teacher_hidden, teacher_rows, labels, weights, head, kept = fixed
+    kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    rows = torch.zeros(len(hidden), dtype=kind, device=hidden.device)
+    survival = torch.ones_like(rows)
+    agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+    gradient = torch.zeros_like(hidden) if wants_hidden else None
+    head_gradient = None if worth is None else torch.zeros_like(own_head, dtype=kind)
+    for chunk in kept.split(config.chunk_rows):
+        shared, which = teacher_rows[chunk].unique_consecutive(return_inverse=True)
+        teacher = (teacher_hidden[shared] @ head.T).to(kind)  # (chunk's distinct teacher rows, V)
+        student = (hidden[chunk] @ own_head.T).to(kind)  # (chunk, V)
+        choice, log_q, q = _softmax(student)
+        label = labels[chunk][:, None]
+        likely = log_q.gather(1, label)[:, 0]
+        if config.divergence == "cross_entropy":
+            agree[chunk] = choice == teacher.argmax(-1)[which]
+            rows[chunk] = -likely
+            delta = q.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))  # q - onehot(label)
+        else:
+            wanted, log_p, p = _softmax(teacher)
+            agree[chunk] = choice == wanted[which]
+            surprise = log_p.mul_(p).sum(-1)  # sum_v p log p
+            del teacher, log_p
+            rows[chunk], delta = _DISTANCES[config.divergence](p[which], surprise[which], q, log_q)
+        survival[chunk] = 1 - rows[chunk] if config.weights == "multistep" else likely.exp()
+        if gradient is not None:
+            gradient[chunk] = delta.to(head.dtype) @ own_head
+        if head_gradient is not None:
+            delta *= worth.flatten()[chunk, None].to(kind)
+            head_gradient += delta.T @ hidden[chunk].to(kind)
+        del student, log_q, q, delta
+    rows, survival, agree = (column.view_as(weights) for column in (rows, survival, agree))
+    return rows, survival, agree, gradient, head_gradient
 
 
 def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

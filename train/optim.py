@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from train.config import OptimConfig
 
@@ -28,9 +29,12 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def make_optimizer(parameters: list[torch.Tensor], config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser that the configuration names; matrices decay, vectors do not."""
-    matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
+def make_optimizer(drafter: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser that the configuration names; matrices decay, vectors do not. A head is a table of vectors, one a
+    token, rather than a matrix to Muon."""
+    named = list(drafter.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and not (config.name == "muon" and name == "lm_head.weight")]
+    others = [p for _, p in named if all(p is not matrix for matrix in matrices)]
     if config.name == "muon":
         return MuonAdamW(matrices, others, config)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

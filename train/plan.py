@@ -2,8 +2,9 @@
 
 `./launch.sh plan [the overrides of the run]`. All follows from the target's config.json and the run's configuration.
 
-B rows of a pass, T packed length, N anchors, K block size, L = K - 1, Q = B * N * K block positions, D hidden size,
-A = heads * head size, A' = key-value heads * head size, I intermediate size, V vocabulary.
+B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block (K of DFlash, L of DART),
+Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I intermediate
+size, V vocabulary.
 """
 
 import os
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.rows import files_of, single, training_rows
-from infer.dflash import tapped_layers
 from infer.evaluate import synchronised_clock
+from infer.families import tapped_layers
 from infer.target import head_size, reaching, resolve_device, resolve_dtype, resolve_path
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
@@ -36,6 +37,8 @@ class Shape:
     length: int  # T
     anchors: int  # N
     block: int  # K
+    block_queries: int  # W
+    dart: bool  # the family: DART's projections take 2 D features, masks are projected once, and the head is trained
     tapped: int  # layers of the target whose outputs are features
     layers: int  # of the drafter
     hidden: int  # D
@@ -58,7 +61,7 @@ class Shape:
     @property
     def queries(self) -> int:
         """Q."""
-        return self.rows * self.anchors * self.block
+        return self.rows * self.anchors * self.block_queries
 
     @property
     def drafted(self) -> int:
@@ -68,12 +71,23 @@ class Shape:
     @property
     def layer_matrices(self) -> int:
         """Entries of the matrices of one drafter layer."""
-        return self.hidden * (2 * self.width + 2 * self.kv_width + 3 * self.intermediate)
+        return self.input_matrices + self.output_matrices
+
+    @property
+    def input_matrices(self) -> int:
+        """Entries of one layer's query, key and value projections."""
+        return (2 if self.dart else 1) * self.hidden * (self.width + 2 * self.kv_width)
+
+    @property
+    def output_matrices(self) -> int:
+        """Entries of one layer's other matrices."""
+        return self.hidden * (self.width + 3 * self.intermediate)
 
     @property
     def drafter_parameters(self) -> int:
         norms = 2 * self.hidden + 2 * self.head_dim
-        return self.tapped * self.hidden**2 + 2 * self.hidden + self.layers * (self.layer_matrices + norms)
+        own = (2 + self.vocabulary) * self.hidden if self.dart else 0  # mask vector and head
+        return self.tapped * self.hidden**2 + 2 * self.hidden + self.layers * (self.layer_matrices + norms) + own
 
 
 def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
@@ -91,11 +105,14 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
     share = (getattr(text, "num_experts_per_tok", None) or 0) / (getattr(text, "num_experts", None) or 1)
     everything = sum(counts.values())
     head_dim = head_size(text)
+    dart = config.drafter.family == "dart"
     return Shape(
         rows=rows or config.optim.batch,
         length=config.data.length,
         anchors=config.anchors,
         block=config.drafter.block_size,
+        block_queries=config.drafter.block_size - (dart and config.drafter.shifted),
+        dart=dart,
         tapped=len(tapped_layers(config.drafter, text)),
         layers=config.drafter.layers,
         hidden=text.hidden_size,
@@ -118,14 +135,16 @@ def step_operations(shape: Shape) -> dict[str, float]:
     s = shape
     target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
-    context = 6 * s.layers * 2 * s.hidden * s.kv_width * s.context
+    context = 6 * s.layers * 2 * (2 if s.dart else 1) * s.hidden * s.kv_width * s.context
     attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
-    drafter = features + context + 6 * s.layers * s.layer_matrices * s.queries + attention
+    projected = s.rows * s.anchors if s.dart else s.queries
+    layers = 6 * s.layers * (s.input_matrices * projected + s.output_matrices * s.queries)
+    drafter = features + context + layers + attention
     teacher = min(s.context, s.drafted)
     return {
         "target": target,
         "drafter": drafter,
-        "objective": 2 * s.hidden * s.vocabulary * (2 * s.drafted + teacher),
+        "objective": 2 * s.hidden * s.vocabulary * ((3 if s.dart else 2) * s.drafted + teacher),
     }
 
 
@@ -150,7 +169,7 @@ def step_memory(
     features = weight * s.context * (s.tapped + 1) * s.hidden
     features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
     per_query = 5 * s.hidden + 4 * s.width + 4 * s.kv_width + 4 * s.intermediate
-    per_context = 4 * s.kv_width
+    per_context = 4 * s.kv_width + (8 * s.hidden if s.dart else 0)  # DART: embeddings and items, normalised and not
     layer = product * (s.queries * per_query + s.context * per_context)
     mask = 0 if cuda else 4 * s.queries * (s.length + s.queries // s.rows)
     kept = 4 * (3 * s.context + 6 * s.queries) * s.hidden + mask  # before the first and behind the last layer
@@ -233,7 +252,8 @@ def run(config: TrainConfig) -> None:
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
         f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
-        f"drafter    {shape.layers} layers, block {shape.block}: {shape.drafter_parameters / 1e6:,.1f} million\n"
+        f"drafter    {config.drafter.family}, {shape.layers} layers, block {shape.block}: "
+        f"{shape.drafter_parameters / 1e6:,.1f} million\n"
         f"step       {config.optim.batch} rows of {shape.length:,} tokens, {shape.anchors} blocks each; {world} "
         f"{'GPU' if cuda else 'CPU'} process{'es' if world > 1 else ''}, {rows} rows a pass"
     )

@@ -1,20 +1,11 @@
-"""Tree loops in machine code for the CPU, by numba. Without numba the tensor versions beside their callers serve.
+"""Tree loops in machine code for the CPU. Without numba the tensor versions beside their callers serve.
 
 R rows, L drafted positions, K tokens a position, M nodes with the root.
 """
 
 import numpy as np
 
-try:
-    from numba import njit
-except ImportError:  # infer runs without it, somewhat slower
-
-    def njit(*args, **options):
-        return lambda function: function
-
-    AVAILABLE = False
-else:
-    AVAILABLE = True
+from infer.jit import njit
 
 
 @njit(cache=True, nogil=True)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from infer import jit
 from infer.trees import compiled
 from infer.trees.tree import DraftTree
 
@@ -18,7 +19,7 @@ def ddtree(bonus: torch.Tensor, marginals: torch.Tensor, budget: int) -> DraftTr
     bonus tokens (B,), in descending order of probability: the first n nodes are the tree of budget n. The top
     K = min(budget, V) tokens of a position suffice (lemma 1)."""
     top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
-    on_host = top.device.type == "cpu" and compiled.AVAILABLE
+    on_host = top.device.type == "cpu" and jit.AVAILABLE
     search = best_first if on_host else by_depth
     tokens, parents, depths, scores = search(top, ids, budget)
     zeros = torch.zeros_like(bonus)[:, None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infer import jit
 from infer.trees import compiled
 
 
@@ -35,7 +36,7 @@ class DraftTree:
     def ancestors(self) -> torch.Tensor:
         """(B, M, M) bool: [q, k] says that k is q or an ancestor of q, which is what q may look at."""
         rows, nodes = self.parents.shape
-        if self.parents.device.type == "cpu" and compiled.AVAILABLE:
+        if self.parents.device.type == "cpu" and jit.AVAILABLE:
             mask = torch.empty(rows, nodes, nodes, dtype=torch.bool)
             compiled.ancestors(self.parents.numpy(), mask.numpy())
             return mask

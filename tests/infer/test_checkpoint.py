@@ -11,19 +11,21 @@ from safetensors.torch import load_file, save_file
 
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
-from infer.dflash import default_layer_ids, default_mask_token, drafter_config
+from infer.dflash import default_layer_ids, drafter_config
+from infer.drafter import default_mask_token
 
 
-def test_round_trip_is_bit_equal(make_tiny, tmp_path):
-    target, drafter = make_tiny(block_size=5)
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_round_trip_is_bit_equal(make_tiny, tmp_path, family):
+    target, drafter = make_tiny(block_size=5, family=family)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     again = load_drafter(tmp_path)
-    features, bonus = torch.randn(1, 6, 64), torch.tensor([3])
+    features, bonus = torch.randn(1, 6, drafter.fc.in_features), torch.tensor([3])
     outs = []
     for each in (drafter, again):
         state = each.state(1, 20)
         with state.add(1) as row:
-            each.absorb(features, [6], row)
+            each.absorb(target, features, torch.arange(6)[None], [6], row)
         outs.append(each.draft(target, bonus, state))
     assert torch.equal(*outs)
     assert outs[0].shape == (1, 4, 97)
@@ -138,7 +140,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     positions = torch.arange(20)[None]
     with torch.no_grad():
         out = target.model(ids, output_hidden_states=True)
-        mask = block_mask(positions, torch.zeros_like(ids), block_size=1)
+        mask = block_mask(positions, torch.zeros_like(ids), width=1)
         features = out.hidden_states[3]
         hidden = drafter(features, positions, features, positions, mask)
         assert torch.allclose(target.head(hidden), out.logits, atol=1e-4)

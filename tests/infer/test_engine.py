@@ -17,7 +17,7 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.budget import SIZES, BudgetRule, calibrate
-from infer.config import TextOptions
+from infer.config import EngineConfig, TextOptions
 from infer.sampling import adjust
 from infer.static import Program
 from infer.trees import ddtree, root_only
@@ -53,7 +53,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, compile):
     target, drafter = tiny
     rows = 2 if compile else 4  # every number of rows, to the next power of two, is compiled for itself
     everything = prompts(14)
-    alone = Engine(target, None, "plain", 0, rows=1, capacity=80, compile=False)
+    alone = Engine(target, None, EngineConfig("plain", rows=1, compile=False), 80)
     expected = []
     for i, prompt in enumerate(everything):
         text = alone.submit(prompt, OPTIONS[i % len(OPTIONS)])
@@ -61,7 +61,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, compile):
             alone.step()
         expected.append(text.ids)
 
-    engine = Engine(target, drafter, method, 11, rows, capacity=80, compile=compile)
+    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows, compile=compile), 80)
     dice, texts, given_up = random.Random(1), [], set()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="compile=true")  # what falling back to eager passes says

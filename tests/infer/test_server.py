@@ -18,7 +18,7 @@ from rich.console import Console
 
 from infer import Engine, generate
 from infer.chat import answer, chat
-from infer.config import ChatConfig, DrafterConfig, ServerConfig
+from infer.config import ChatConfig, DrafterConfig, EngineConfig, ServerConfig
 from infer.dflash import DFlash, drafter_config
 from infer.server import create_app
 
@@ -57,7 +57,7 @@ def running(engine: Engine, **options):
 
 @pytest.fixture(scope="module")
 def served(embedded, drafter):
-    engine = Engine(embedded, drafter, "ddtree", 12, rows=8, capacity=CAPACITY)
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=8), CAPACITY)
     with running(engine, max_texts=300, max_body=20_000) as (url, service):
         yield url, service
 
@@ -268,7 +268,7 @@ def test_two_hundred_clients(served, embedded):
 
 
 def test_a_full_server_says_so(embedded, drafter):
-    engine = Engine(embedded, drafter, "ddtree", 12, rows=1, capacity=CAPACITY)
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
     with running(engine, max_texts=2) as (url, service):
         body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -280,7 +280,7 @@ def test_a_full_server_says_so(embedded, drafter):
 
 
 def test_a_failing_round_ends_its_texts_and_nothing_else(embedded, drafter, monkeypatch):
-    engine = Engine(embedded, drafter, "ddtree", 12, rows=2, capacity=CAPACITY)
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=2), CAPACITY)
     body = {"prompt": "import", "max_tokens": 20, "temperature": 0}
     with running(engine) as (url, service):
         right = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]

@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from infer.dart import DART
 from infer.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
 from train.blocks import block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.loop import block_loss
 
 K = 4  # block size
+FAMILIES = pytest.mark.parametrize(
+    "family", [{"family": "dflash"}, {"family": "dart"}, {"family": "dart", "shifted": False}], ids=str
+)
 
 
 def packed(lengths: list[list[int]], total: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -33,7 +37,7 @@ def jitter(rows: int, slots: int, seed: int = 0) -> torch.Tensor:
 
 def some_blocks(rows: dict[str, torch.Tensor], slots: int, seed: int = 0):
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(len(rows["ids"]), slots, seed))
-    return lay_out(rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, K)
+    return lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, K)
 
 
 def config(divergence: str = "kl") -> TrainConfig:
@@ -42,8 +46,44 @@ def config(divergence: str = "kl") -> TrainConfig:
     return result
 
 
+def slow_dflash(drafter, target, features, ids):
+    """States (L, D) of the block behind a prefix: features of all tokens but the last, the bonus token."""
+    prefix = len(ids) - 1
+    block = target.embed(drafter.block_ids(ids[-1:]))
+    positions = torch.arange(prefix)[None]
+    return drafter(features, positions, block, torch.arange(prefix, prefix + K)[None], None)[0, 1:]
+
+
+def slow_dart(drafter, target, features, ids):
+    """The same by DART section 3.2: items of features and next tokens, masks behind them, one causal layer."""
+    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
+    projected, following = drafter.fc(features[0]), target.embed(ids[1:])
+    items = torch.cat([layer.input_layernorm(following), layer.hidden_norm(projected)], -1)
+    count = K - 2 if drafter.config.dart_config["shifted"] else K - 1
+    sequence = torch.cat([items, *[layer.mask_rep[None]] * count])  # (prefix + count, 2 D)
+    residual = torch.cat([projected, *[layer.mask_rep[None, : projected.shape[1]]] * count])
+    length, groups = len(sequence), 2
+    cos, sin = drafter.rotary[0](residual, torch.arange(length)[None])
+
+    def turned(states):  # (H, T, E)
+        low, high = states.chunk(2, -1)
+        return states * cos[0] + torch.cat([-high, low], -1) * sin[0]
+
+    queries = turned(attention.q_norm(attention.q_proj(sequence).view(length, -1, 8)).transpose(0, 1))
+    keys = turned(attention.k_norm(attention.k_proj(sequence).view(length, -1, 8)).transpose(0, 1))
+    values = attention.v_proj(sequence).view(length, -1, 8).transpose(0, 1)
+    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
+    scores = queries @ keys.transpose(1, 2) / 8**0.5
+    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+    mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
+    states = residual + attention.o_proj(mixed)
+    states = states + layer.mlp(layer.post_attention_layernorm(states))
+    return drafter.norm(states)[-(K - 1) :]
+
+
 def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
-    """Every anchor's block alone: its document's prefix through the target and the drafter, no mask anywhere."""
+    """Every anchor's block alone: its document's prefix through the target and the drafter, one block at a time."""
+    slow = slow_dart if isinstance(drafter, DART) else slow_dflash
     total = torch.zeros((), dtype=target.dtype)
     for b in range(len(rows["ids"])):
         for n in range(blocks.anchors.shape[1]):
@@ -59,27 +99,21 @@ def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
             teacher = out.logits[0].log_softmax(-1)
             prefix = anchor - begin
             features = torch.cat([out.hidden_states[k + 1] for k in drafter.layer_ids], -1)[:, :prefix]
-            block = target.embed(drafter.block_ids(ids[prefix : prefix + 1]))
-            hidden = drafter(
-                features,
-                torch.arange(prefix)[None],
-                block,
-                torch.arange(prefix, prefix + K)[None],
-                None,
-            )
+            hidden = slow(drafter, target, features, ids[: prefix + 1])  # (L, D)
             for t in range(1, K):
                 if prefix + t >= len(ids) or not rows["loss"][b, anchor + t]:
                     continue
-                student = target.head(hidden[0, t]).log_softmax(-1)
+                student = (drafter.head_weight(target) @ hidden[t - 1]).log_softmax(-1)
                 p = teacher[prefix + t - 1]
                 kl = (p.exp() * (p - student)).sum()
                 total = total + 0.6 ** (t - 1) * (kl if divergence == "kl" else -student[ids[prefix + t]])
     return total
 
 
+@FAMILIES
 @pytest.mark.parametrize("divergence", ["kl", "cross_entropy"])
-def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence):
-    target, drafter = make_tiny(torch.float64, K)
+def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, family):
+    target, drafter = make_tiny(torch.float64, K, **family)
     rows = packed([[13, 9, 6], [20, 3], [28]], total=30)
     blocks = some_blocks(rows, slots=9)
     assert blocks.valid.any(1).all()
@@ -108,7 +142,7 @@ def test_anchors_are_sorted_allowed_and_spread_over_documents():
         assert len(set(used.tolist())) == len(used)
         for a in used.tolist():
             assert rows["loss"][b, a] and rows["loss"][b, a + 1]
-            assert rows["documents"][b, a] == rows["documents"][b, a + 1]
+            assert rows["documents"][b, a - 1] == rows["documents"][b, a] == rows["documents"][b, a + 1]
     assert valid[0].all()
     assert set(rows["documents"][0][anchors[0]].tolist()) == {0, 1, 2}  # even the shortest has its share
     assert not valid[2].any()
@@ -128,7 +162,7 @@ def test_every_anchor_counts_once_however_many_slots_there_are():
     rows["loss"] = torch.zeros(1, 16, dtype=torch.bool)
     rows["loss"][0, 3:8] = True
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.full((1, 9), 0.5))
-    blocks = lay_out(rows["ids"], rows["positions"], rows["documents"], rows["loss"], anchors, valid, K)
+    blocks = lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, K)
     assert valid.sum() == 4 and anchors[valid].tolist() == [3, 4, 5, 6]
     assert not blocks.supervised[~valid].any()
     assert blocks.supervised.sum((0, 2))[valid[0]].tolist() == [3, 3, 2, 1]
@@ -144,20 +178,22 @@ def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
     assert all(torch.isfinite(p.grad).all() and not p.grad.any() for p in drafter.parameters() if p.grad is not None)
 
 
-def block_hidden(drafter, target, rows, blocks, features=None, embedded=None):
-    """Final states (B, N, K, D) of all blocks, from given or freshly computed features and block embeddings."""
+def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
+    """Final states (B, N, W, D) of all blocks, from given or freshly computed features and inputs."""
     if features is None:
         packed_row = (rows["ids"], rows["positions"], rows["documents"])
         features = target.packed_features(*packed_row, drafter.layer_ids).context
-    if embedded is None:
-        embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2)
-    mask = block_mask(blocks.anchors, rows["documents"], K)
-    hidden = drafter(features, rows["positions"], embedded, blocks.positions, mask)
-    return hidden.unflatten(1, (blocks.anchors.shape[1], K))
+    if inputs is None:
+        inputs = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
+    starts = (blocks.anchors - drafter.lead).clamp(min=0)
+    mask = block_mask(starts, rows["documents"], drafter.width, features.dtype, drafter.causal)
+    hidden = drafter(features, rows["positions"], *inputs, mask)
+    return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.width))
 
 
-def test_perturbing_what_a_block_must_not_see_changes_no_bit(make_tiny):
-    target, drafter = make_tiny(block_size=K)
+@FAMILIES
+def test_perturbing_what_a_block_must_not_see_changes_no_bit(make_tiny, family):
+    target, drafter = make_tiny(block_size=K, **family)
     rows = packed([[14, 16]], total=32, seed=5)
     rows["loss"][:, :30] = True
     blocks = some_blocks(rows, 8)
@@ -169,80 +205,91 @@ def test_perturbing_what_a_block_must_not_see_changes_no_bit(make_tiny):
             changed = {name: column.clone() for name, column in rows.items()}
             hidden_from = ~document | (torch.arange(32) > anchor)
             changed["ids"][0, hidden_from] = (changed["ids"][0, hidden_from] + 7) % 90
-            other = lay_out(
-                *(changed[k] for k in ("ids", "positions", "documents", "loss")), blocks.anchors, blocks.valid, K
-            )
-            after = block_hidden(drafter, target, changed, other)
+            after = block_hidden(drafter, target, changed, blocks)
             assert torch.equal(before[0, n], after[0, n])
             changed["ids"][0, anchor] = (rows["ids"][0, anchor] + 1) % 90
-            other = lay_out(
-                *(changed[k] for k in ("ids", "positions", "documents", "loss")), blocks.anchors, blocks.valid, K
-            )
-            assert not torch.equal(before[0, n], block_hidden(drafter, target, changed, other)[0, n])
+            assert not torch.equal(before[0, n], block_hidden(drafter, target, changed, blocks)[0, n])
 
 
-def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny):
-    target, drafter = make_tiny(block_size=K)
+@FAMILIES
+def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, family):
+    target, drafter = make_tiny(block_size=K, **family)
     rows = packed([[14, 16]], total=32, seed=6)
     rows["loss"][:, :30] = True
     blocks = some_blocks(rows, 6)
     features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
     features = features.clone().requires_grad_()
-    embedded = target.embed(drafter.block_ids(blocks.bonus)).flatten(1, 2).clone().requires_grad_()
-    hidden = block_hidden(drafter, target, rows, blocks, features, embedded)
+    tokens, *rest = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
+    tokens = tokens.clone().requires_grad_()  # embedded: DFlash's blocks, DART's next tokens
+    hidden = block_hidden(drafter, target, rows, blocks, features, (tokens, *rest))
     for n in range(6):
-        to_features, to_blocks = torch.autograd.grad(hidden[0, n, 1:].sum(), (features, embedded), retain_graph=True)
+        drafted = hidden[0, n, drafter.first :].sum()
+        to_features, to_tokens = torch.autograd.grad(drafted, (features, tokens), retain_graph=True)
         anchor = int(blocks.anchors[0, n])
         document = rows["documents"][0] == rows["documents"][0, anchor]
         visible = document & (torch.arange(32) < anchor)
         assert (to_features[0, ~visible] == 0).all()
         assert (to_features[0, visible].abs().sum(-1) > 0).all()
-        to_blocks = to_blocks.view(6, K, -1)
-        assert (to_blocks[[m for m in range(6) if m != n]] == 0).all()
-        assert (to_blocks[n].abs().sum(-1) > 0).all()
+        if family["family"] == "dart":  # the token after every visible position: up to the bonus token
+            assert (to_tokens[0, ~visible] == 0).all()
+            assert (to_tokens[0, visible].abs().sum(-1) > 0).all()
+        else:
+            to_blocks = to_tokens.view(6, K, -1)
+            assert (to_blocks[[m for m in range(6) if m != n]] == 0).all()
+            assert (to_blocks[n].abs().sum(-1) > 0).all()
 
 
-def test_trained_block_equals_cached_inference_block(make_tiny):
+@FAMILIES
+def test_trained_block_equals_cached_inference_block(make_tiny, family):
     """The block that decoding drafts, its context taken in piece by piece, has the trained block's logits."""
-    target, drafter = make_tiny(torch.float64, K)
+    target, drafter = make_tiny(torch.float64, K, **family)
     rows = packed([[24]], total=24, seed=7)
     rows["loss"][:] = True
     blocks = some_blocks(rows, 6)
     with torch.no_grad():
-        trained = target.head(block_hidden(drafter, target, rows, blocks))[0, :, 1:].log_softmax(-1)  # (N, L, V)
+        states = block_hidden(drafter, target, rows, blocks)[0, :, drafter.first :]
+        trained = (states @ drafter.head_weight(target).T).log_softmax(-1)  # (N, L, V)
         features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
+        ids = rows["ids"]
         for n in range(6):
             anchor = int(blocks.anchors[0, n])
-            for cut in {0, anchor // 2, anchor}:
+            for cut in {1, (anchor + 1) // 2, anchor}:
                 state = drafter.state(1, 40)
-                with state.add(1):
-                    pass
-                for part in (features[:, :cut], features[:, cut:anchor]):
-                    if part.shape[1]:
-                        drafter.absorb(part, [part.shape[1]], state)
-                        drafter.draft(target, rows["ids"][:, cut], state)  # leaves no trace
-                marginals = drafter.draft(target, blocks.bonus[:, n], state)
+                with state.add(1) as row:
+                    drafter.absorb(target, features[:, :cut], ids[:, :cut], [cut], row)
+                drafter.draft(target, ids[:, cut], state)  # leaves no trace
+                if cut < anchor:
+                    drafter.absorb(target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state)
+                marginals = drafter.draft(target, ids[:, anchor], state)
                 assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
 
 
-def test_rows_of_a_batch_draft_as_if_alone(make_tiny):
-    target, drafter = make_tiny(block_size=K)
+@FAMILIES
+def test_rows_of_a_batch_draft_as_if_alone(make_tiny, family):
+    target, drafter = make_tiny(block_size=K, **family)
     generator = torch.Generator().manual_seed(0)
-    features = torch.randn(3, 9, 2 * 32, generator=generator)
+    features = torch.randn(3, 9, drafter.fc.in_features, generator=generator)
+    ids = torch.randint(90, (3, 9), generator=generator)
     bonus = torch.tensor([5, 6, 7])
     together = drafter.state(3, 30)
-    counts, later = [9, 4, 6], [1, 3, 2]
+    counts, later, last = [9, 4, 6], [1, 3, 2], [2, 0, 1]  # a row may be done while others still take in their prompts
     with together.add(3) as rows:
-        drafter.absorb(features, counts, rows)
-    drafter.absorb(features[:, :3], later, together)
+        drafter.absorb(target, features, ids, counts, rows)
+        drafter.absorb(target, features[:, 2:4], ids[:, 2:4], last, rows)
+    drafter.absorb(target, features[:, :3], ids[:, :3], later, together, torch.tensor(later))
     second = drafter.draft(target, bonus, together)
     for b in range(3):
         state = drafter.state(1, 30)
         with state.add(1) as row:
-            drafter.absorb(features[b : b + 1, : counts[b]], [counts[b]], row)
-        drafter.absorb(features[b : b + 1, : later[b]], [later[b]], state)
+            for part, count in ((slice(0, 9), counts[b]), (slice(2, 4), last[b])):
+                if count:
+                    some = features[b : b + 1, part][:, :count], ids[b : b + 1, part][:, :count]
+                    drafter.absorb(target, *some, [count], row)
+        drafter.absorb(target, features[b : b + 1, : later[b]], ids[b : b + 1, : later[b]], [later[b]], state)
         alone = drafter.draft(target, bonus[b : b + 1], state)
         assert torch.allclose(alone[0], second[b], atol=1e-5)
+    together.keep([2, 1])
+    assert torch.allclose(drafter.draft(target, bonus[[2, 1]], together), second[[2, 1]], atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from train.config import DIVERGENCES, ObjectiveConfig
-from train.objective import divergence, position_weights
+from train.objective import block_weights, divergence, position_weights
 
 G, L, P, D, V = 8, 3, 9, 6, 31
 R = G * L
@@ -120,6 +120,41 @@ def test_dpace_weighs_every_position_with_what_lies_behind_it():
     result.loss.backward()
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert torch.allclose(args["hidden"].grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+OWN = [{"divergence": kind} for kind in ("kl", "cross_entropy", "tv", "acceptance")]
+
+
+@pytest.mark.parametrize("options", [*OWN, {"divergence": "tv", "weights": "multistep"}], ids=str)
+def test_a_head_of_the_drafters_own_gets_its_gradient(options):
+    args, config = case(6), ObjectiveConfig(chunk_rows=5, **options)
+    args["weights"] = (args["weights"] > 0).double()
+    own = torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rest = {k: v for k, v in args.items() if k != "hidden"}
+
+    def loss(hidden, head):
+        return divergence(hidden, **rest, config=config, own_head=head).loss
+
+    assert torch.autograd.gradcheck(loss, (args["hidden"], own))
+    shared = divergence(**args, config=config).loss
+    assert loss(args["hidden"], args["head"].clone().requires_grad_()).item() == pytest.approx(shared.item(), rel=1e-12)
+
+
+def test_weights_by_block_reach_the_drafters_own_head():
+    """dpace's weights are held constant in the gradient, and known only when a whole block is."""
+    args, config = case(7), ObjectiveConfig(weights="dpace", chunk_rows=4)
+    own = torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    log_q = (args["hidden"] @ own.T).log_softmax(-1).view(G, L, V)
+    log_p = (args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
+    likely = log_q.detach().exp().gather(-1, args["labels"][..., None])[..., 0]
+    likely[args["weights"] == 0] = 1  # not looked at
+    worth = args["weights"] * block_weights(likely, args["weights"] > 0, config)
+    ((log_p.exp() * (log_p - log_q)).sum(-1) * worth).sum().backward()
+    expected = own.grad.clone(), args["hidden"].grad.clone()
+    own.grad = args["hidden"].grad = None
+    divergence(**args, config=config, own_head=own).loss.backward()
+    assert torch.allclose(own.grad, expected[0], rtol=1e-10, atol=1e-12)
+    assert torch.allclose(args["hidden"].grad, expected[1], rtol=1e-10, atol=1e-12)
 
 
 def test_nothing_supervised_costs_nothing():

@@ -15,34 +15,40 @@ from train.loop import draw_blocks
 from train.plan import shape_of, step_memory, step_operations
 
 
-def small(make_tiny):
-    target, drafter = make_tiny(block_size=4)
+def small(make_tiny, family="dflash"):
+    target, drafter = make_tiny(block_size=4, family=family)
     config = TrainConfig(anchors=6)
     config.data.length, config.optim.batch = 32, 2
-    config.drafter.layers, config.drafter.block_size = 2, 4
+    config.drafter.family, config.drafter.layers = family, drafter.config.num_hidden_layers
+    config.drafter.block_size = 4
     return target, drafter, config, shape_of(config, target.config)
 
 
-def test_parameters_are_counted(make_tiny):
-    target, drafter, _, shape = small(make_tiny)
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_parameters_are_counted(make_tiny, family):
+    target, drafter, _, shape = small(make_tiny, family)
     assert shape.target_parameters == sum(p.numel() for p in target.model.parameters())
     assert shape.drafter_parameters == sum(p.numel() for p in drafter.parameters())
     assert shape.target_ends == 2 * 97 * 32
 
 
-def test_operations_are_what_torch_counts(make_tiny):
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_operations_are_what_torch_counts(make_tiny, family):
     """All products of the drafter's step; of attention, the plan leaves out what the mask hides."""
-    _, drafter, config, shape = small(make_tiny)
+    target, drafter, config, shape = small(make_tiny, family)
     ids = torch.randint(90, (2, 32))
     rows = {"ids": ids, "positions": torch.arange(32).expand(2, -1), "documents": torch.zeros_like(ids)}
     rows["loss"] = torch.ones_like(ids, dtype=torch.bool)
     blocks = draw_blocks(rows, config, 0)
-    features, embedded = torch.randn(2, 32, 2 * 32), torch.randn(2, 6 * 4, 32)
+    features = torch.randn(2, 32, drafter.fc.in_features)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        mask = block_mask(blocks.anchors, rows["documents"], 4)
-        drafter(features, rows["positions"], embedded, blocks.positions, mask).sum().backward()
+        starts = (blocks.anchors - drafter.lead).clamp(min=0)
+        mask = block_mask(starts, rows["documents"], drafter.width, causal=drafter.causal)
+        inputs = drafter.inputs(target, ids, rows["positions"], blocks.anchors)
+        drafter(features, rows["positions"], *inputs, mask).sum().backward()
     counted = counter.get_total_flops()
-    hidden = 12 * 2 * (2 * 24) * (32 - 32 / 2 + 24 - 4) * 32  # attention to keys that the mask hides
+    queries = 6 * drafter.width
+    hidden = 12 * shape.layers * (2 * queries) * (32 - 32 / 2 + queries - 4) * 32  # attention to keys that it hides
     assert step_operations(shape)["drafter"] == pytest.approx(counted - hidden, rel=0.02)
 
 

@@ -1,0 +1,184 @@
+"""What the families of drafters share: where they tap the target, their attention, and their memory while decoding.
+
+B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions), W
+queries of a block, D hidden size, F features of a position, H heads, E head size, V vocabulary.
+
+A family is a module with `block_size`, `layer_ids` and
+
+- `state`, `absorb`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
+- `inputs`, `forward` for training: many blocks of packed rows under one mask (`train.blocks.block_mask`), of `width`
+  queries each that begin `lead` positions before the anchor, are `causal` or not, and are read from slot `first` on;
+- `head_weight`, what turns its states into logits: the target's head or one of its own.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from infer.cache import KVCache
+from infer.config import DrafterConfig
+from infer.static import Program
+from infer.target import Target, head_size
+
+
+def default_mask_token(target: Target) -> int:
+    """An id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the padded
+    vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token, if
+    nothing else ends or begins with it.
+
+    Raises ValueError where there is none.
+    """
+    tokenizer = target.tokenizer
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < target.config.vocab_size:
+        return len(tokenizer)
+    spare = [i for token, i in tokenizer.get_added_vocab().items() if re.search("reserved|unused", token)]
+    if spare:
+        return min(spare)
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad not in {*target.end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}:
+        return pad
+    raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
+
+
+def checked_layers(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
+    """Ids of target layers. Raises ValueError for those that the target does not have."""
+    if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
+        raise ValueError(
+            f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {theirs.num_hidden_layers - 1}"
+        )
+    return tuple(int(layer) for layer in ids)
+
+
+def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
+    """What a drafter's config.json takes over from the target's, and from the options whatever the family."""
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    return {
+        "block_size": options.block_size,
+        "num_target_layers": theirs.num_hidden_layers,
+        "num_hidden_layers": options.layers,
+        "layer_types": ["full_attention"] * options.layers,
+        "hidden_size": theirs.hidden_size,
+        "intermediate_size": theirs.intermediate_size,
+        "num_attention_heads": theirs.num_attention_heads,
+        "num_key_value_heads": theirs.num_key_value_heads,
+        "head_dim": head_size(theirs),
+        "rms_norm_eps": theirs.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 1e4))},
+        "max_position_embeddings": theirs.max_position_embeddings,
+        "vocab_size": theirs.vocab_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": theirs.bos_token_id,
+        "eos_token_id": theirs.eos_token_id,
+    }
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin signed."""
+    low, high = states.chunk(2, dim=-1)
+    return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
+
+
+class Attention(nn.Module):
+    """The projections of a layer whose input has `inputs` features (D of DFlash, 2 D of DART)."""
+
+    def __init__(self, config: Qwen3Config, inputs: int, norms: bool = True) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(inputs, width, bias=False)
+        self.k_proj = nn.Linear(inputs, kv_width, bias=False)
+        self.v_proj = nn.Linear(inputs, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else nn.Identity()
+
+    def heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
+
+    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E)."""
+        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
+        return rotate(keys, cos, sin), self.heads(self.v_proj(states)).transpose(1, 2)
+
+    def queries(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), cos, sin)
+
+
+@dataclass
+class DraftState:
+    """What a drafter remembers of the texts it drafts for: keys and values of their context. Rows come and go as in the
+    cache."""
+
+    cache: KVCache
+    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
+
+    @contextmanager
+    def add(self, count: int) -> Iterator["DraftState"]:
+        """`count` more rows, as a state of their own over the same memory, to be filled."""
+        with self.cache.add(count) as cache:
+            yield replace(self, cache=cache)
+
+    def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (rows, width, E) of the positions behind every row's committed ones."""
+        positions = self.cache.positions(rows, width)
+        cos, sin = (table[0, positions] for table in self.angles)
+        return cos, sin
+
+    def keep(self, order: list[int]) -> None:
+        """Row i becomes what row order[i] was."""
+        self.cache.keep(order)
+
+
+class Drafter(nn.Module):
+    """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
+
+    def __init__(self, config: Qwen3Config, layer_ids: list[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.block_size: int = config.block_size
+        self.layer_ids: tuple[int, ...] = tuple(layer_ids)
+        self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
+        self._program: Program | None = None
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
+            else:
+                nn.init.ones_(parameter)
+
+    def start(self, target: Target, generator: torch.Generator, warm: bool) -> None:
+        """Fresh weights, or the target's own layers, if that is wanted and possible."""
+        self.reset(generator)
+        if warm:
+            self.warm_start(target)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
+        cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+    def cache(self, rows: int, capacity: int, static: bool) -> KVCache:
+        """An empty cache for the context of up to `rows` texts of up to `capacity` positions, and a block."""
+        config, weight = self.config, self.norm.weight
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        capacity += self.block_size
+        return KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
+
+    def program(self, static: bool):
+        """The pass over a block: itself, or compiled."""
+        if not static:
+            return self._draft_pass
+        self._program = self._program or Program(self._draft_pass, self.norm.weight.device)
+        return self._program

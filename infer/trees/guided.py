@@ -1,0 +1,203 @@
+"""Trees that an n-gram model keeps fluent, in machine code for the CPU: marginals know nothing of each other, n-grams
+know which token goes with which (DART section 4). Two searches over the same lookups:
+
+- `beam`: DART's algorithm 1, scores as in its appendix D;
+- `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's marginal is multiplied by its
+  probability under the n-gram model behind this very path, and what comes out is normalised over the position's K
+  likeliest tokens, to the probability that these have together. A step is at most 0 in log space, so that scores fall
+  along a path, and the best prefixes are found exactly, as with marginals alone.
+
+L drafted positions, K tokens a position, M nodes with the root, O order of the n-gram model.
+
+While a path grows by a token, each of its suffixes grows in the trie by one child. So a path carries the nodes of its
+O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never seen), and a step is one look at
+the children of each: no context is searched for from the start.
+"""
+
+import numpy as np
+
+from infer.jit import njit
+from infer.ngram import children, count_of, find, lower_bound, token_of
+
+EPSILON = 1e-5  # of DART appendix D: what a token that was never seen is worth
+LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
+
+
+@njit(cache=True, nogil=True)
+def begin(arrays, context, suffixes):
+    """Fills suffixes (O - 1,) int64 for a text that ends in context (C,) int64."""
+    for k in range(len(suffixes)):
+        start = len(context) - 1 - k
+        suffixes[k] = find(arrays, context, start, len(context)) if start >= 0 else -1
+
+
+@njit(cache=True, nogil=True)
+def extend(arrays, total, suffixes, tokens, by_token, grown, probabilities):
+    """One step from a path: fills probabilities (K,) with Pr(token | path) of tokens (K,) int64, as
+    `NGram.probabilities` has it, and grown (O - 1, K) with the suffixes of the path behind each of them. `by_token`
+    (K,) sorts the tokens."""
+    probabilities[:] = 0.0
+    longest = len(suffixes)
+    for k in range(longest - 1, -1, -1):
+        node = suffixes[k]
+        at, last = children(arrays, node)
+        context = count_of(arrays, node)
+        merge = last - at <= 4 * len(tokens)
+        for i in by_token:
+            token = tokens[i]
+            if merge:
+                while at < last and token_of(arrays, at) < token:
+                    at += 1
+            else:
+                at = lower_bound(arrays, at, last, token)
+            found = at < last and token_of(arrays, at) == token
+            if found and context > 0 and probabilities[i] == 0.0:
+                probabilities[i] = count_of(arrays, at) / context
+            if k + 1 < longest:
+                grown[k + 1, i] = at if found else -1
+    for i in range(len(tokens)):
+        grown[0, i] = find(arrays, tokens, i, i + 1)
+        if probabilities[i] == 0.0 and total > 0:
+            probabilities[i] = count_of(arrays, grown[0, i]) / total
+
+
+@njit(cache=True, nogil=True)
+def _worse(score, index, other_score, other_index):
+    """Whether an entry comes after another one: by score, then by index."""
+    return score < other_score or (score == other_score and index > other_index)
+
+
+@njit(cache=True, nogil=True)
+def _best(scores, first, last, chosen):
+    """Fills chosen (C,) with the best indices of scores[first:last], best first, the earlier of equal ones; returns how
+    many there are. A heap of the best so far, the worst of them on top, which most entries do not even enter."""
+    size = 0
+    for index in range(first, last):
+        if size < len(chosen):
+            hole = size
+            size += 1
+            while hole > 0:
+                above = (hole - 1) // 2
+                if not _worse(scores[index], index, scores[chosen[above]], chosen[above]):
+                    break
+                chosen[hole] = chosen[above]
+                hole = above
+            chosen[hole] = index
+        elif _worse(scores[chosen[0]], chosen[0], scores[index], index):
+            _sift(scores, chosen, size, index)
+    for left in range(size - 1, 0, -1):  # the worst goes last, again and again
+        worst, moving = chosen[0], chosen[left]
+        _sift(scores, chosen, left, moving)
+        chosen[left] = worst
+    return size
+
+
+@njit(cache=True, nogil=True)
+def _sift(scores, heap, size, moving):
+    """Puts `moving` in the place of the heap's top."""
+    hole = 0
+    while True:
+        child = 2 * hole + 1
+        if child >= size:
+            break
+        other = child + 1
+        if other < size and _worse(scores[heap[other]], heap[other], scores[heap[child]], heap[child]):
+            child = other
+        if not _worse(scores[heap[child]], heap[child], scores[moving], moving):
+            break
+        heap[hole] = heap[child]
+        hole = child
+    heap[hole] = moving
+
+
+@njit(cache=True, nogil=True)
+def beam(arrays, total, order, top, ids, context, width, nodes, log_probs):
+    """DART algorithm 1 for one row: top (L, K) float32 log-probabilities and ids (L, K) of every position's likeliest
+    tokens, a context (C,) int64 that ends with the bonus token, the beam's width. Fills nodes (3, M - 1), that is
+    tokens, parents and depths, best first, and log_probs (M - 1,) of their prefixes under the drafter alone; returns
+    how many there are. The first position is judged by the drafter alone, as in the authors' code."""
+    length, ranks = top.shape
+    budget, longest = nodes.shape[1], max(order - 1, 1)
+    most = ranks + (length - 1) * width * ranks
+    score, drafted = np.empty(most, np.float64), np.empty(most, np.float64)
+    token, parent, depth = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    active, of_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
+    chosen, next_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
+    grown = np.empty((width, longest, ranks), np.int64)
+    probabilities, of_logit, unseen = np.empty(ranks, np.float64), np.empty(ranks, np.float64), np.log(EPSILON)
+    active[0], count = -1, 1
+    begin(arrays, context, of_active[0])
+    size = 0
+    for level in range(length):
+        by_token = np.argsort(ids[level])
+        level_weight, first = (level + 1.0) ** LEVEL_POWER, size
+        for i in range(ranks):
+            of_logit[i] = LOGIT_DECAY**level * np.log(np.exp(np.float64(top[level, i])) + EPSILON)
+        for b in range(count):
+            extend(arrays, total, of_active[b], ids[level], by_token, grown[b], probabilities)
+            above = active[b]
+            for i in range(ranks):
+                step = of_logit[i]
+                if level > 0:
+                    step += NGRAM_WEIGHT * (np.log(probabilities[i] + EPSILON) if probabilities[i] else unseen)
+                score[size] = min(step * level_weight, 0.0) + (score[above] if above >= 0 else 0.0)
+                drafted[size] = top[level, i] + (drafted[above] if above >= 0 else 0.0)
+                token[size], parent[size], depth[size] = ids[level, i], above, level + 1
+                size += 1
+        count = _best(score, first, size, chosen)
+        for b in range(count):
+            before, i = divmod(chosen[b] - first, ranks)
+            next_active[b] = grown[before, :, i]
+        active[:count] = chosen[:count]
+        of_active[:count] = next_active[:count]
+    kept = np.empty(budget, np.int64)
+    count = _best(score, 0, size, kept)
+    place = np.zeros(size, np.int64)
+    for node in range(count):
+        at = kept[node]
+        place[at] = node + 1
+        nodes[0, node], nodes[2, node], log_probs[node] = token[at], depth[at], drafted[at]
+        nodes[1, node] = place[parent[at]] if parent[at] >= 0 else 0
+    return count
+
+
+@njit(cache=True, nogil=True)
+def best_first(arrays, total, order, weight, top, ids, context, nodes, scores):
+    """The best prefixes under marginals times n-gram probabilities to the power of `weight`, for one row: arguments as
+    in `beam`; fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
+    length, ranks = top.shape
+    budget, longest = nodes.shape[1], max(order - 1, 1)
+    by_token, mass = np.empty((length, ranks), np.int64), np.empty(length, np.float64)
+    for level in range(length):
+        by_token[level] = np.argsort(ids[level])
+        mass[level] = min(np.log(np.exp(top[level].astype(np.float64)).sum()), 0.0)
+    # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
+    suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest, ranks), np.int64)
+    which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
+    taken = np.zeros(budget, np.int64)
+    waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
+    probabilities, step = np.empty(ranks, np.float64), np.empty(ranks, np.float64)
+    begin(arrays, context, suffixes[0])
+    for node in range(budget):  # node's children come into sight, then the next node is taken
+        level = nodes[2, node - 1] if node > 0 else 0
+        if level < length:
+            extend(arrays, total, suffixes[node], ids[level], by_token[level], grown[node], probabilities)
+            for i in range(ranks):
+                step[i] = np.float64(top[level, i]) + weight * np.log(probabilities[i] + EPSILON)
+            highest = step.max()
+            norm = highest + np.log(np.exp(step - highest).sum()) - mass[level]
+            _best(step, 0, ranks, which[node])
+            for rank in range(ranks):
+                above = scores[node - 1] if node > 0 else 0.0
+                score[node, rank] = above + min(step[which[node, rank]] - norm, 0.0)
+            waiting[node] = score[node, 0]
+        parent = np.argmax(waiting[: node + 1])
+        rank = taken[parent]
+        i = which[parent, rank]
+        level = nodes[2, parent - 1] if parent > 0 else 0
+        nodes[0, node], nodes[1, node], nodes[2, node] = ids[level, i], parent, level + 1
+        scores[node] = waiting[parent]
+        if node + 1 < budget:
+            suffixes[node + 1] = grown[parent, :, i]
+        taken[parent] += 1
+        waiting[parent] = score[parent, rank + 1] if rank + 1 < ranks else -np.inf
