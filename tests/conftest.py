@@ -64,3 +64,21 @@ def make_tiny():
         return target, drafter.to(dtype)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def ngrams(tmp_path_factory) -> Path:
+    """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for `make_tiny`'s targets."""
+    from infer.count_ngrams import count_ngrams
+
+    generator = torch.Generator().manual_seed(5)
+    favourites = torch.randint(97, (97, 3), generator=generator)
+    documents = []
+    for _ in range(40):
+        ids = [int(torch.randint(97, (), generator=generator))]
+        for dice in torch.randint(6, (120,), generator=generator).tolist():
+            ids.append(int(favourites[ids[-1], dice % 3]) if dice < 5 else (ids[-1] + 31) % 97)
+        documents.append(ids)
+    path = tmp_path_factory.mktemp("ngrams") / "tiny.ngrams"
+    count_ngrams(documents, 97, 3, path, "0" * 64, workers=1)
+    return path

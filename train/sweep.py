@@ -78,7 +78,8 @@ def sweep(arguments: list[str]) -> None:
 
 
 def compare(runs: dict[str, Path], folder: Path) -> None:
-    """Prints and draws every run's best checkpoint beside the others': runs/<name>/sweep.md and sweep.png."""
+    """Prints and draws every run's best checkpoint beside the others', accuracy by position on held-out text and
+    acceptance lengths: runs/<name>/sweep.md and sweep.png."""
     from infer.evaluate import best_tau, same_output
     from infer.report import fastest, sweep_figure
     from infer.report import label as method_label
@@ -86,13 +87,16 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
 
     best = {name: max(evaluations_of(run), key=best_tau) for name, run in runs.items()}
     names = [method_label(method) for method in next(iter(best.values()))["methods"][1:]]  # the first is plain
-    lines = ["| run | step | " + " | ".join(f"τ {name}" for name in names) + " | best speedup | same output |"]
-    lines.append("| --- |" + " ---: |" * (len(names) + 2) + " --- |")
+    shown = range(min(6, *(len(result["accuracy"]) for result in best.values())))
+    heads = [f"α-{i + 1}" for i in shown] + [f"τ {name}" for name in names]  # α: DART table 4's accuracy by position
+    lines = ["| run | step | " + " | ".join(heads) + " | best speedup | same output |"]
+    lines.append("| --- |" + " ---: |" * (len(heads) + 2) + " --- |")
     taus: dict[str, list[float]] = {}
     for name, result in sorted(best.items(), key=lambda item: -best_tau(item[1])):
         found = {method_label(method): method["tau"] for method in result["methods"]}
         taus[name] = [found.get(method, float("nan")) for method in names]
-        cells = [name, str(result["step"]), *(f"{tau:.2f}" for tau in taus[name])]
+        cells = [name, str(result["step"]), *(f"{100 * result['accuracy'][i]:.1f}%" for i in shown)]
+        cells += [f"{tau:.2f}" for tau in taus[name]]
         cells += [f"{fastest(result)['speedup']:.2f}x", "yes" if same_output(result) else "no"]
         lines.append("| " + " | ".join(cells) + " |")
     table = "\n".join(lines)

@@ -23,7 +23,9 @@ def continuity(
     row's text, the bonus token included. log_probs are the drafter's alone."""
     top, ids = _likeliest(marginals)
     rows, length, ranks = top.shape
-    seen = ranks + (length - 1) * min(BEAM, ranks) * ranks  # at least
+    seen, active = 0, 1
+    for _ in range(length):
+        seen, active = seen + active * ranks, min(BEAM, active * ranks)
     nodes = torch.empty(3, rows, min(budget, seen), dtype=torch.long)
     log_probs = torch.empty(nodes.shape[1:], dtype=torch.float32)
     for row, context in enumerate(_contexts(contexts, ngram)):

@@ -1,13 +1,16 @@
 """The round loop: lossless for every method, budget, block size and batch; sampling exact; ends where it should."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from infer import generate
+from infer.bigram import Bigram
 from infer.config import DecodeOptions
 from infer.decode import decode
+from infer.ngram import NGram
 from infer.target import Target
 
 
@@ -99,6 +102,92 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(make_tiny, bl
         if budget == 7:  # a random drafter, whose guesses are nearly always wrong
             assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, budget)
     assert longest >= min(block_size, 10)  # (nearly) whole blocks were accepted now and then
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(make_tiny, ngrams, family, temperature):
+    """Chain, DDTree, continuity and DDTree + continuity; several rows of their own lengths, and a penalty."""
+    target, drafter = make_tiny(block_size=6, family=family)
+    prompts = random_prompts(5, seed=3)
+    controls = {"temperature": temperature, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.95}
+    expected = plain(target, prompts, 30, **controls)
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    trees = [("chain", 5, None), ("ddtree", 20, None), ("continuity", 59, str(ngrams)), ("ddtree", 20, str(ngrams))]
+    for method, budget, file in trees:
+        options = DecodeOptions(30, method=method, budget=budget, continuity=file, rows=3, **controls)
+        assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, file)
+        options = replace(options, rows=5)
+        scripted = decode(target, ScriptedDrafter(known, 6, 97), prompts, options)
+        assert [row.ids for row in scripted] == expected, (method, file)
+        assert max(row.stats.tau for row in scripted) > 1.5
+
+
+def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distribution(make_tiny):
+    """20,000 draws of the first three tokens from a drafter that is often right; chi-square, false alarm rate 1e-4
+    (z = 3.72). The first token is the prefill's, the others come out of the walk."""
+    target, drafter = make_tiny(block_size=4)
+    prompts = random_prompts(3)
+    expected = plain(target, prompts, 20)
+    options = DecodeOptions(20, method="static", budget=14, width=2)
+    assert [row.ids for row in decode(target, drafter, prompts, options)] == expected
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    rows = decode(target, ScriptedDrafter(known, 4, 97), prompts, options)
+    assert [row.ids for row in rows] == expected
+    assert max(row.stats.tau for row in rows) > 1.5
+
+    with torch.no_grad():  # few tokens are likely, so that three of them are seen often enough
+        target.head_weight[:92] = 0
+        target.head_weight[92:] *= 3
+    prompt, draws, temperature = [3, 1, 4], 20_000, 1.0
+    counts = torch.zeros(97, 97, 97)
+    options = DecodeOptions(3, temperature, method="static", budget=14, width=2, rows=1000)
+    rounds = 0
+    for first in range(0, draws, 1000):
+        texts = decode(target, drafter, [prompt] * 1000, options, seeds=list(range(first, first + 1000)))
+        rounds += sum(row.stats.rounds for row in texts)
+        for row in texts:
+            counts[tuple(row.ids)] += 1
+    assert rounds < 2 * draws  # some drafts were accepted
+    tokens = torch.arange(97)
+    with torch.no_grad():
+        one = (target.model(torch.tensor([prompt])).logits[0, -1].double()).softmax(-1)
+        kept = one.topk(12).indices
+        expected = torch.zeros(97, 97, 97, dtype=torch.float64)
+        for a in kept.tolist():
+            two = target.model(torch.tensor([[*prompt, a]])).logits[0, -1].double().softmax(-1)
+            ids = torch.cat([torch.tensor([[*prompt, a]]).expand(97, -1), tokens[:, None]], 1)
+            three = target.model(ids).logits[:, -1].double().softmax(-1)
+            expected[a] = one[a] * two[:, None] * three * draws
+    common = expected >= 8
+    cells = [*zip(counts[common].tolist(), expected[common].tolist(), strict=True)]
+    cells.append((draws - sum(seen for seen, _ in cells), draws - sum(mean for _, mean in cells)))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    assert len(cells) > 30
+    assert statistic < critical(len(cells) - 1, 3.72), (statistic, len(cells))
+
+
+def test_a_static_tree_reports_the_targets_own_log_probabilities(make_tiny):
+    target, drafter = make_tiny(block_size=5)
+    options = DecodeOptions(24, 1.0, seed=4, method="static", budget=30, width=3, logprobs=2, rows=2)
+    for row in decode(target, drafter, random_prompts(3), options):
+        with torch.no_grad():
+            ids = torch.tensor([row.prompt + row.ids])
+            log_probs = target.model(ids).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)
+        assert len(row.logprobs) == len(row.ids) == 24
+        for i, token in enumerate(row.ids):
+            assert row.logprobs[i].logprob == pytest.approx(log_probs[i, token].item(), abs=1e-4)
+
+
+def test_an_ngram_file_drafts_and_its_tree_knows_the_pairs(make_tiny, ngrams):
+    """The bigram drafter of the article, with a static tree over pairs: lossless, like with any other tree."""
+    target, _ = make_tiny()
+    bigram = Bigram(NGram.open(ngrams), block_size=5)
+    prompts = random_prompts(4, seed=8)
+    expected = plain(target, prompts, 24)
+    for method, budget in (("chain", 4), ("ddtree", 16), ("static", 14)):
+        rows = decode(target, bigram, prompts, DecodeOptions(24, method=method, budget=budget, rows=3))
+        assert [row.ids for row in rows] == expected, method
 
 
 def test_the_embedded_target_is_decoded_losslessly(embedded):
@@ -227,6 +316,12 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
     target, drafter = make_tiny()
     for options, word in [
         ({"method": "tree"}, "tree"),
+        ({"method": "continuity"}, "continuity=<n-gram file>"),
+        ({"method": "chain", "continuity": "x"}, "continuity=x"),
+        ({"continuity": "missing.ngrams"}, "missing.ngrams"),
+        ({"continuity_weight": -1.0}, "continuity_weight=-1"),
+        ({"method": "static", "width": 0}, "width=0"),
+        ({"method": "static", "width": 9, "budget": 8}, "width=9"),
         ({"budget": 0}, "budget=0"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1"),
@@ -235,7 +330,7 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
         ({"stop": ["x"]}, "tokenizer"),
         ({"stop": [""]}, "empty"),
     ]:
-        with pytest.raises(ValueError, match=word):
+        with pytest.raises((ValueError, FileNotFoundError), match=word):
             generate(target, drafter, [1, 2, 3], **options)
     with pytest.raises(ValueError, match="drafter"):
         generate(target, None, [1, 2, 3], method="chain")
