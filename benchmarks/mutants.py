@@ -16,6 +16,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
+CONTINUITY = "tests/infer/test_continuity.py"
 # name, file, (what is there, what is put there) ..., tests to run
 MUTANTS = [
     ("context leaks at the anchor", "infer/masks.py", ("context < anchor", "context <= anchor"), BLOCKS),
@@ -38,8 +39,8 @@ MUTANTS = [
     ("labels off by one", "train/blocks.py", ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"), BLOCKS),
     (
         "positions of a block off by one",
-        "train/blocks.py",
-        ("(at(positions, anchors)[..., None] + steps)", "(at(positions, anchors)[..., None] + steps + 1)"),
+        "infer/dflash.py",
+        ("(positions.gather(1, anchors)[..., None] + steps)", "(positions.gather(1, anchors)[..., None] + steps + 1)"),
         BLOCKS,
     ),
     (
@@ -103,6 +104,44 @@ MUTANTS = [
         "train/loop.py",
         ("        restore(engine, state)\n", "        pass\n"),
         LOOP + " -k 'killed or other_processes'",
+    ),
+    (
+        "DART: a mask sees the masks behind it",
+        "infer/dart.py",
+        ("lead, causal = 1, True", "lead, causal = 1, False"),
+        BLOCKS,
+    ),
+    ("DART: an item holds its own token", "infer/dart.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),
+    ("DART: the last position is forgotten", "infer/dart.py", ("state.pending[:rows] = ends\n", "pass\n"), BLOCKS),
+    (
+        "DART: the head's gradient knows no weights",
+        "train/objective.py",
+        ("delta *= worth.flatten()[chunk, None].to(kind)", "pass"),
+        "tests/train/test_objective.py",
+    ),
+    (
+        "the shortest context has the last word",
+        "infer/trees/guided.py",
+        ("for k in range(longest):  # the", "for k in range(longest - 1, -1, -1):  # the"),
+        CONTINUITY,
+    ),
+    (
+        "a path's probability is not normalised",
+        "infer/trees/guided.py",
+        ("norm = highest + np.log(np.exp(step - highest).sum()) - mass[level]", "norm = 0.0"),
+        CONTINUITY,
+    ),
+    (
+        "what was rejected can still be drawn",
+        "infer/rejection.py",
+        ("left = (p - q).clamp(min=0)", "left = p"),
+        "tests/infer/test_rejection.py",
+    ),
+    (
+        "drafts and target draw with the same noise",
+        "infer/rejection.py",
+        ("gumbel_noise(seed ^ _DRAFT", "gumbel_noise(seed"),
+        "tests/infer/test_rejection.py",
     ),
 ]
 

@@ -4,6 +4,7 @@ Everything around the decoding loop stays theirs: generation configs, logits pro
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -35,7 +36,12 @@ UNUSED = {"past_key_values", "use_cache", "cache_position", "position_ids", "log
 
 
 def speculative(
-    target: Target, drafter: Drafter | None, method: str = "ddtree", budget: int | str = 64, streamer=None
+    target: Target,
+    drafter: Drafter | None,
+    method: str = "ddtree",
+    budget: int | str = 64,
+    streamer=None,
+    continuity: str | None = None,
 ) -> Callable:
     """A decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
 
@@ -44,7 +50,8 @@ def speculative(
     `generate`, which (transformers 5.23) does not hand it on to loops that are not its own. Raises ValueError for what
     this loop does not do: beams, scores and hidden states as output, prompts as embeddings.
     """
-    EngineConfig(method, budget).check()
+    how = EngineConfig(method, budget, continuity)
+    how.check()
 
     @torch.inference_mode()
     def generate(
@@ -65,7 +72,7 @@ def speculative(
         settings, processors = _settings(logits_processor)
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        engine = Engine(target, drafter, EngineConfig(method, budget, rows=len(prompts)), max(map(len, prompts)) + most)
+        engine = Engine(target, drafter, replace(how, rows=len(prompts)), max(map(len, prompts)) + most)
         texts = []
         for row, prompt in zip(input_ids, prompts, strict=True):
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0

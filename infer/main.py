@@ -30,7 +30,10 @@ class EvalCommand:
 class CompareCommand:
     """Evaluates several drafters with every tree, on the same prompts."""
 
-    checkpoints: list[str] = field(default_factory=list)  # drafter folders or training checkpoints
+    # drafter folders, training checkpoints, or n-gram files
+    checkpoints: list[str] = field(
+        default_factory=lambda: [f"runs/embedded-{x}/checkpoints/best" for x in ("dflash", "dart")]
+    )
     out: str = "runs/comparison"  # where the table, the picture and the numbers go
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -41,7 +44,7 @@ class CompareCommand:
         for part in (self.target, self.data, self.evaluation):
             part.check()
         if not self.checkpoints:
-            raise ValueError("checkpoints=[runs/a/checkpoints/best,runs/b/checkpoints/best]: which drafters?")
+            raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")
         if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):
             raise ValueError(f"checkpoints={list(self.checkpoints)}: one of them comes twice")
 

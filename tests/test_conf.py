@@ -66,7 +66,7 @@ def test_model_bundles_differ_in_name_and_target_only(repo):
         config = OmegaConf.to_container(composed(repo, "train", [f"+model={bundle}"]))
         assert config["target"]["path"].split("/")[1].lower().startswith(bundle[:8])
         assert config | {"name": "", "target": {}} == expected | {"name": "", "target": {}}
-        assert config["name"] == f"{bundle}-dflash"
+        assert config["name"] == bundle + "-${drafter.family}"
     assert composed(repo, "train", ["+model=hf", "target.path=/some/folder"]).anchors == 512
     with pytest.raises(ValueError, match=r"target\.path"):
         composed(repo, "train", ["+model=hf"])

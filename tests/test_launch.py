@@ -82,6 +82,8 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("train", "run.name=two words", "x=[1,2]"), "train/main.py", ("run.name=two words", "x=[1,2]")),
         (("train", "--help"), "train/main.py", ("--help",)),
         (("eval", "checkpoint=runs/a b"), "infer/main.py", ("--config-name", "eval", "checkpoint=runs/a b")),
+        (("compare", "out=x"), "infer/main.py", ("--config-name", "compare", "out=x")),
+        (("ngram", "out=x"), "infer/main.py", ("--config-name", "ngram", "out=x")),
         (("generate", "prompt=def f"), "infer/main.py", ("--config-name", "generate", "prompt=def f")),
         (("serve", "server.port=1"), "infer/main.py", ("--config-name", "serve", "server.port=1")),
         (("chat",), "infer/main.py", ("--config-name", "chat")),

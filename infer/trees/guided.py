@@ -21,6 +21,7 @@ from infer.ngram import children, count_of, find, lower_bound, token_of
 
 EPSILON = 1e-5  # of DART appendix D: what a token that was never seen is worth
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
+FEW = 6  # children of a node that are gone through one by one
 
 
 @njit(cache=True, nogil=True)
@@ -32,33 +33,80 @@ def begin(arrays, context, suffixes):
 
 
 @njit(cache=True, nogil=True)
-def extend(arrays, total, suffixes, tokens, by_token, grown, probabilities):
-    """One step from a path: fills probabilities (K,) with Pr(token | path) of tokens (K,) int64, as
-    `NGram.probabilities` has it, and grown (O - 1, K) with the suffixes of the path behind each of them. `by_token`
-    (K,) sorts the tokens."""
-    probabilities[:] = 0.0
+def unigrams(arrays, total, tokens, out):
+    """Fills out (K,) with what tokens (K,) int64 are worth when the context says nothing of them."""
+    for i in range(len(tokens)):
+        out[i] = count_of(arrays, find(arrays, tokens, i, i + 1)) / max(total, 1)
+
+
+@njit(cache=True, nogil=True)
+def extend(arrays, suffixes, tokens, alone, grown, probabilities):
+    """One step from a path: fills probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, as
+    `NGram.probabilities` has it, and grown (O - 1, K) with the suffixes of the path behind each of them; `alone` (K,)
+    are their `unigrams`."""
+    probabilities[:] = alone
     longest = len(suffixes)
-    for k in range(longest - 1, -1, -1):
+    for k in range(longest):  # the longest context that knows a token has the last word
         node = suffixes[k]
         at, last = children(arrays, node)
         context = count_of(arrays, node)
+        deeper = k + 1 < longest
+        if deeper:
+            grown[k + 1] = -1
+        if last - at <= FEW:  # look for the children among the tokens
+            for child in range(at, last):
+                token = token_of(arrays, child)
+                i = _place(tokens, token)
+                if i < len(tokens) and tokens[i] == token:
+                    probabilities[i] = _share(arrays, child, context, probabilities[i])
+                    if deeper:
+                        grown[k + 1, i] = child
+            continue
         merge = last - at <= 4 * len(tokens)
-        for i in by_token:
+        for i in range(len(tokens)):
             token = tokens[i]
             if merge:
                 while at < last and token_of(arrays, at) < token:
                     at += 1
             else:
                 at = lower_bound(arrays, at, last, token)
-            found = at < last and token_of(arrays, at) == token
-            if found and context > 0 and probabilities[i] == 0.0:
-                probabilities[i] = count_of(arrays, at) / context
-            if k + 1 < longest:
-                grown[k + 1, i] = at if found else -1
+            if at < last and token_of(arrays, at) == token:
+                probabilities[i] = _share(arrays, at, context, probabilities[i])
+                if deeper:
+                    grown[k + 1, i] = at
     for i in range(len(tokens)):
-        grown[0, i] = find(arrays, tokens, i, i + 1)
-        if probabilities[i] == 0.0 and total > 0:
-            probabilities[i] = count_of(arrays, grown[0, i]) / total
+        grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1
+
+
+@njit(cache=True, nogil=True)
+def _share(arrays, child, context, otherwise):
+    """Pr(child | its parent), where that was seen."""
+    count = count_of(arrays, child)
+    return count / context if context > 0 and count > 0 else otherwise
+
+
+@njit(cache=True, nogil=True)
+def _place(tokens, token):
+    """Where `token` is, or would be, among tokens (K,), ascending."""
+    low, high = 0, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if tokens[middle] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, nogil=True)
+def _by_token(top, ids):
+    """Every position's tokens in ascending order: (L, K) log-probabilities, float64, and ids."""
+    log_q, tokens = np.empty(top.shape, np.float64), np.empty(ids.shape, np.int64)
+    for level in range(len(ids)):
+        order = np.argsort(ids[level])
+        for i in range(len(order)):
+            log_q[level, i], tokens[level, i] = top[level, order[i]], ids[level, order[i]]
+    return log_q, tokens
 
 
 @njit(cache=True, nogil=True)
@@ -124,25 +172,27 @@ def beam(arrays, total, order, top, ids, context, width, nodes, log_probs):
     active, of_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
     chosen, next_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
     grown = np.empty((width, longest, ranks), np.int64)
-    probabilities, of_logit, unseen = np.empty(ranks, np.float64), np.empty(ranks, np.float64), np.log(EPSILON)
+    probabilities, alone, of_logit = np.empty(ranks), np.empty(ranks), np.empty(ranks)
+    log_q, tokens = _by_token(top, ids)
+    unseen = np.log(EPSILON)
     active[0], count = -1, 1
     begin(arrays, context, of_active[0])
     size = 0
     for level in range(length):
-        by_token = np.argsort(ids[level])
         level_weight, first = (level + 1.0) ** LEVEL_POWER, size
+        unigrams(arrays, total, tokens[level], alone)
         for i in range(ranks):
-            of_logit[i] = LOGIT_DECAY**level * np.log(np.exp(np.float64(top[level, i])) + EPSILON)
+            of_logit[i] = LOGIT_DECAY**level * np.log(np.exp(log_q[level, i]) + EPSILON)
         for b in range(count):
-            extend(arrays, total, of_active[b], ids[level], by_token, grown[b], probabilities)
+            extend(arrays, of_active[b], tokens[level], alone, grown[b], probabilities)
             above = active[b]
             for i in range(ranks):
                 step = of_logit[i]
                 if level > 0:
                     step += NGRAM_WEIGHT * (np.log(probabilities[i] + EPSILON) if probabilities[i] else unseen)
                 score[size] = min(step * level_weight, 0.0) + (score[above] if above >= 0 else 0.0)
-                drafted[size] = top[level, i] + (drafted[above] if above >= 0 else 0.0)
-                token[size], parent[size], depth[size] = ids[level, i], above, level + 1
+                drafted[size] = log_q[level, i] + (drafted[above] if above >= 0 else 0.0)
+                token[size], parent[size], depth[size] = tokens[level, i], above, level + 1
                 size += 1
         count = _best(score, first, size, chosen)
         for b in range(count):
@@ -167,23 +217,24 @@ def best_first(arrays, total, order, weight, top, ids, context, nodes, scores):
     in `beam`; fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
     length, ranks = top.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
-    by_token, mass = np.empty((length, ranks), np.int64), np.empty(length, np.float64)
+    log_q, tokens = _by_token(top, ids)
+    alone, mass = np.empty((length, ranks)), np.empty(length)
     for level in range(length):
-        by_token[level] = np.argsort(ids[level])
-        mass[level] = min(np.log(np.exp(top[level].astype(np.float64)).sum()), 0.0)
+        unigrams(arrays, total, tokens[level], alone[level])
+        mass[level] = min(np.log(np.exp(log_q[level]).sum()), 0.0)
     # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest, ranks), np.int64)
     which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
     taken = np.zeros(budget, np.int64)
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
-    probabilities, step = np.empty(ranks, np.float64), np.empty(ranks, np.float64)
+    probabilities, step = np.empty(ranks), np.empty(ranks)
     begin(arrays, context, suffixes[0])
     for node in range(budget):  # node's children come into sight, then the next node is taken
         level = nodes[2, node - 1] if node > 0 else 0
         if level < length:
-            extend(arrays, total, suffixes[node], ids[level], by_token[level], grown[node], probabilities)
+            extend(arrays, suffixes[node], tokens[level], alone[level], grown[node], probabilities)
             for i in range(ranks):
-                step[i] = np.float64(top[level, i]) + weight * np.log(probabilities[i] + EPSILON)
+                step[i] = log_q[level, i] + weight * np.log(probabilities[i] + EPSILON)
             highest = step.max()
             norm = highest + np.log(np.exp(step - highest).sum()) - mass[level]
             _best(step, 0, ranks, which[node])
@@ -195,7 +246,7 @@ def best_first(arrays, total, order, weight, top, ids, context, nodes, scores):
         rank = taken[parent]
         i = which[parent, rank]
         level = nodes[2, parent - 1] if parent > 0 else 0
-        nodes[0, node], nodes[1, node], nodes[2, node] = ids[level, i], parent, level + 1
+        nodes[0, node], nodes[1, node], nodes[2, node] = tokens[level, i], parent, level + 1
         scores[node] = waiting[parent]
         if node + 1 < budget:
             suffixes[node + 1] = grown[parent, :, i]

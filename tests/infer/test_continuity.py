@@ -141,11 +141,13 @@ def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model):
     generator = np.random.default_rng(0)
     for _ in range(50):
         context = generator.integers(0, 97, generator.integers(1, 4))
-        tokens = generator.choice(97, 25, replace=False)
+        tokens = np.sort(generator.choice(97, 25, replace=False))
         suffixes, again = np.empty(2, np.int64), np.empty(2, np.int64)
         guided.begin(model.arrays, context, suffixes)
         grown, found = np.empty((2, 25), np.int64), np.empty(25)
-        guided.extend(model.arrays, model.tokens, suffixes, tokens, np.argsort(tokens), grown, found)
+        alone = np.empty(25)
+        guided.unigrams(model.arrays, model.tokens, tokens, alone)
+        guided.extend(model.arrays, suffixes, tokens, alone, grown, found)
         assert np.array_equal(found, model.probabilities(context, tokens))
         for i, token in enumerate(tokens):
             guided.begin(model.arrays, np.append(context, token), again)

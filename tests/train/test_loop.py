@@ -113,6 +113,29 @@ def same_losses(run: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def dart_steps(repo, tmp_path_factory) -> Path:
+    """The same of a DART drafter."""
+    runs = tmp_path_factory.mktemp("dart")
+    finish(start(repo, runs, "drafter=dart", "name=one", "optim.name=adamw", "optim.steps=8", "checkpoints=2"))
+    return runs / "one"
+
+
+@pytest.mark.parametrize(
+    "processes, options", [(1, ["optim.micro=1", "recompute=true"]), (2, ["deepspeed=zero2", "target.shard=true"])]
+)
+def test_dart_is_computed_the_same_in_every_way_and_goes_on(repo, dart_steps, processes, options):
+    """Its own head's gradient adds up over passes and processes; half-way the run goes on as one process."""
+    runs, first = dart_steps.parent, [f"name=other{processes}", "drafter=dart", "optim.name=adamw", "optim.steps=8"]
+    finish(start(repo, runs, *first, "checkpoints=2", *options, processes=processes))
+    same_losses(dart_steps, runs / f"other{processes}")
+    shutil.rmtree(runs / f"other{processes}" / "checkpoints" / "step-00000008")
+    whole = [option for option in options if not option.startswith("target.shard")]
+    output = finish(start(repo, runs, *first, "checkpoints=2", *([] if processes > 1 else whole)))
+    assert "going on after step 4" in output
+    same_losses(dart_steps, runs / f"other{processes}")
+
+
+@pytest.fixture(scope="module")
 def eight_steps(repo, tmp_path_factory) -> Path:
     """A run of one process, with a checkpoint in the middle."""
     runs = tmp_path_factory.mktemp("eight")
