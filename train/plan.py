@@ -252,7 +252,7 @@ def run(config: TrainConfig) -> None:
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
         f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
-        f"drafter    {config.drafter.family}, {shape.layers} layers, block {shape.block}: "
+        f"drafter    {config.drafter.family}, {shape.layers} layer{'s' * (shape.layers > 1)}, block {shape.block}: "
         f"{shape.drafter_parameters / 1e6:,.1f} million\n"
         f"step       {config.optim.batch} rows of {shape.length:,} tokens, {shape.anchors} blocks each; {world} "
         f"{'GPU' if cuda else 'CPU'} process{'es' if world > 1 else ''}, {rows} rows a pass"

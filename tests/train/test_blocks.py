@@ -11,7 +11,9 @@ from train.loop import block_loss
 
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(
-    "family", [{"family": "dflash"}, {"family": "dart"}, {"family": "dart", "shifted": False}], ids=str
+    "family",
+    [{"family": "dflash"}, {"family": "dart"}, {"family": "dart", "shifted": False}],
+    ids=["dflash", "dart", "unshifted dart"],
 )
 
 

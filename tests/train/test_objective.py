@@ -125,7 +125,7 @@ def test_dpace_weighs_every_position_with_what_lies_behind_it():
 OWN = [{"divergence": kind} for kind in ("kl", "cross_entropy", "tv", "acceptance")]
 
 
-@pytest.mark.parametrize("options", [*OWN, {"divergence": "tv", "weights": "multistep"}], ids=str)
+@pytest.mark.parametrize("options", [*OWN, {"divergence": "tv", "weights": "multistep"}])
 def test_a_head_of_the_drafters_own_gets_its_gradient(options):
     args, config = case(6), ObjectiveConfig(chunk_rows=5, **options)
     args["weights"] = (args["weights"] > 0).double()
