@@ -35,11 +35,15 @@ class Run:
     texts: list[Text] = field(default_factory=list)
 
 
-def by_engine(target: Target, drafter: DFlash, method: str, budget: int | str, args, rows: int) -> Callable:
+def by_engine(
+    target: Target, drafter: DFlash, method: str, budget: int | str, args, rows: int, continuity: str | None = None
+) -> Callable:
     """Decodes the given prompts with our engine, `rows` side by side; one engine for all calls."""
     clock = synchronised_clock(target.device)
     capacity = args.prompt_tokens + args.new_tokens
-    engine = Engine(target, drafter, EngineConfig(method, budget, rows=rows, compile=args.compile), capacity, clock)
+    engine = Engine(
+        target, drafter, EngineConfig(method, budget, continuity, rows=rows, compile=args.compile), capacity, clock
+    )
     options = TextOptions(max_new_tokens=args.new_tokens, ignore_eos=args.ignore_eos)
 
     def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Text]]:
@@ -159,6 +163,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on CUDA only")
+    parser.add_argument("--continuity", help="n-gram file: DDTree is measured with it too")
     args = parser.parse_args()
 
     drafter = load_drafter(args.drafter)
@@ -167,10 +172,14 @@ def main() -> None:
     prompts = held_out_prompts(DataConfig(), target.tokenizer, max(args.prompts, *args.rows), args.prompt_tokens)
     print(f"{describe_device(target.device)}, {str(target.dtype).removeprefix('torch.')}, block {drafter.block_size}")
 
-    methods = {"plain": by_engine(target, None, "plain", 0, args, 1)}
+    methods = {"plain": by_engine(target, None, "plain", 1, args, 1)}
     methods["chain"] = by_engine(target, drafter, "chain", drafter.block_size - 1, args, 1)
     for budget in args.budgets:
         methods[f"DDTree {budget}"] = by_engine(target, drafter, "ddtree", budget, args, 1)
+    for budget in args.budgets if args.continuity else []:
+        methods[f"DDTree {budget} + continuity"] = by_engine(
+            target, drafter, "ddtree", budget, args, 1, args.continuity
+        )
     methods["transformers generate"] = by_transformers(target, args)
     methods["transformers DFlash"] = by_transformers(
         target, args, assistant_model=transformers_drafter(drafter, target), speculation_type="dflash"
@@ -189,7 +198,7 @@ def main() -> None:
     many = prompts[: max(args.rows)]
     print(f"\nmany texts: {len(many)} prompts, tokens a second of all rows together")
     print(f"{'':<26}" + "".join(f"{f'{rows} rows':>10}" for rows in args.rows) + f"{'gain':>8}{'same':>6}")
-    for name, method, budget in (("plain", "plain", 0), (f"DDTree {args.batch_budget}", "ddtree", args.batch_budget)):
+    for name, method, budget in (("plain", "plain", 1), (f"DDTree {args.batch_budget}", "ddtree", args.batch_budget)):
         batched = {
             rows: by_engine(target, None if method == "plain" else drafter, method, budget, args, rows)
             for rows in args.rows

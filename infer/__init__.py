@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from infer.api import Generation, generate, stream
     from infer.checkpoint import load_drafter, save_drafter
-    from infer.config import DecodeOptions, DrafterConfig
+    from infer.config import DecodeOptions, DrafterConfig, EngineConfig
+    from infer.dart import DART
     from infer.decode import Engine
     from infer.dflash import DFlash
     from infer.target import Target, load_target
@@ -21,8 +22,10 @@ _HOME = {
     "stream": "infer.api",
     "load_drafter": "infer.checkpoint",
     "save_drafter": "infer.checkpoint",
+    "DART": "infer.dart",
     "DecodeOptions": "infer.config",
     "DrafterConfig": "infer.config",
+    "EngineConfig": "infer.config",
     "DecodeStats": "infer.text",
     "Engine": "infer.decode",
     "DFlash": "infer.dflash",
@@ -30,11 +33,13 @@ _HOME = {
     "load_target": "infer.target",
 }
 __all__ = [
+    "DART",
     "DFlash",
     "DecodeOptions",
     "DecodeStats",
     "DrafterConfig",
     "Engine",
+    "EngineConfig",
     "Generation",
     "Target",
     "generate",

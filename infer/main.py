@@ -145,7 +145,10 @@ def load(target: TargetConfig, checkpoint: str):
     drafter = None if Path(checkpoint).is_file() else load_drafter(checkpoint)
     model = load_target(target.path, target.dtype, target.device, target.trust_remote_code)
     if drafter is None:
-        return model, Bigram(open_ngram(checkpoint, model))
+        counts, vocabulary = open_ngram(checkpoint, model), len(model.head_weight)
+        if counts.vocabulary != vocabulary:
+            raise ValueError(f"{checkpoint}: counts {counts.vocabulary} tokens, the target's head has {vocabulary}")
+        return model, Bigram(counts)
     return model, drafter.to(model.device, model.dtype)
 
 
