@@ -78,12 +78,6 @@ class Layer(nn.Module):
         """g (..., D) and the embeddings of the following tokens (..., D) to the inputs of attention (..., 2 D)."""
         return torch.cat([self.input_layernorm(following), self.hidden_norm(projected)], dim=-1)
 
-    def masks(self, like: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`count` masks behind `like` (..., 1, D): inputs of attention (..., count, 2 D) and residuals (..., count, D),
-        which are the first half of the mask vector."""
-        mask = self.mask_rep.expand(*like.shape[:-2], count, -1)
-        return mask, mask[..., : like.shape[-1]]
-
     def finish(self, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """What attention found (B, H, Q, E) onto the residuals (B, Q, D), and the feed-forward half of the layer."""
         states = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -273,31 +267,35 @@ class DART(Drafter):
     def draft(self, target: Target, bonus: torch.Tensor, state: DARTState) -> torch.Tensor:
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
-        cache, used = state.cache, len(bonus)
+        cache = state.cache
         window = cache.window(self.width)
         rows = len(window.slots)
-        causal = torch.ones(self.width, self.width, dtype=torch.bool, device=bonus.device).tril()
-        mask = cached(cache.ends[:rows], causal.expand(rows, -1, -1), window.extent)
-        following = target.embed(padded(bonus, rows))[:, None].to(self.norm.weight.dtype)  # (B, 1, D)
-        pending = state.pending[:rows, None]
-        (logits,) = self.program(cache.static)(pending, following, state.rotary(rows, self.width), mask, window)
-        return logits[:used].float().log_softmax(dim=-1)
+        run = self.program(target, cache.static)
+        (marginals,) = run(state.pending[:rows], padded(bonus, rows), cache.ends[:rows], state.angles, window)
+        return marginals[: len(bonus)]
 
     def _draft_pass(
         self,
+        target: Target,
         pending: torch.Tensor,
-        following: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
+        bonus: torch.Tensor,
+        ends: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         window: Window,
     ) -> tuple[torch.Tensor]:
-        """Features (B, 1, F) of the last positions and the bonus tokens' embeddings (B, 1, D) to logits (B, L, V)."""
+        """All of `draft` that is computed: features (B, F) of the last positions, which are `ends` (B,), and the bonus
+        tokens (B,) behind them to marginals (B, L, V)."""
         layer, attention = self.midlayer, self.midlayer.self_attn
-        projected = self.fc(pending)  # (B, 1, D)
-        masks, rest = layer.masks(projected, self.width - 1)
-        inputs = torch.cat([layer.items(projected, following), masks], dim=1)  # (B, W, 2 D)
+        steps = torch.arange(self.width, device=ends.device)
+        mask = cached(ends, (steps <= steps[:, None]).expand(len(ends), -1, -1), window.extent)
+        rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, W, E) each
+        following = target.embed(bonus)[:, None].to(pending.dtype)  # (B, 1, D)
+        projected = self.fc(pending[:, None])  # (B, 1, D)
+        masks = layer.mask_rep.expand(len(ends), self.width - 1, -1)  # (B, W - 1, 2 D)
+        inputs = torch.cat([layer.items(projected, following), masks], dim=1)
         queries = attention.queries(inputs, *rotary)
         keys, values = window.update(*attention.keys_values(inputs, *rotary), 0)
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        states = layer.finish(torch.cat([projected, rest], dim=1), mixed)
-        return (self.lm_head(self.norm(states[:, self.first :])),)
+        residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
+        states = layer.finish(residual, mixed)
+        return (self.lm_head(self.norm(states[:, self.first :])).float().log_softmax(dim=-1),)

@@ -232,26 +232,30 @@ class DFlash(Drafter):
     def draft(self, target: Target, bonus: torch.Tensor, state: DFlashState) -> torch.Tensor:
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
-        cache, used = state.cache, len(bonus)
+        cache = state.cache
         window = cache.window(self.block_size)
         rows = len(window.slots)
-        ends = cache.ends[:rows, None] + self.block_size
-        mask = None  # rows of the same length see all of the window
-        if cache.static or len(set(cache.lengths)) > 1:
-            mask = (torch.arange(window.extent, device=ends.device) < ends)[:, None, None]  # (B, 1, 1, extent)
-        block = target.embed(self.block_ids(padded(bonus, rows))).to(self.norm.weight.dtype)  # (B, K, D)
-        (hidden,) = self.program(cache.static)(block, state.rotary(rows, self.block_size), mask, window)
-        logits = target.head(hidden[:used].to(target.dtype))  # (B, L, V)
-        return logits.float().log_softmax(dim=-1)
+        alike = not cache.static and len(set(cache.lengths)) == 1  # rows of the same length see all of the window
+        run = self.program(target, cache.static)
+        (marginals,) = run(padded(bonus, rows), cache.ends[:rows], state.angles, window, alike)
+        return marginals[: len(bonus)]
 
     def _draft_pass(
         self,
-        block: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
+        target: Target,
+        bonus: torch.Tensor,
+        ends: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         window: Window,
+        alike: bool,
     ) -> tuple[torch.Tensor]:
-        """Embedded blocks (B, K, D) to the hidden states of their drafted positions, (B, L, D)."""
+        """All of `draft` that is computed: bonus tokens (B,) at positions `ends` (B,) to marginals (B, L, V)."""
+        steps, mask = torch.arange(self.block_size, device=ends.device), None
+        if not alike:
+            mask = torch.arange(window.extent, device=ends.device) < ends[:, None] + self.block_size
+            mask = mask[:, None, None]  # (B, 1, 1, extent)
+        rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, K, E) each
+        block = target.embed(self.block_ids(bonus)).to(self.norm.weight.dtype)  # (B, K, D)
         for i, layer in enumerate(self.layers):
 
             def attend(queries, keys, values, i=i):
@@ -259,4 +263,5 @@ class DFlash(Drafter):
                 return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
             block = layer(block, rotary, attend)
-        return (self.norm(block[:, 1:]),)
+        logits = target.head(self.norm(block[:, 1:]).to(target.dtype))
+        return (logits.float().log_softmax(dim=-1),)

@@ -12,9 +12,10 @@ A family is a module with `block_size`, `layer_ids` and
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -147,7 +148,7 @@ class Drafter(nn.Module):
         self.layer_ids: tuple[int, ...] = tuple(layer_ids)
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
-        self._program: Program | None = None
+        self._program: tuple[Target, Program] | None = None  # compiled for a target
 
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
@@ -176,9 +177,11 @@ class Drafter(nn.Module):
         capacity += self.block_size
         return KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
 
-    def program(self, static: bool):
-        """The pass over a block: itself, or compiled."""
+    def program(self, target: Target, static: bool) -> Callable[..., tuple[torch.Tensor]]:
+        """The pass over a block, from bonus tokens to marginals, for one target: as it is, or compiled."""
+        run = partial(self._draft_pass, target)
         if not static:
-            return self._draft_pass
-        self._program = self._program or Program(self._draft_pass, self.norm.weight.device)
-        return self._program
+            return run
+        if self._program is None or self._program[0] is not target:
+            self._program = target, Program(run, self.norm.weight.device)
+        return self._program[1]
