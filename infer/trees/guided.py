@@ -21,6 +21,7 @@ from infer.ngram import children, count_of, find, lower_bound, token_of
 
 EPSILON = 1e-5  # of DART appendix D: what a token that was never seen is worth
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
+LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all, and still a number
 FEW = 6  # children of a node that are gone through one by one
 
 
@@ -100,12 +101,12 @@ def _place(tokens, token):
 
 @njit(cache=True, nogil=True)
 def _by_token(top, ids):
-    """Every position's tokens in ascending order: (L, K) log-probabilities, float64, and ids."""
+    """Every position's tokens in ascending order: (L, K) log-probabilities, float64 and finite, and ids."""
     log_q, tokens = np.empty(top.shape, np.float64), np.empty(ids.shape, np.int64)
     for level in range(len(ids)):
         order = np.argsort(ids[level])
         for i in range(len(order)):
-            log_q[level, i], tokens[level, i] = top[level, order[i]], ids[level, order[i]]
+            log_q[level, i], tokens[level, i] = max(top[level, order[i]], LOWEST), ids[level, order[i]]
     return log_q, tokens
 
 

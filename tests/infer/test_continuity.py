@@ -128,6 +128,21 @@ def test_a_row_does_not_depend_on_its_batch(model):
             assert torch.equal(alone.parents[0], together.parents[row])
 
 
+def test_forbidden_tokens_come_last_and_break_nothing(model):
+    """Sampling filters leave minus infinity; a budget beyond what they allow is filled up with what they forbid."""
+    some = marginals(2, 4, seed=7)
+    allowed = some.topk(2, dim=-1).indices
+    some = torch.full_like(some, -torch.inf).scatter(2, allowed, some.gather(2, allowed)).log_softmax(-1)
+    for build in (guided_ddtree, continuity):
+        tree = build(torch.tensor([1, 2]), some, 200, model, contexts(2))
+        for row in range(2):
+            found = list(prefixes(tree, row))
+            assert len(found) == 200
+            if build is guided_ddtree:
+                inside = [all(t in allowed[row, i] for i, t in enumerate(prefix)) for prefix in found]
+                assert inside == sorted(inside, reverse=True) and sum(inside) == 2 + 4 + 8 + 16
+
+
 def test_few_tokens_make_small_trees(model):
     some = marginals(1, 2, vocabulary=3)
     for build, nodes in ((guided_ddtree, 12), (continuity, 12)):
