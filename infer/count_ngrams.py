@@ -46,7 +46,7 @@ def count_ngrams(
     bytes for each position of the corpus and 20 for each node. Raises ValueError for an order that does not fit, ids
     outside the vocabulary, and a corpus without tokens.
     """
-    # Here, because it loads torch with the package of its njit; the worker processes do without.
+    # Here, because it loads numba; the worker processes do without.
     from infer.ngram import NGram
 
     out = Path(out)

@@ -173,6 +173,7 @@ def sweep_figure(methods: list[str], taus: dict[str, list[float]]):
     figure, (ax,) = _axes(8, 4.2)
     for run, values in taus.items():
         ax.plot(methods, values, marker="o", linewidth=1.4, label=run)
+    ax.set_xticks(range(len(methods)), methods, rotation=20, ha="right")
     ax.set_ylabel("tokens per round (τ)")
     ax.legend(frameon=False, fontsize=8)
     return figure
