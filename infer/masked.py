@@ -52,17 +52,21 @@ class MaskedModel:
     def dtype(self) -> torch.dtype:
         return self.model.get_input_embeddings().weight.dtype
 
+    @property
+    def config(self):
+        return self.model.config
+
     @cached_property
     def native(self) -> bool:
         """Whether it takes any attention mask and a cache of ours."""
-        return self.model.config.model_type in NATIVE
+        return self.config.model_type in NATIVE
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text: the generation config's, else the config's."""
         generation = getattr(self.model, "generation_config", None)
         ids = getattr(generation, "eos_token_id", None)
-        ids = getattr(self.model.config, "eos_token_id", None) if ids is None else ids
+        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
     def logits(
@@ -118,9 +122,8 @@ class MaskedModel:
             raise ValueError(
                 f"cache=dual: {self.name} is run by its own code, which takes no cache of ours: use cache=none"
             )
-        config = self.model.config
-        heads = config.num_key_value_heads
-        layers = config.num_hidden_layers
+        config = self.config
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
         return KVCache(layers, 1, capacity, heads, head_size(config), self.dtype, self.device)
 
 
