@@ -21,6 +21,7 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
   plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   pretrain   make the embedded target model anew
+  diffusion  train a masked diffusion model, bidirectional, from a causal one: ./launch.sh diffusion out=runs/mine
   test       check the style and run the tests; arguments go to pytest
   help       print this text
 
@@ -157,7 +158,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | compare | ngram | generate | serve | chat | regenerate | features | plan | pretrain | test) shift $(($# > 0)) ;;
+train | eval | compare | ngram | generate | serve | chat | regenerate | features | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -173,6 +174,6 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 case $command in
 train) train "$@" ;;
 eval | compare | ngram | generate | serve | chat | regenerate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
-features | plan | pretrain) exec "$python" "$repo/train/$command.py" "$@" ;;
+features | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac
