@@ -62,7 +62,7 @@ class Filled:
     prompt_ids: list[int]
     writes: list[Write]
     stats: MaskedStats
-    trace: list[Guesses]  # if asked for: what every round's last state said
+    trace: list[Guesses]  # if asked for: what each round left to draft from
 
 
 def generate_masked(
@@ -96,7 +96,7 @@ def fill(
     trace: bool = False,
 ) -> Filled:
     """One text from a prompt's token ids. `ranks` likeliest tokens of every position are looked at; `trace` keeps what
-    every round's last state said."""
+    every round left to draft from."""
     began, start = clock(), len(prompt)
     stats, writes, said = MaskedStats(options.length), [], []
     ids = torch.tensor(prompt + [model.mask_token_id] * options.length, device=model.device)  # (T,)
@@ -130,7 +130,7 @@ def fill(
         writes += [(position - start, token) for position, token in walked.writes]
         stats.note(states, len(written), done.full)
         if trace:
-            said.append(found[walked.last])
+            said.append(dict(guesses))
     answer = ids[start:].tolist()
     stats.valid = next((at for at, token in enumerate(answer) if token in model.end_ids), len(answer))
     stats.seconds = clock() - began
