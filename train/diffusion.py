@@ -44,11 +44,11 @@ class DiffusionConfig:
     shifted: bool | None = None  # the output at i - 1 predicts the token at i; None: if it starts warm
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else an id that no text uses
     block_length: int | None = 32  # tokens decoded as one block; None: documents are noised whole
-    whole: float = 0.25  # share of the rows whose documents are noised whole all the same
+    whole: float = 0.5  # share of the rows whose documents are noised whole all the same
     sources: list[str] = field(default_factory=lambda: ["stdlib", "embedded"])  # data sets, equal shares of each batch
     data: DataConfig = field(default_factory=lambda: DataConfig(length=256, long="split"))
     batch: int = 16  # rows a step
-    steps: int = 1500
+    steps: int = 900
     lr: float = 2e-3  # peak, of both optimisers
     weight_decay: float = 0.05  # on matrices
     warmup: float = 0.02  # share of the steps
@@ -73,7 +73,7 @@ class DiffusionConfig:
             raise ValueError(f"batch={self.batch} cannot be shared equally by {len(self.sources)} sources")
         if self.block_length is not None and not 1 <= self.block_length <= self.data.length:
             raise ValueError(
-                f"block_length={self.block_length}: 1 to data.length={self.data.length} tokens, or null for the whole row"
+                f"block_length={self.block_length}: 1 to data.length={self.data.length} tokens, or null for whole rows"
             )
         if not 0 <= self.whole <= 1:
             raise ValueError(f"whole={self.whole}: a share of the rows, from 0 to 1")

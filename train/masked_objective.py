@@ -6,6 +6,10 @@ eq. 3)
 
     -log p(x) <= E over t ~ U(0, 1] and the covering of [ 1/t * sum over covered i of -log p(x_i | x covered) ]
 
+Given that k of the n tokens are covered, t is distributed as Beta(k + 1, n - k + 1), and the mean of 1/t is
+(n + 1) / k. That takes the place of 1/t here: the expectation stays, and the variance, which with 1/t is infinite (the
+integral of 1/t), is small. LLaDA's eq. 6 measures likelihoods by numbers of covered tokens for the same reason.
+
 Decoding goes block by block, so a text may also be split into blocks of any length, each bounded by the same formula
 given everything before it, with everything after it covered: -log p(x) = sum over blocks of -log p(block | before).
 One random block of a document, times the number of its blocks, is an unbiased estimate of that sum.
@@ -23,7 +27,7 @@ from torch import nn
 class Draws:
     """The randomness of one masking."""
 
-    levels: torch.Tensor  # (B, N) noise level t of every document, above 0, at most 1
+    levels: torch.Tensor  # (B, N) noise level t of every document, from above 0 to 1
     blocks: torch.Tensor  # (B, N) uniform in [0, 1): which block of the document is noised
     coins: torch.Tensor  # (B, T) uniform in [0, 1): a token of that block is covered if its coin is below t
 
@@ -65,17 +69,19 @@ def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tenso
     """
     ids, documents, learn = rows["ids"], rows["documents"], rows["loss"].bool()
     slot = documents.clamp(min=0)
+    empty = torch.zeros(draws.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
     before = learn.long().cumsum(1) - learn.long()  # tokens to learn before this one in its row, then in its document
     first = torch.arange(ids.shape[1], device=ids.device) - rows["positions"]  # (B, T) where the document begins
     before = before - before.gather(1, first.clamp(min=0))
-    counts = torch.zeros(draws.levels.shape, dtype=torch.long, device=ids.device).scatter_add_(1, slot, learn.long())
+    counts = empty.scatter_add(1, slot, learn.long())
     blocks = -(-counts // block_length[:, None])  # (B, N) rounded up: the last block may be short
-    chosen = (draws.blocks * blocks).long().gather(1, slot)  # (B, T)
-    block = before // block_length[:, None]
-    level = draws.levels.gather(1, slot)
-    hit = learn & (block == chosen) & (draws.coins < level)
-    covered = hit | ((block > chosen) & (documents >= 0))
-    weights = torch.where(hit, blocks.gather(1, slot) / level, 0.0)
+    chosen = (draws.blocks * blocks).long()  # (B, N)
+    inside = torch.minimum(counts - chosen * block_length[:, None], block_length[:, None])  # (B, N) its tokens
+    block, theirs = before // block_length[:, None], chosen.gather(1, slot)  # (B, T)
+    hit = learn & (block == theirs) & (draws.coins < draws.levels.gather(1, slot))
+    covered = hit | ((block > theirs) & (documents >= 0))
+    weight = blocks * (inside + 1) / empty.scatter_add(1, slot, hit.long())  # (B, N)
+    weights = torch.where(hit, weight.gather(1, slot), 0.0)
     return Noised(ids.masked_fill(covered, mask_token_id), weights, learn.sum())
 
 
