@@ -17,12 +17,11 @@ import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.rows import SOURCES, DataConfig
-from infer.config import TargetConfig
+from data.rows import DataConfig
 from infer.entry import entry
 
 if TYPE_CHECKING:
@@ -39,14 +38,17 @@ class DiffusionConfig:
 
     out: str = "runs/embedded-diffusion"
     seed: int = 0
-    start: TargetConfig = field(default_factory=TargetConfig)  # the causal model it is made of, with its tokenizer
+    start: str = "embedded"  # the causal model it is made of, with its tokenizer: a Qwen3's folder or hub id
+    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
     warm_start: bool = True  # begin with that model's weights; false: with its sizes only
     shifted: bool | None = None  # the output at i - 1 predicts the token at i; None: if it starts warm
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else an id that no text uses
     block_length: int | None = 32  # tokens decoded as one block; None: documents are noised whole
     whole: float = 0.5  # share of the rows whose documents are noised whole all the same
-    sources: list[str] = field(default_factory=lambda: ["stdlib", "embedded"])  # data sets, equal shares of each batch
-    data: DataConfig = field(default_factory=lambda: DataConfig(length=256, long="split"))
+    sources: list[str] = field(default_factory=lambda: ["stdlib", "embedded"])  # equal shares of every batch: stdlib,
+    # embedded, jsonl, hub (see data/rows.py); the bound is measured on held-out text of the first
+    path: str | None = None  # jsonl: a file or folder; hub: the data set's name
+    length: int = 256  # tokens of a packed row, and of a document at most
     batch: int = 16  # rows a step
     steps: int = 900
     lr: float = 2e-3  # peak, of both optimisers
@@ -55,25 +57,27 @@ class DiffusionConfig:
     decay: float = 0.5  # share of the steps, linear to zero, at the end
     clip: float = 1.0  # gradient norm
     precision: str = "bfloat16"  # of products: float32 or bfloat16; weights stay float32
-    compile: bool = True
     save_every: int = 100  # steps between saves, and between measurements of the held-out bound
     held_out: int = 64  # rows that the bound is measured on, each under 4 noise levels
 
     def check(self) -> None:
         """Raises ValueError, one sentence, for a run that cannot work."""
-        self.start.check()
-        if not self.sources or any(source not in SOURCES for source in self.sources):
-            raise ValueError(f"sources={list(self.sources)}: a list out of {', '.join(SOURCES)}")
-        for source in self.sources:
-            replace(self.data, source=source).check()
+        if not self.start:
+            raise ValueError("start=<folder or hub id>: which causal model shall it begin as?")
+        if not self.sources or any(source not in ("stdlib", "embedded", "jsonl", "hub") for source in self.sources):
+            raise ValueError(f"sources={list(self.sources)}: a list of stdlib, embedded, jsonl, hub")
+        for data in self.sets():
+            data.check()
+        if self.path and not {"jsonl", "hub"} & set(self.sources):
+            raise ValueError(f"path={self.path}: for sources=[jsonl] or [hub], not for {list(self.sources)}")
         for name in ("batch", "steps", "save_every", "held_out"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
         if self.batch % len(self.sources):
             raise ValueError(f"batch={self.batch} cannot be shared equally by {len(self.sources)} sources")
-        if self.block_length is not None and not 1 <= self.block_length <= self.data.length:
+        if self.block_length is not None and not 1 <= self.block_length <= self.length:
             raise ValueError(
-                f"block_length={self.block_length}: 1 to data.length={self.data.length} tokens, or null for whole rows"
+                f"block_length={self.block_length}: 1 to length={self.length} tokens, or null for whole rows"
             )
         if not 0 <= self.whole <= 1:
             raise ValueError(f"whole={self.whole}: a share of the rows, from 0 to 1")
@@ -86,25 +90,36 @@ class DiffusionConfig:
         if not self.out:
             raise ValueError("out=<folder>: where should the model go?")
 
+    def sets(self) -> list[DataConfig]:
+        """The data sets to learn from."""
+        return [DataConfig(source=source, path=self.path, length=self.length) for source in self.sources]
+
 
 def begin(config: DiffusionConfig) -> "tuple[nn.Module, object]":
     """The model to train, on its device in float32, and its tokenizer; the model's config carries `mask_token_id` and
-    `masked_diffusion`. Raises ValueError for a model without an id for the mask."""
+    `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for the
+    mask."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from infer.drafter import default_mask_token
+    from infer.masked import NATIVE
     from infer.target import load_target
     from train.state import seeded
 
-    start = load_target(config.start.path, "float32", config.start.device, config.start.trust_remote_code)
+    start = load_target(config.start, "float32", config.device)
+    if start.config.model_type not in NATIVE:
+        raise ValueError(
+            f"start={config.start}: a {start.config.model_type} model; only {', '.join(NATIVE)} can become a masked "
+            "diffusion model here"
+        )
     mask, size = config.mask_token_id, start.config.vocab_size
     if mask is None:
         try:
             mask = default_mask_token(start)
         except ValueError:
             raise ValueError(
-                f"start.path={config.start.path} has no unused token id for the mask: name one that text never uses "
+                f"start={config.start} has no unused token id for the mask: name one that text never uses "
                 "with mask_token_id=<id>"
             ) from None
     if not 0 <= mask < size:
@@ -131,10 +146,11 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> "dict[str, torch.Tenso
     from data.packing import pack, tokenize
     from data.rows import held_out_rows
 
-    rows = list(held_out_rows(replace(config.data, source=config.sources[0])))
+    data = config.sets()[0]
+    rows = list(held_out_rows(data))
     columns = {name: [row[name] for row in rows] for name in ("prompt", "text", "messages")}
-    pieces = tokenize(columns, tokenizer, config.data.length, config.data.long)
-    packed = pack({name: [x for x in column if x] for name, column in pieces.items()}, config.data.length)
+    pieces = tokenize(columns, tokenizer, data.length, data.long)
+    packed = pack({name: [x for x in column if x] for name, column in pieces.items()}, data.length)
     total = len(packed["ids"])
     if not total:
         raise ValueError(f"sources={list(config.sources)}: no held-out row to measure the bound on")
@@ -291,14 +307,12 @@ def train(config: DiffusionConfig) -> dict:
     out = Path(config.out)
     model, tokenizer = begin(config)
     prepare(config, out)
-    sets = [packed_rows(replace(config.data, source=source), tokenizer) for source in config.sources]
+    sets = [packed_rows(data, tokenizer) for data in config.sets()]
     held_out = held_out_batch(config, tokenizer)
     optimizer, first = make_optimizer(model, config), 0
     if (out / "state.safetensors").exists():
         first = load_state(out / "state.safetensors", model, optimizer)
     trim_log(out / "metrics.jsonl", first)
-    if config.compile:
-        model.get_decoder().compile()
 
     began, figures = time.time(), {}
     with (out / "metrics.jsonl").open("a") as log:
@@ -327,7 +341,7 @@ def train(config: DiffusionConfig) -> dict:
             optimizer.zero_grad()
             recent.append(loss)
             done, seconds = step + 1, time.time() - began
-            speed = (done - first) * config.batch * config.data.length / seconds
+            speed = (done - first) * config.batch * config.length / seconds
             note(done, loss=loss, gradient_norm=norm, lr=config.lr * share, tokens_per_second=speed)
             if done % 20 == 0 or done == config.steps:
                 left = seconds / (done - first) * (config.steps - done) / 60

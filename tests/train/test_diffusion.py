@@ -6,10 +6,15 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from data.rows import DataConfig
-from infer.config import TargetConfig
 from infer.entry import entry
 from infer.masked import load_masked
 from infer.target import EMBEDDED
@@ -183,13 +188,14 @@ def test_the_estimate_of_the_bound_is_unbiased(block, shifted):
             draws = draw(batch["documents"], torch.Generator().manual_seed(seed))
             noised = noise(batch, draws, torch.full((64,), block), MASK)
             means.append(bound(model, batch, noised, shifted, MASK).item() / 64)
-            flat = type(noised)(noised.ids, noised.weights.sign(), noised.tokens)
-            unweighted.append(bound(model, batch, flat, shifted, MASK).item() / 64)
+            if seed < 20:
+                flat = type(noised)(noised.ids, noised.weights.sign(), noised.tokens)
+                unweighted.append(bound(model, batch, flat, shifted, MASK).item() / 64)
     means = torch.tensor(means, dtype=torch.float64)
     error, exact = means.std() / len(means) ** 0.5, exact_bound(model, document, block, shifted)
     assert error < 0.03 * exact
     assert abs(means.mean() - exact) < 5 * error
-    assert abs(sum(unweighted) / 120 - exact) > 10 * error  # the test can tell: without the weights it is another sum
+    assert abs(sum(unweighted) / 20 - exact) > 10 * error  # the test can tell: without the weights it is another sum
 
 
 def test_every_token_sees_its_whole_document_and_no_other():
@@ -231,13 +237,14 @@ def small(start, out, **options) -> DiffusionConfig:
     options = {"steps": 6, "save_every": 2, "block_length": 8, "lr": 1e-2} | options
     return DiffusionConfig(
         out=str(out),
-        start=TargetConfig(path=str(start / "model"), device="cpu"),
+        start=str(start / "model"),
+        device="cpu",
         sources=["jsonl"],
-        data=DataConfig(path=str(start / "texts.jsonl"), length=64),
+        path=str(start / "texts.jsonl"),
+        length=64,
         batch=4,
         held_out=4,
         precision="float32",
-        compile=False,
         **options,
     )
 
@@ -321,18 +328,20 @@ def test_warm_weights_are_the_models_and_cold_ones_follow_the_seed(start, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["block_length=257"], "block_length=257: 1 to data.length=256 tokens, or null for whole rows"),
-        (["block_length=0"], "block_length=0: 1 to data.length=256 tokens"),
+        (["block_length=257"], "block_length=257: 1 to length=256 tokens, or null for whole rows"),
+        (["block_length=0"], "block_length=0: 1 to length=256 tokens"),
         (["block_length=x"], "block_length"),
         (["whole=1.5"], "whole=1.5: a share of the rows"),
         (["batch=3"], "batch=3 cannot be shared equally by 2 sources"),
-        (["sources=[books]"], "sources=['books']: a list out of embedded, stdlib"),
+        (["sources=[books]"], "sources=['books']: a list of stdlib, embedded, jsonl, hub"),
         (["sources=[jsonl]"], "data.source=jsonl needs data.path"),
+        (["path=x.jsonl"], "path=x.jsonl: for sources=[jsonl] or [hub], not for ['stdlib', 'embedded']"),
+        (["length=8", "block_length=4"], "data.length=8: a row holds at least 16 tokens"),
         (["precision=int8"], "precision=int8: use float32 or bfloat16"),
         (["lr=0"], "lr=0.0 and clip=1.0: above 0"),
         (["steps=0"], "steps=0: at least 1"),
         (["mask_token_id=512"], "mask_token_id=512: the vocabulary has ids 0 to 511"),
-        (["start.path=/nowhere/at/all"], "/nowhere/at/all"),
+        (["start=/nowhere/at/all"], "/nowhere/at/all"),
         (["blok_length=8"], "blok_length"),
     ],
 )
@@ -352,9 +361,18 @@ def test_a_vocabulary_without_a_spare_id_is_refused(start, tmp_path):
     tokenizer.mask_token = tokenizer.pad_token = None
     tokenizer.save_pretrained(folder)
     config = small(start, tmp_path / "run")
-    config.start.path = str(folder)
+    config.start = str(folder)
     with pytest.raises(ValueError, match="has no unused token id for the mask: name one .* with mask_token_id=<id>"):
         train(config)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    folder = tmp_path / "llama"
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+    with pytest.raises(ValueError, match="llama: a llama model; only qwen3 can become"):
+        train(DiffusionConfig(out=str(tmp_path / "run"), start=str(folder), device="cpu"))
 
 
 def test_the_shipped_configuration_is_the_dataclass(repo):
