@@ -101,7 +101,7 @@ class GenerateCommand:
 class DiffuseCommand:
     """Lets a masked diffusion model fill in a text, or measures on held-out prompts what self drafting saves it."""
 
-    checkpoint: str = "runs/embedded-masked/model"  # a folder of ours, or LLaDA or Dream: a folder or its name
+    checkpoint: str = "runs/embedded-diffusion/model"  # a folder of ours, or LLaDA or Dream: a folder or its name
     prompt: str = "import os\n\ndef main():\n"
     evaluate: bool = False  # print the table of draft lengths and orders instead
     prompts: int = 16  # held-out prompts of that table
