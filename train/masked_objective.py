@@ -91,10 +91,11 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
     return torch.zeros(apart.shape, device=apart.device).masked_fill(apart, torch.finfo(torch.float32).min)
 
 
-def learnable(rows: dict[str, torch.Tensor], shifted: bool) -> dict[str, torch.Tensor]:
-    """The rows without what cannot be learnt from: a shifted model has no output for a document's first token, which
-    is given to it (in Dream, too, the output before a token predicts it)."""
-    return rows | {"loss": rows["loss"].bool() & (rows["positions"] > 0)} if shifted else rows
+def learnable(rows: dict[str, torch.Tensor], shifted: bool, mask_id: int) -> dict[str, torch.Tensor]:
+    """The rows without loss where no model of the kind has a prediction: on mask tokens that a text quotes, and, if it
+    is shifted, on a document's first token, which is given (in Dream, too, the output before a token predicts it)."""
+    known = rows["loss"].bool() & (rows["ids"] != mask_id)
+    return rows | {"loss": known & (rows["positions"] > 0) if shifted else known}
 
 
 def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, shifted: bool, mask_id: int) -> torch.Tensor:

@@ -19,8 +19,9 @@ from infer.entry import entry
 from infer.masked import load_masked
 from infer.target import EMBEDDED
 from train import diffusion
+from train import masked_objective as objective
 from train.diffusion import DiffusionConfig, begin, train
-from train.masked_objective import Draws, bound, document_mask, draw, learnable, noise
+from train.masked_objective import Draws, bound, draw, learnable, noise
 
 V, MASK = 7, 6
 
@@ -142,7 +143,7 @@ def cross_entropies(model, document: list[int], covered: set[int], shifted: bool
 
 @pytest.mark.parametrize("shifted", [True, False])
 def test_the_bound_equals_a_loop_over_documents_and_tokens(shifted):
-    model, batch = tiny(), learnable(rows(), shifted)
+    model, batch = tiny(), learnable(rows(), shifted, MASK)
     assert bool(batch["loss"][2, 0]) != shifted  # nothing predicts the first token of a shifted model's document
     draws = draw(batch["documents"], torch.Generator().manual_seed(3))
     lengths = [3, 2, 16]
@@ -180,7 +181,7 @@ def test_the_estimate_of_the_bound_is_unbiased(block, shifted):
     """120 independent batches of 64 maskings each (within a batch they depend on each other); the mean may be five
     standard errors off, which chance brings about less than once in 400,000 runs (Student's t, 119 degrees)."""
     model, document = tiny(4), [1, 4, 2, 0, 5]
-    batch = learnable(packed([(token, True) for token in document], length=5), shifted)
+    batch = learnable(packed([(token, True) for token in document], length=5), shifted, MASK)
     batch = {name: column.repeat(64, 1) for name, column in batch.items()}
     means, unweighted = [], []
     with torch.no_grad():
@@ -213,7 +214,12 @@ def test_every_token_sees_its_whole_document_and_no_other():
         size = seen.pop().grad[0].abs().sum(-1)
         assert (size[inside] > 0).all()
         assert not size[~inside].any()
-    assert document_mask(batch["documents"]).shape == (1, 1, 16, 16)
+
+
+def test_a_mask_that_a_text_quotes_and_the_first_token_of_a_shifted_model_carry_no_loss():
+    batch = packed([(1, True), (MASK, True), (2, True)], [(3, True), (4, False)], length=6)
+    assert learnable(batch, False, MASK)["loss"][0].tolist() == [True, False, True, True, False, False]
+    assert learnable(batch, True, MASK)["loss"][0].tolist() == [False, False, True, False, False, False]
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +286,28 @@ def test_a_stopped_run_goes_on_exactly_and_the_bound_falls(start, tmp_path, monk
         train(small(start, tmp_path / "stopped", lr=1e-3))
 
 
+@pytest.mark.parametrize("weighting", ["elbo", "flat"])
+def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(start, tmp_path, weighting, monkeypatch):
+    config = small(start, tmp_path, weighting=weighting, whole=0.5)
+    model, _ = begin(config)
+    batch, used = {name: column.repeat(2, 1)[:4] for name, column in rows().items()}, []
+    batch["ids"] += 9
+    monkeypatch.setattr(objective, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1])
+    loss = diffusion.train_step(model, batch, config, 3)
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    covered = used[0].weights > 0
+    single = [
+        type(used[0])(used[0].ids, torch.zeros(4, 16).index_put_((b, i), torch.ones(())), used[0].tokens)
+        for b, i in covered.nonzero()[:, :, None]
+    ]
+    with torch.no_grad():
+        losses = torch.stack([bound(model, learnable(batch, True, 1), one, True, 1) for one in single])
+    weights = used[0].weights[covered]
+    expected = (losses * weights).sum() / used[0].tokens if weighting == "elbo" else losses.mean()
+    assert len(single) > 8 and loss == pytest.approx(expected.item(), rel=1e-4)
+    assert diffusion.train_step(model, batch, config, 3) == loss != diffusion.train_step(model, batch, config, 4)
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_folder_is_an_ordinary_model_and_says_what_it_is(start, tmp_path, warm):
     config = small(start, tmp_path / "run", warm_start=warm, steps=1, block_length=None)
@@ -304,7 +332,7 @@ def test_training_and_decoding_read_the_same_predictions(start, tmp_path):
     config = small(start, tmp_path / "run", steps=1)
     train(config)
     masked = load_masked(str(tmp_path / "run" / "model"), "float32")
-    batch = learnable(packed([(k % 60 + 9, k > 3) for k in range(24)], length=24), True)
+    batch = learnable(packed([(k % 60 + 9, k > 3) for k in range(24)], length=24), True, 1)
     noised = noise(batch, draw(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
     with torch.no_grad():
         expected = bound(masked.model, batch, noised, True, 1)
@@ -337,6 +365,7 @@ def test_warm_weights_are_the_models_and_cold_ones_follow_the_seed(start, tmp_pa
         (["sources=[jsonl]"], "data.source=jsonl needs data.path"),
         (["path=x.jsonl"], "path=x.jsonl: for sources=[jsonl] or [hub], not for ['stdlib', 'embedded']"),
         (["length=8", "block_length=4"], "data.length=8: a row holds at least 16 tokens"),
+        (["weighting=none"], "weighting=none: use elbo or flat"),
         (["precision=int8"], "precision=int8: use float32 or bfloat16"),
         (["lr=0"], "lr=0.0 and clip=1.0: above 0"),
         (["steps=0"], "steps=0: at least 1"),
@@ -373,13 +402,3 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     with pytest.raises(ValueError, match="llama: a llama model; only qwen3 can become"):
         train(DiffusionConfig(out=str(tmp_path / "run"), start=str(folder), device="cpu"))
-
-
-def test_the_shipped_configuration_is_the_dataclass(repo):
-    text = (repo / "conf" / "diffusion.yaml").read_text()
-    assert [line.strip() for line in text.splitlines() if line[:1] not in ("#", "")] == [
-        "defaults:",
-        "- diffusion_schema",
-        "- _self_",
-    ]
-    DiffusionConfig().check()
