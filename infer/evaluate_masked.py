@@ -3,6 +3,7 @@
 Every number comes from decoding; step by step is decoded first, and its trace says what no drafting could beat.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from infer.config import MaskedOptions
 from infer.diffusion import Filled, fill
 from infer.evaluate import describe_device, synchronised_clock
 from infer.masked import MaskedModel
+from infer.selfdraft import Plan
 
 RANKS = 5  # likeliest tokens of a position that the limits look at (table 2)
 
@@ -83,17 +85,33 @@ def traced(model: MaskedModel, prompts: Sequence[Sequence[int]], steps: MaskedOp
     return [fill(model, list(prompt), replace(steps, method="steps"), ranks=RANKS, trace=True) for prompt in prompts]
 
 
-def ways_of(options: MaskedOptions, lengths: Sequence[int], nodes: Sequence[int]) -> list[Way]:
-    """Chains, swapped drafts, and trees of the same batch as these and of `nodes` states."""
+def ways_of(options: MaskedOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Way]:
+    """A chain of every length, swapped drafts and a tree of as many states as those; for the longest drafts a tree of
+    `nodes` states; and chains that are as long as they are likely."""
+    ssd = replace(options, method="ssd")
     ways = []
     for length in lengths:
-        base = replace(options, method="ssd", draft_length=length)
-        ways.append(Way("greedy", replace(base, order="greedy")))
-        ways.append(Way("mixed", replace(base, order="mixed")))
-        for budget in sorted({2 * length, *nodes}):
-            ways.append(Way(f"tree {budget}", replace(base, order="tree", nodes=budget)))
-    ways.append(Way("greedy", replace(options, method="ssd", order="greedy", draft_length="auto")))
-    return ways
+        ways += [Way(order, replace(ssd, order=order, draft_length=length, nodes=2 * length)) for order in orders]
+    if "tree" in orders:
+        ways.append(Way("tree", replace(ssd, order="tree", draft_length=max(lengths), nodes=nodes)))
+    return [*ways, Way("greedy", replace(ssd, order="greedy", draft_length="auto"))]
+
+
+def smallest_gaps(traces: Sequence[Filled], options: MaskedOptions) -> tuple[float, float]:
+    """How near a step ever came to a tie: between the two surest positions of a block (log-odds), and between the two
+    likeliest tokens of a position (log-probability). Rounding in another batch shape must stay below these."""
+    positions, tokens = math.inf, math.inf
+    for text in traces:
+        start = len(text.prompt_ids)
+        left = list(range(start, start + options.length))
+        for said, (position, _) in zip(text.trace, text.writes, strict=True):
+            open_ = Plan(left, start, options.block_length, 0).open(frozenset())
+            guesses = [said[position] for position in open_]
+            tokens = min(tokens, *(guess.log_shares[0] - guess.log_shares[1] for guess in guesses))
+            surest = sorted((guess.confidence for guess in guesses), reverse=True)
+            positions = min([positions, *(a - b for a, b in zip(surest[:1], surest[1:], strict=False))])
+            left.remove(start + position)
+    return positions, tokens
 
 
 def evaluate_masked(
@@ -101,11 +119,12 @@ def evaluate_masked(
     prompts: Sequence[Sequence[int]],
     options: MaskedOptions,
     lengths: Sequence[int] = (1, 2, 3, 4, 5),
-    nodes: Sequence[int] = (16,),
+    orders: Sequence[str] = ("greedy", "mixed", "tree"),
+    nodes: int = 16,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
     """Every prompt in every way: what `table` prints."""
-    ways = ways_of(options, lengths, nodes)
+    ways = ways_of(options, lengths, orders, nodes)
     plain = measure(model, prompts, ways, options, progress)
     traces = traced(model, prompts, options)
     all_steps = plain.total("steps")
@@ -145,6 +164,7 @@ def evaluate_masked(
         "refresh": options.refresh,
         "temperature": options.temperature,
         "steps": all_steps,
+        "gaps": smallest_gaps(traces, options),
         "tokens_per_second": plain.total("valid") / plain.total("seconds"),
         "ways": rows,
         "limits": limits,
@@ -171,4 +191,5 @@ def table(result: dict) -> str:
     lines.append(f"{'drafts':<8}" + "".join(f"{f'k = {k}':>9}" for k in range(1, RANKS + 1)) + f"{'all right':>11}")
     for length, limits in result["limits"].items():
         lines.append(f"{length:<8}" + "".join(f"{x:>9.1%}" for x in limits) + f"{length / (length + 1):>11.1%}")
+    lines += ["", "Nearest to a tie: {:.1e} between positions, {:.1e} between tokens".format(*result["gaps"])]
     return "\n".join(lines)
