@@ -146,9 +146,8 @@ def test_the_bound_equals_a_loop_over_documents_and_tokens(shifted):
     model, batch = tiny(), learnable(rows(), shifted, MASK)
     assert bool(batch["loss"][2, 0]) != shifted  # nothing predicts the first token of a shifted model's document
     draws = draw(batch["documents"], torch.Generator().manual_seed(3))
-    lengths = [3, 2, 16]
-    noised = noise(batch, draws, torch.tensor(lengths), MASK)
-    covered, weights = plain_noise(batch, draws, lengths)
+    noised = noise(batch, draws, torch.tensor([3, 2, 16]), MASK)
+    covered, weights = plain_noise(batch, draws, [3, 2, 16])
     expected = 0.0
     for b in range(3):
         for number in range(int(batch["documents"][b].max()) + 1):
@@ -310,8 +309,7 @@ def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(start, 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_folder_is_an_ordinary_model_and_says_what_it_is(start, tmp_path, warm):
-    config = small(start, tmp_path / "run", warm_start=warm, steps=1, block_length=None)
-    train(config)
+    train(small(start, tmp_path / "run", warm_start=warm, steps=1, block_length=None))
     folder = tmp_path / "run" / "model"
     said = json.loads((folder / "config.json").read_text())
     assert said["mask_token_id"] == 1 and said["masked_diffusion"] == {"shifted": warm}
@@ -329,8 +327,7 @@ def test_the_folder_is_an_ordinary_model_and_says_what_it_is(start, tmp_path, wa
 
 def test_training_and_decoding_read_the_same_predictions(start, tmp_path):
     """The bound of training from the logits that decoding sees."""
-    config = small(start, tmp_path / "run", steps=1)
-    train(config)
+    train(small(start, tmp_path / "run", steps=1))
     masked = load_masked(str(tmp_path / "run" / "model"), "float32")
     batch = learnable(packed([(k % 60 + 9, k > 3) for k in range(24)], length=24), True, 1)
     noised = noise(batch, draw(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
@@ -396,9 +393,8 @@ def test_a_vocabulary_without_a_spare_id_is_refused(start, tmp_path):
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
-    folder = tmp_path / "llama"
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
-    with pytest.raises(ValueError, match="llama: a llama model; only qwen3 can become"):
-        train(DiffusionConfig(out=str(tmp_path / "run"), start=str(folder), device="cpu"))
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a llama model; only qwen3 can become"):
+        train(DiffusionConfig(out=str(tmp_path / "run"), start=str(tmp_path), device="cpu"))
