@@ -100,8 +100,7 @@ class DiffusionConfig:
 
 def begin(config: DiffusionConfig) -> "tuple[nn.Module, object]":
     """The model to train, on its device in float32, and its tokenizer; the model's config carries `mask_token_id` and
-    `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for the
-    mask."""
+    `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for the mask."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -268,11 +267,15 @@ def load_state(path: Path, model: "nn.Module", optimizer: "torch.optim.Optimizer
 
 def save_model(folder: Path, model: "nn.Module", tokenizer) -> None:
     """Writes an ordinary model folder aside and puts it in the place of the last one."""
+    from infer.checkpoint import MODEL_MODE
+
     fresh, old = folder.with_name(f".{folder.name}"), folder.with_name(f".{folder.name}-old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     model.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
+    for weights in fresh.glob("*.safetensors"):
+        weights.chmod(MODEL_MODE)
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
@@ -292,13 +295,15 @@ def make_optimizer(model: "nn.Module", config: DiffusionConfig) -> "torch.optim.
 
 def prepare(config: DiffusionConfig, out: Path) -> None:
     """Makes the run's folder. Raises ValueError if it holds a run of another configuration."""
+    from train.state import write_aside
+
     options, text = out / "options.json", json.dumps(asdict(config), indent=1) + "\n"
     if options.exists() and options.read_text() != text:
         theirs, ours = json.loads(options.read_text()), json.loads(text)
         names = [name for name in ours if theirs.get(name) != ours[name]]
         raise ValueError(f"out={out} holds a run with other options ({', '.join(names)}): choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    options.write_text(text)
+    write_aside(options, text)
 
 
 def train(config: DiffusionConfig) -> dict:
@@ -319,6 +324,8 @@ def train(config: DiffusionConfig) -> dict:
     if (out / "state.safetensors").exists():
         first = load_state(out / "state.safetensors", model, optimizer)
     trim_log(out / "metrics.jsonl", first)
+    if first >= config.steps:
+        print(f"{out} is finished: step {first}")
 
     began, figures = time.time(), {}
     with (out / "metrics.jsonl").open("a") as log:

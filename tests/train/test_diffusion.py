@@ -239,18 +239,10 @@ def start(tmp_path_factory):
 
 
 def small(start, out, **options) -> DiffusionConfig:
-    options = {"steps": 6, "save_every": 2, "block_length": 8, "lr": 1e-2} | options
+    sizes = {"steps": 6, "save_every": 2, "block_length": 8, "length": 64, "batch": 4, "held_out": 4}
+    texts = {"sources": ["jsonl"], "path": str(start / "texts.jsonl"), "start": str(start / "model")}
     return DiffusionConfig(
-        out=str(out),
-        start=str(start / "model"),
-        device="cpu",
-        sources=["jsonl"],
-        path=str(start / "texts.jsonl"),
-        length=64,
-        batch=4,
-        held_out=4,
-        precision="float32",
-        **options,
+        str(out), **texts, **({"device": "cpu", "precision": "float32", "lr": 1e-2} | sizes | options)
     )
 
 
@@ -281,6 +273,7 @@ def test_a_stopped_run_goes_on_exactly_and_the_bound_falls(start, tmp_path, monk
     assert lines(tmp_path / "stopped") == straight
     one, other = (load_masked(str(tmp_path / name / "model")).model for name in ("straight", "stopped"))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert train(small(start, tmp_path / "stopped")) == {} and lines(tmp_path / "stopped") == straight
     with pytest.raises(ValueError, match="other options .lr.: choose another folder"):
         train(small(start, tmp_path / "stopped", lr=1e-3))
 
@@ -313,7 +306,9 @@ def test_the_folder_is_an_ordinary_model_and_says_what_it_is(start, tmp_path, wa
     folder = tmp_path / "run" / "model"
     said = json.loads((folder / "config.json").read_text())
     assert said["mask_token_id"] == 1 and said["masked_diffusion"] == {"shifted": warm}
-    assert [path.name for path in folder.parent.iterdir() if path.name.startswith(".")] == []
+    left = sorted(path.name for path in folder.parent.iterdir())
+    assert left == ["metrics.jsonl", "model", "options.json", "state.safetensors"]
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
     masked, plain = load_masked(str(folder), "float32"), AutoModelForCausalLM.from_pretrained(folder)
     assert (masked.mask_token_id, masked.shifted) == (1, warm)
     assert type(plain) is Qwen3ForCausalLM
