@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("train", "eval", "generate", "diffuse", "serve", "chat", "regenerate", "features", "plan", "pretrain", "test", "help")
+COMMANDS = (
+    "train",
+    "eval",
+    "generate",
+    "diffuse",
+    "serve",
+    "chat",
+    "regenerate",
+    "features",
+    "plan",
+    "pretrain",
+    "test",
+    "help",
+)
 
 
 @pytest.fixture
