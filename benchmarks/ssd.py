@@ -3,7 +3,7 @@
     python benchmarks/ssd.py runs/embedded-diffusion/model
 
 For both cache policies and several block lengths: the tables of `./launch.sh diffuse evaluate=true` on held-out
-prompts, in float32. Block lengths other than the first get chains of two draft lengths only. Exit code 1 if any text
+prompts, in float32. Block lengths other than the first get two draft lengths and no mixed order. Exit code 1 if any text
 differs.
 """
 
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--caches", nargs="+", default=["dual", "none"])
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 4, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--orders", nargs="+", default=["greedy", "mixed", "tree", "guided"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--source", default="embedded", help="of the prompts: embedded or stdlib")
     args = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
             options = MaskedOptions(args.length, block, args.temperature, cache=cache)
             first = block == args.blocks[0]
             lengths = args.lengths if first else args.lengths[1::2]
-            orders = ("greedy", "mixed", "tree") if first else ("greedy",)
+            orders = args.orders if first else [order for order in args.orders if order in ("greedy", "guided")]
 
             def progress(done: int, total: int) -> None:
                 print(f"\r{done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

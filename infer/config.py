@@ -145,8 +145,9 @@ class MaskedOptions:
     refresh: int = 8  # cache=dual: the kept ones are made anew after so many tokens, and when a block begins
     method: str = "ssd"  # steps: one token a pass; ssd: drafted by the model itself, and verified
     draft_length: int | str = 4  # tokens drafted each round, 1 to 8; or auto: as many as are likely enough
-    order: str = "greedy"  # greedy: a chain by confidence; mixed: two drafts may swap; tree: see nodes
-    nodes: int = 8  # order=tree: states verified each round, the text as it is among them
+    order: str = "guided"  # greedy: a chain by confidence; mixed: two drafts may swap; tree: the likeliest states;
+    # guided: the same, with what the text has shown of itself so far: docs/methods.md
+    nodes: int = 8  # of tree and guided: states verified each round, the text as it is among them
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
@@ -159,7 +160,11 @@ class MaskedOptions:
             )
         if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: 0 for the likeliest tokens, or at least 0.001")
-        choices = {"cache": ("none", "dual"), "method": ("steps", "ssd"), "order": ("greedy", "mixed", "tree")}
+        choices = {
+            "cache": ("none", "dual"),
+            "method": ("steps", "ssd"),
+            "order": ("greedy", "mixed", "tree", "guided"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)}: use {' or '.join(known)}")

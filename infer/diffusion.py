@@ -16,6 +16,7 @@ import torch
 
 from infer.api import Prompt, check_length, encode, is_prompt
 from infer.config import MaskedOptions
+from infer.habits import Habits
 from infer.masked import MaskedModel
 from infer.masked_pass import DualCache, Rows
 from infer.sampling import gumbel_noise
@@ -102,6 +103,7 @@ def fill(
     ids = torch.tensor(prompt + [model.mask_token_id] * options.length, device=model.device)  # (T,)
     masked = list(range(start, len(ids)))
     passes = (Rows if options.cache == "none" else DualCache)(model, options, ids)
+    habits = Habits(dict(enumerate(prompt)))
     guesses: Guesses = {}  # the newest of every position: where drafts come from
 
     def guess(logits: torch.Tensor, window: list[int]) -> list[Guesses]:
@@ -115,7 +117,7 @@ def fill(
         plan = passes.plan(masked, start)
         states = [frozenset()]
         if options.method == "ssd":
-            states = pick(guesses, plan, options.order, options.draft_length, options.nodes)
+            states = pick(guesses, plan, options.order, options.draft_length, options.nodes, habits)
         done = passes.run(states, plan)
         found = guess(done.logits, done.window)
         walked = walk(states, found, plan)
@@ -127,6 +129,7 @@ def fill(
         ids[torch.tensor(written, device=ids.device)] = torch.tensor([token for _, token in walked.writes]).to(ids)
         masked = [position for position in masked if position not in written]
         passes.wrote(len(written))
+        habits.wrote(walked.writes)
         writes += [(position - start, token) for position, token in walked.writes]
         stats.note(states, len(written), done.full)
         if trace:

@@ -86,15 +86,17 @@ def traced(model: MaskedModel, prompts: Sequence[Sequence[int]], steps: MaskedOp
 
 
 def ways_of(options: MaskedOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Way]:
-    """A chain of every length, swapped drafts and a tree of as many states as those; for the longest drafts a tree of
-    `nodes` states; and chains that are as long as they are likely."""
+    """Drafts of every length: a chain, swapped drafts, trees of as many states as either; for the longest drafts trees
+    of `nodes` states; and what is as long as it is likely."""
     ssd = replace(options, method="ssd")
     ways = []
     for length in lengths:
-        ways += [Way(order, replace(ssd, order=order, draft_length=length, nodes=2 * length)) for order in orders]
-    if "tree" in orders:
-        ways.append(Way("tree", replace(ssd, order="tree", draft_length=max(lengths), nodes=nodes)))
-    return [*ways, Way("greedy", replace(ssd, order="greedy", draft_length="auto"))]
+        for order in orders:
+            states = 2 * length if order == "tree" else length + 1  # as mixed, as greedy
+            ways.append(Way(order, replace(ssd, order=order, draft_length=length, nodes=states)))
+    trees = [order for order in orders if order in ("tree", "guided")]
+    ways += [Way(order, replace(ssd, order=order, draft_length=max(lengths), nodes=nodes)) for order in trees]
+    return ways + [Way(order, replace(ssd, order=order, draft_length="auto")) for order in ("greedy", *trees[-1:])]
 
 
 def smallest_gaps(traces: Sequence[Filled], options: MaskedOptions) -> tuple[float, float]:
@@ -119,7 +121,7 @@ def evaluate_masked(
     prompts: Sequence[Sequence[int]],
     options: MaskedOptions,
     lengths: Sequence[int] = (1, 2, 3, 4, 5),
-    orders: Sequence[str] = ("greedy", "mixed", "tree"),
+    orders: Sequence[str] = ("greedy", "mixed", "tree", "guided"),
     nodes: int = 16,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
@@ -187,7 +189,7 @@ def table(result: dict) -> str:
             f"{way['draft_length']!s:<8}{way['name']:<10}{way['states']:>7.1f}{way['passes']:>8}"
             f"{way['step_reduction']:>16.1%}{way['tokens_per_second']:>10.0f}{way['speedup']:>8.2f}x{way['differ']:>8}"
         )
-    lines += ["", "Limit of the step reduction when drafts are among a position's k likeliest tokens:", ""]
+    lines += ["", "Limit of the step reduction when drafts are among the model's k likeliest tokens of a position:", ""]
     lines.append(f"{'drafts':<8}" + "".join(f"{f'k = {k}':>9}" for k in range(1, RANKS + 1)) + f"{'all right':>11}")
     for length, limits in result["limits"].items():
         lines.append(f"{length:<8}" + "".join(f"{x:>9.1%}" for x in limits) + f"{length / (length + 1):>11.1%}")

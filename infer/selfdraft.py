@@ -5,7 +5,7 @@ text itself. Step-by-step decoding goes from state to state, one write at a time
 are likely on that way, computes all of them in one pass, and then walks as step-by-step decoding would, for as long as
 the state it comes to is one that was computed. So whatever is picked, the text stays the same.
 
-A chain of drafts is the picking of the paper's section 3.2; swapped drafts are its section 5.2; the tree is ours.
+A chain of drafts is the picking of the paper's section 3.2; swapped drafts are its section 5.2; the trees are ours.
 States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
 
 N states, P positions of a window, K likeliest tokens of a position, V vocabulary.
@@ -18,6 +18,8 @@ from heapq import heappop, heappush
 from itertools import count
 
 import torch
+
+from infer.habits import Habits
 
 Write = tuple[int, int]  # position in the row, token
 State = frozenset[Write]
@@ -125,39 +127,69 @@ def mixed(writes: Sequence[Write], plan: Plan) -> list[State]:
     return chain(writes) + swapped
 
 
-def tree(guesses: Guesses, plan: Plan, length: int | str, nodes: int, ranks: int = 2) -> list[State]:
+def tree(
+    guesses: Guesses, plan: Plan, length: int | str, nodes: int, habits: Habits | None = None, ranks: int = 2
+) -> list[State]:
     """The `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's probability is
-    that of its position being next, by confidence among the open ones, times its token's, one of the `ranks` likeliest.
+    that of its position being next times its token's, one of the `ranks` likeliest or what the text's habits expect.
 
     A state's probability is its likeliest order's. It is at most that of the state it came from, so the best-first
     search finds the likeliest states, and each one's likeliest way is among them.
     """
     deepest = min(LONGEST if length == "auto" else length, plan.most)
     ties = count()
-    heap: list[tuple[float, int, State]] = [(0.0, next(ties), frozenset())]
+    heap = [(0.0, next(ties), frozenset(), habits.last if habits else None)]
     found: dict[State, None] = {}
     while heap and len(found) < nodes:
-        cost, _, state = heappop(heap)
+        cost, _, state, last = heappop(heap)
         if state in found:
             continue
         found[state] = None
         if len(state) == deepest:
             continue
-        choices = [position for position in plan.open(state) if position in guesses]
-        surest = max((guesses[position].confidence for position in choices), default=0.0)
-        total = sum(math.exp(guesses[position].confidence - surest) for position in choices)
-        for position in choices:
-            guess = guesses[position]
-            next_here = guess.confidence - surest - math.log(total)
-            for token, share in zip(guess.tokens[:ranks], guess.log_shares, strict=False):
-                heappush(heap, (cost - next_here - share, next(ties), state | {(position, token)}))
+        written = dict(state)
+        for position, next_here in order_shares(guesses, plan.open(state), last, habits):
+            for token, share in token_shares(guesses[position], position, written, habits, ranks):
+                worth = math.log(max(next_here * share, 1e-300))
+                heappush(heap, (cost - worth, next(ties), state | {(position, token)}, position))
     return list(found)
 
 
-def pick(guesses: Guesses, plan: Plan, order: str, length: int | str, nodes: int) -> list[State]:
+def order_shares(
+    guesses: Guesses, open_: Sequence[int], last: int | None, habits: Habits | None
+) -> list[tuple[int, float]]:
+    """The probability of every open position to be written next: by confidence; and as often as the text had that
+    habit, the one behind the last write."""
+    choices = [position for position in open_ if position in guesses]
+    if not choices:
+        return []
+    surest = max(guesses[position].confidence for position in choices)
+    weights = {position: math.exp(guesses[position].confidence - surest) for position in choices}
+    beside = habits.next_to_last.value if habits and last is not None and last + 1 in weights else 0.0
+    rest = (1 - beside) / sum(weights.values())
+    return [(position, rest * weight + beside * (position - 1 == last)) for position, weight in weights.items()]
+
+
+def token_shares(
+    guess: Guess, position: int, written: dict[int, int], habits: Habits | None, ranks: int
+) -> list[tuple[int, float]]:
+    """The probability of a position's likeliest tokens: the model's, and the habit's as often as it was right."""
+    shares = {token: math.exp(share) for token, share in zip(guess.tokens[:ranks], guess.log_shares, strict=False)}
+    length, expected = habits.expects(position, written) if habits else (0, 0)
+    if not length:
+        return list(shares.items())
+    trust = habits.right[length].value
+    mixed_shares = {token: (1 - trust) * share for token, share in shares.items()}
+    mixed_shares[expected] = mixed_shares.get(expected, 0.0) + trust
+    return list(mixed_shares.items())
+
+
+def pick(
+    guesses: Guesses, plan: Plan, order: str, length: int | str, nodes: int, habits: Habits | None = None
+) -> list[State]:
     """The states of a round, the text as it is first."""
-    if order == "tree":
-        return tree(guesses, plan, length, nodes)
+    if order in ("tree", "guided"):
+        return tree(guesses, plan, length, nodes, habits if order == "guided" else None)
     writes = drafts(guesses, plan, length)
     return chain(writes) if order == "greedy" else mixed(writes, plan)
 

@@ -125,7 +125,7 @@ def reference(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> 
 PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4]]
 POLICIES = [("none", 8), ("dual", 3), ("dual", 8)]
 WAYS = [("greedy", length) for length in (1, 2, 3, 4, 5, 8, "auto")] + [("mixed", 2), ("mixed", 5), ("mixed", "auto")]
-WAYS += [("tree", 3), ("tree", "auto")]
+WAYS += [("tree", 3), ("tree", "auto"), ("guided", 4), ("guided", "auto")]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -322,7 +322,7 @@ def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch,
     theirs = model.model(input_ids=ids).logits
     assert torch.equal(model.logits(ids)[0, 2, :MASK], theirs[0, 2 - shifted, :MASK])
     expected = fill(model, [5, 6], MaskedOptions(16, 8, method="steps")).writes
-    for order in ("greedy", "mixed", "tree"):
+    for order in ("greedy", "mixed", "tree", "guided"):
         assert fill(model, [5, 6], MaskedOptions(16, 8, order=order)).writes == expected
     with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
         fill(model, [5, 6], MaskedOptions(16, 8, cache="dual"))
@@ -363,7 +363,7 @@ def test_the_command_fills_in_a_text_and_prints_the_table(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     ways = [line.split() for line in lines if line.endswith(" 0") and line[:1] in "-12345a"]
     assert [(way[0], way[1]) for way in ways[:4]] == [("-", "steps"), ("1", "greedy"), ("1", "mixed"), ("1", "tree")]
-    assert len(ways) == 1 + 5 * 3 + 2  # and none differs from step by step
+    assert len(ways) == 1 + 5 * 4 + 2 + 2  # and none differs from step by step
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_model_that_is_not_there_is_named():
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"method": "ddtree"}, "method=ddtree: use steps or ssd"),
         ({"cache": "prefix"}, "cache=prefix: use none or dual"),
-        ({"order": "random"}, "order=random: use greedy or mixed or tree"),
+        ({"order": "random"}, "order=random: use greedy or mixed or tree or guided"),
         ({"draft_length": 9}, "draft_length=9: 1 to 8 tokens, or auto"),
         ({"draft_length": "long"}, "draft_length=long: 1 to 8 tokens, or auto"),
     ],
