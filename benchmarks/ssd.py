@@ -3,8 +3,8 @@
     python benchmarks/ssd.py runs/embedded-diffusion/model
 
 For both cache policies and several block lengths: the tables of `./launch.sh diffuse evaluate=true` on held-out
-prompts, in float32. Block lengths other than the first get two draft lengths and no mixed order. Exit code 1 if any text
-differs.
+prompts, in float32. Block lengths other than the first get two draft lengths and no mixed order. Exit code 1 if any
+text differs.
 """
 
 import argparse
