@@ -51,9 +51,13 @@ class Plan:
 
     def open(self, state: State) -> list[int]:
         """The positions that the next step chooses from: the masks of the first unfinished block."""
-        filled = {position for position, _ in state}
-        left = [position for position in self.masked if position not in filled]
-        return [position for position in left if self.block(position) == self.block(left[0])]
+        filled, left = {position for position, _ in state}, []
+        for position in self.masked:
+            if left and self.block(position) != self.block(left[0]):
+                break
+            if position not in filled:
+                left.append(position)
+        return left
 
     def block(self, position: int) -> int:
         return (position - self.start) // self.block_length
