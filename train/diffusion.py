@@ -1,6 +1,6 @@
 """Trains a masked diffusion language model: a causal language model made bidirectional, from its own weights.
 
-    ./launch.sh diffusion               # 25 minutes on one core; writes runs/embedded-diffusion
+    ./launch.sh diffusion               # less than half an hour on one core; writes runs/embedded-diffusion
 
 The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask that lets every token
 see its whole document. Begun from autoregressive weights, its outputs stay shifted, as in Dream: the one at position
