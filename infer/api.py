@@ -44,7 +44,7 @@ def generate(
     of every token it judges. Raises ValueError for options or prompts that make no sense.
     """
     options = settings(options, overrides)
-    one = _is_prompt(prompts)
+    one = is_prompt(prompts)
     ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
     for prompt in ids:
         check_length(target, len(prompt) + options.max_new_tokens)
@@ -166,6 +166,6 @@ def answer_text(target: Target, ids: list[int], options: TextOptions) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _is_prompt(prompts: object) -> bool:
+def is_prompt(prompts: object) -> bool:
     """One prompt, rather than a list of them."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))

@@ -133,6 +133,46 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 
 @dataclass
+class MaskedOptions:
+    """How a masked diffusion model writes a text. Method, draft length, order and nodes change the speed, never the
+    text; the rest decides what is written."""
+
+    length: int = 128  # new tokens, all of them masks at first
+    block_length: int = 8  # a block is finished before the next one begins; divides the length
+    temperature: float = 0.0  # 0: the likeliest token of every position
+    seed: int = 0  # of sampling; the same seed gives the same text, whatever the method
+    cache: str = "none"  # none: every pass computes the whole row; dual: keys and values outside the block are kept
+    refresh: int = 8  # cache=dual: the kept ones are made anew after so many tokens, and when a block begins
+    method: str = "ssd"  # steps: one token a pass; ssd: drafted by the model itself, and verified
+    draft_length: int | str = 4  # tokens drafted each round, 1 to 8; or auto: as many as are likely enough
+    order: str = "guided"  # greedy: a chain by confidence; mixed: two drafts may swap; tree: the likeliest states;
+    # guided: the same, with what the text has shown of itself so far: docs/methods.md
+    nodes: int = 8  # of tree and guided: states verified each round, the text as it is among them
+
+    def check(self) -> None:
+        """Raises ValueError for options that cannot be followed."""
+        for name in ("length", "block_length", "refresh", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.length % self.block_length:
+            raise ValueError(
+                f"block_length={self.block_length} does not divide length={self.length}: a text is whole blocks"
+            )
+        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: 0 for the likeliest tokens, or at least 0.001")
+        choices = {
+            "cache": ("none", "dual"),
+            "method": ("steps", "ssd"),
+            "order": ("greedy", "mixed", "tree", "guided"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)}: use {' or '.join(known)}")
+        if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):
+            raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
+
+
+@dataclass
 class EvaluationConfig:
     """What is decoded at every checkpoint."""
 

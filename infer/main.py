@@ -6,7 +6,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
-from infer.config import ChatConfig, DecodeOptions, EngineConfig, EvaluationConfig, ServerConfig, TargetConfig
+from infer.config import (
+    ChatConfig,
+    DecodeOptions,
+    EngineConfig,
+    EvaluationConfig,
+    MaskedOptions,
+    ServerConfig,
+    TargetConfig,
+)
 from infer.entry import entry
 
 
@@ -85,6 +93,31 @@ class GenerateCommand:
         """Raises ValueError for what cannot be decoded."""
         self.target.check()
         self.decoding.check()
+        if not self.prompt:
+            raise ValueError("prompt: at least one character")
+
+
+@dataclass
+class DiffuseCommand:
+    """Lets a masked diffusion model fill in a text, or measures on held-out prompts what self drafting saves it."""
+
+    checkpoint: str = "runs/embedded-diffusion/model"  # a folder of ours, or LLaDA or Dream: a folder or its name
+    prompt: str = "import os\n\ndef main():\n"
+    evaluate: bool = False  # print the table of draft lengths and orders instead
+    prompts: int = 16  # held-out prompts of that table
+    prompt_tokens: int = 64  # of them, at most
+    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
+    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
+    trust_remote_code: bool = False  # run the modelling code that LLaDA and Dream come with
+    data: DataConfig = field(default_factory=DataConfig)
+    decoding: MaskedOptions = field(default_factory=MaskedOptions)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be decoded."""
+        self.data.check()
+        self.decoding.check()
+        if self.prompts < 1 or self.prompt_tokens < 1:
+            raise ValueError("prompts and prompt_tokens are at least 1")
         if not self.prompt:
             raise ValueError("prompt: at least one character")
 
@@ -239,6 +272,29 @@ def run_generate(config: GenerateCommand) -> None:
     )
 
 
+def run_diffuse(config: DiffuseCommand) -> None:
+    from infer.diffusion import generate_masked
+    from infer.masked import load_masked
+
+    model = load_masked(config.checkpoint, config.dtype, config.device, config.trust_remote_code)
+    options = config.decoding
+    if config.evaluate:
+        from data.prompts import held_out_prompts
+        from infer.evaluate_masked import evaluate_masked, table
+
+        prompts = held_out_prompts(config.data, model.tokenizer, config.prompts, config.prompt_tokens)
+        print(table(evaluate_masked(model, prompts, options, progress=progress)))
+        return
+    answer = generate_masked(model, config.prompt, options)[0]
+    stats = answer.stats
+    print(config.prompt + answer.text)
+    print(
+        f"\n[{options.method}: {stats.steps} tokens in {stats.passes} passes, {stats.step_reduction:.0%} fewer "
+        f"than step by step, {stats.tokens_per_second:.0f} tokens/s, {stats.valid} tokens before an end]",
+        file=sys.stderr,
+    )
+
+
 def run_serve(config: ServeCommand) -> None:
     from infer import Engine
     from infer.server import serve
@@ -307,6 +363,7 @@ COMMANDS = {
     "compare": (CompareCommand, run_compare),
     "ngram": (NgramCommand, run_ngram),
     "generate": (GenerateCommand, run_generate),
+    "diffuse": (DiffuseCommand, run_diffuse),
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
     "regenerate": (RegenerateCommand, run_regenerate),

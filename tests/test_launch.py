@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("train", "eval", "generate", "serve", "chat", "regenerate", "features", "plan", "pretrain", "test", "help")
+COMMANDS = (
+    "train",
+    "eval",
+    "generate",
+    "diffuse",
+    "serve",
+    "chat",
+    "regenerate",
+    "features",
+    "plan",
+    "pretrain",
+    "test",
+    "help",
+)
 
 
 @pytest.fixture
@@ -85,6 +98,7 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("compare", "out=x"), "infer/main.py", ("--config-name", "compare", "out=x")),
         (("ngram", "out=x"), "infer/main.py", ("--config-name", "ngram", "out=x")),
         (("generate", "prompt=def f"), "infer/main.py", ("--config-name", "generate", "prompt=def f")),
+        (("diffuse", "prompt=x"), "infer/main.py", ("--config-name", "diffuse", "prompt=x")),
         (("serve", "server.port=1"), "infer/main.py", ("--config-name", "serve", "server.port=1")),
         (("chat",), "infer/main.py", ("--config-name", "chat")),
         (("regenerate", "out=x"), "infer/main.py", ("--config-name", "regenerate", "out=x")),
