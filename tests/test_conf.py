@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from infer.main import COMMANDS
 from train.config import FeaturesConfig, TrainConfig
+from train.diffusion import DiffusionConfig
 from train.pretrain import PretrainConfig
 
-SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig, "features": FeaturesConfig}
+SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig, "features": FeaturesConfig, "diffusion": DiffusionConfig}
 SCHEMAS |= {name: schema for name, (schema, _) in COMMANDS.items()}
 
 

@@ -20,6 +20,9 @@ COMMANDS = (
     "pretrain",
     "test",
     "help",
+    "compare",
+    "ngram",
+    "diffusion",
 )
 
 
@@ -104,6 +107,7 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("regenerate", "out=x"), "infer/main.py", ("--config-name", "regenerate", "out=x")),
         (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
         (("features", "out=x"), "train/features.py", ("out=x",)),
+        (("diffusion", "steps=3"), "train/diffusion.py", ("steps=3",)),
         (("plan", "+model=qwen3-8b"), "train/plan.py", ("+model=qwen3-8b",)),
     ],
 )
