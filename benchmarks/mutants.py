@@ -122,7 +122,7 @@ MUTANTS = [
     (
         "the shortest context has the last word",
         "infer/trees/guided.py",
-        ("for k in range(longest):  # the", "for k in range(longest - 1, -1, -1):  # the"),
+        ("for k in range(len(suffixes)):  # the", "for k in range(len(suffixes) - 1, -1, -1):  # the"),
         CONTINUITY,
     ),
     (

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def default_layer_ids(target_layers: int, layers: int) -> list[int]:
+def default_layer_ids(target_layers: int) -> list[int]:
     """DART appendix B.2: the outputs of layers 1, N / 2 - 1 and N - 4, counted from 0 as in the authors' code."""
     return [1, target_layers // 2 - 1, target_layers - 4]
 
 
 def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
     """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
-    return checked_layers(options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers, 1), theirs)
+    return checked_layers(options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers), theirs)
 
 
 def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
@@ -146,9 +146,9 @@ class DART(Drafter):
         theirs = target.body.layers[which[0]].state_dict()
         size = self.config.hidden_size
         hidden_norm = theirs.pop("input_layernorm.weight", None)
-        for name in ("q", "k", "v"):
-            weight = theirs[f"self_attn.{name}_proj.weight"]
-            theirs[f"self_attn.{name}_proj.weight"] = torch.cat([torch.zeros_like(weight), weight], dim=1)
+        for name in theirs:
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                theirs[name] = torch.cat([torch.zeros_like(theirs[name]), theirs[name]], dim=1)
         layer = self.midlayer
         own = {"input_layernorm.weight", "hidden_norm.weight", "mask_rep"}
         ours = {k: v.shape for k, v in layer.state_dict().items() if k not in own}

@@ -190,9 +190,9 @@ class Engine:
             marginals = self.drafter.draft(target, self.bonus, self.state)  # (B, L, V)
             before = None if seen is None else seen[:, None]
             if self.options.method == "static":
+                lap("draft")
                 conditional = getattr(self.drafter, "conditional", None)
                 drawn = draw(self.bonus, marginals, options, start, before, self.options.width, self.depth, conditional)
-                lap("draft")
                 tree = drawn.tree
             else:
                 marginals = steer(marginals, options, noise, before)
@@ -225,7 +225,7 @@ class Engine:
         if ngram is None:
             tree = (chain if method == "chain" else ddtree)(self.bonus, marginals, self.nodes)
         else:
-            ends = [(text.prompt[-ngram.order :] + text.ids)[-ngram.order :] for text in self.writing]
+            ends = [(text.prompt[-ngram.order :] + text.ids[-ngram.order :])[-ngram.order :] for text in self.writing]
             if method == "continuity":
                 tree = continuity(self.bonus, marginals, self.nodes, ngram, ends)
             else:

@@ -4,7 +4,6 @@ Every number comes from decoding; step by step is decoded first, and its trace s
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -69,7 +68,7 @@ def measure(
 ) -> Way:
     """Decodes every prompt step by step and in every way, in turns, so that a noisy machine is equally noisy for all.
     Returns step by step, with its traces; the ways hold their texts."""
-    clock = synchronised_clock(model.device) if model.device.type == "cuda" else time.perf_counter
+    clock = synchronised_clock(model.device)
     plain = Way("steps", replace(steps, method="steps"))
     for way in (plain, *ways):  # warm-up: first calls pay for allocations and kernels
         fill(model, list(prompts[0]), replace(way.options, length=way.options.block_length), clock)

@@ -229,16 +229,13 @@ def run_compare(config: CompareCommand) -> None:
 
 
 def run_ngram(config: NgramCommand) -> None:
-    from transformers import AutoConfig
-
     from data.packing import token_documents, tokenizer_digest
     from infer.count_ngrams import count_ngrams
-    from infer.target import load_tokenizer, reaching, resolve_path
+    from infer.target import load_config, load_tokenizer
 
     place = config.target
     tokenizer = load_tokenizer(place.path, place.trust_remote_code)
-    with reaching(place.path):
-        theirs = AutoConfig.from_pretrained(resolve_path(place.path), trust_remote_code=place.trust_remote_code)
+    theirs = load_config(place.path, place.trust_remote_code)
     vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
     order = config.order or min(6, 64 // vocabulary.bit_length())
 
@@ -246,7 +243,6 @@ def run_ngram(config: NgramCommand) -> None:
         print(f"\r{tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
     out = Path(config.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     documents = token_documents(config.data, tokenizer)
     digest = tokenizer_digest(tokenizer)
     model = count_ngrams(documents, vocabulary, order, out, digest, config.workers, config.chunk_tokens, counted)

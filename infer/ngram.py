@@ -35,6 +35,7 @@ ALIGNMENT = 64
 BLOCK = 1 << 20  # bytes that share a checksum
 GROUP_BITS = 16
 MAX_ORDER = 64
+FEW = 6  # children of a node that are gone through one by one
 HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -309,22 +310,41 @@ def count_of(arrays, node):
 
 
 @njit(cache=True, nogil=True)
-def gather_counts(arrays, node, sorted_tokens, out):
-    """Fills out (T,) int64 with the counts of sorted_tokens (T,) int64, ascending, after a node: 0 where unseen.
+def find_children(arrays, node, sorted_tokens, out):
+    """Fills out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
+    returns how many the node has in all.
 
-    One traversal (DART appendix C.2): a merge if the children are few, else searches that each start where the last
-    one ended."""
+    One traversal (DART appendix C.2): of very few children each is looked for among the tokens; else the tokens among
+    the children, by a merge if these are few, by searches that each start where the last one ended if not."""
+    out[:] = -1
     at, last = children(arrays, node)
-    merge = last - at <= 8 * len(sorted_tokens)
+    total = last - at
+    if total <= FEW:
+        for child in range(at, last):
+            token = token_of(arrays, child)
+            i = np.searchsorted(sorted_tokens, token)
+            while i < len(sorted_tokens) and sorted_tokens[i] == token:
+                out[i] = child
+                i += 1
+        return total
     for i in range(len(sorted_tokens)):
         token = sorted_tokens[i]
-        if merge:
+        if total <= 4 * len(sorted_tokens):
             while at < last and token_of(arrays, at) < token:
                 at += 1
         else:
             at = lower_bound(arrays, at, last, token)
-        seen = at < last and token_of(arrays, at) == token
-        out[i] = count_of(arrays, at) if seen else 0
+        if at < last and token_of(arrays, at) == token:
+            out[i] = at
+    return total
+
+
+@njit(cache=True, nogil=True)
+def gather_counts(arrays, node, sorted_tokens, out):
+    """Fills out (T,) int64 with the counts of sorted_tokens (T,) int64, ascending, after a node: 0 where unseen."""
+    find_children(arrays, node, sorted_tokens, out)
+    for i in range(len(sorted_tokens)):
+        out[i] = count_of(arrays, out[i])
 
 
 @njit(cache=True, nogil=True)

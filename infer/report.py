@@ -8,15 +8,8 @@ import html
 import io
 from pathlib import Path
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#9b4f96",
-    "#777777",
-)  # told apart by colour-blind readers too
-
-
+# told apart by colour-blind readers too
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#9b4f96", "#777777"
 NAMES = {"ddtree": "DDTree", "continuity": "continuity", "ddtree+continuity": "DDTree + continuity"}
 COLOURS = {"chain": ORANGE, "ddtree": BLUE, "continuity": GREEN, "ddtree+continuity": PURPLE}
 

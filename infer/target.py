@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ from infer.cache import KVCache, Window
 from infer.masks import additive, cached, dense, packed_causal_mod
 from infer.static import Program, padded
 from infer.trees import DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "data" / "embedded"
 
@@ -234,6 +238,14 @@ def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
         return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
 
 
+def load_config(path: str = "embedded", trust_remote_code: bool = False) -> "PretrainedConfig":
+    """A target's config.json alone. Raises FileNotFoundError with what could not be found."""
+    from transformers import AutoConfig
+
+    with reaching(path):
+        return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
 @contextmanager
 def reaching(path: str) -> Iterator[None]:
     """Around what reads a model: FileNotFoundError says where it is not; what is wrong with a folder that is there is
@@ -298,7 +310,7 @@ def load_target(
 
     Raises FileNotFoundError with what could not be found and how to give a local path.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -312,7 +324,7 @@ def load_target(
     tokenizer = load_tokenizer(path, trust_remote_code)
     with reaching(path):
         if only_layers is not None:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            config = load_config(path, trust_remote_code)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, **options)
             fill(model, weight_files(path), only_layers, options["dtype"], place)

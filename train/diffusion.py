@@ -282,17 +282,6 @@ def save_model(folder: Path, model: "nn.Module", tokenizer) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def make_optimizer(model: "nn.Module", config: DiffusionConfig) -> "torch.optim.Optimizer":
-    """Muon for matrices, AdamW for embedding, head and vectors."""
-    from train.config import OptimConfig
-    from train.optim import MuonAdamW
-
-    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p not in tables]
-    others = [p for p in model.parameters() if p.ndim != 2 or p in tables]
-    return MuonAdamW(matrices, others, OptimConfig(lr=config.lr, weight_decay=config.weight_decay))
-
-
 def prepare(config: DiffusionConfig, out: Path) -> None:
     """Makes the run's folder. Raises ValueError if it holds a run of another configuration."""
     from train.state import write_aside
@@ -312,6 +301,8 @@ def train(config: DiffusionConfig) -> dict:
     import torch
 
     from data.packing import packed_rows
+    from train.config import OptimConfig
+    from train.optim import make_optimizer
     from train.pretrain import rate
     from train.state import trim_log
 
@@ -320,7 +311,8 @@ def train(config: DiffusionConfig) -> dict:
     prepare(config, out)
     sets = [packed_rows(data, tokenizer) for data in config.sets()]
     held_out = held_out_batch(config, tokenizer)
-    optimizer, first = make_optimizer(model, config), 0
+    optim = OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay)
+    optimizer, first = make_optimizer(model, optim), 0
     if (out / "state.safetensors").exists():
         first = load_state(out / "state.safetensors", model, optimizer)
     trim_log(out / "metrics.jsonl", first)

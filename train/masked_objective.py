@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infer.masks import additive
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -87,8 +89,7 @@ def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tenso
 
 def document_mask(documents: torch.Tensor) -> torch.Tensor:
     """(B, T) documents to an additive float32 mask (B, 1, T, T): every token sees its whole document, nothing else."""
-    apart = documents[:, None, :, None] != documents[:, None, None, :]
-    return torch.zeros(apart.shape, device=apart.device).masked_fill(apart, torch.finfo(torch.float32).min)
+    return additive(documents[:, None, :, None] == documents[:, None, None, :], torch.float32)
 
 
 def learnable(rows: dict[str, torch.Tensor], shifted: bool, mask_id: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,8 @@ from torch import nn
 
 from train.config import OptimConfig
 
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
 
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps are scaled to the
@@ -29,12 +31,12 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def make_optimizer(drafter: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser that the configuration names; matrices decay, vectors do not. A head is a table of vectors, one a
-    token, rather than a matrix to Muon."""
-    named = list(drafter.named_parameters())
-    matrices = [p for name, p in named if p.ndim == 2 and not (config.name == "muon" and name == "lm_head.weight")]
-    others = [p for _, p in named if all(p is not matrix for matrix in matrices)]
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimiser that the configuration names, for a drafter or a whole model; matrices decay, vectors do not. An
+    embedding and a head are tables of vectors, one a token, and no matrices to Muon."""
+    named, tables = list(model.named_parameters()), TABLES if config.name == "muon" else ()
+    matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(tables)]
+    others = [p for name, p in named if p.ndim != 2 or name.endswith(tables)]
     if config.name == "muon":
         return MuonAdamW(matrices, others, config)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -17,7 +17,7 @@ import torch
 from data.rows import files_of, single, training_rows
 from infer.evaluate import synchronised_clock
 from infer.families import tapped_layers
-from infer.target import head_size, reaching, resolve_device, resolve_dtype, resolve_path
+from infer.target import head_size, load_config, resolve_device, resolve_dtype, resolve_path
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
@@ -215,11 +215,9 @@ def target_config(config: TrainConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     options = config.target
-    path = resolve_path(options.path)
-    if options.sizes and not Path(path).exists():
+    if options.sizes and not Path(resolve_path(options.path)).exists():
         return AutoConfig.for_model(**options.sizes)
-    with reaching(options.path):
-        return AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    return load_config(options.path, options.trust_remote_code)
 
 
 def estimated_tokens(config: TrainConfig) -> float | None:

@@ -113,7 +113,7 @@ def pretrain(config: PretrainConfig) -> dict:
 
     from data.corpus import stdlib_documents
     from train.config import OptimConfig
-    from train.optim import MuonAdamW
+    from train.optim import make_optimizer
 
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -149,9 +149,7 @@ def pretrain(config: PretrainConfig) -> dict:
     )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens", flush=True)
 
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    optimizer = MuonAdamW(matrices, others, OptimConfig(lr=config.lr, weight_decay=config.weight_decay))
+    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay))
     body = torch.compile(model.model) if config.compile else model.model
     began, recent = time.time(), []
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)

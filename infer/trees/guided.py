@@ -17,12 +17,11 @@ the children of each: no context is searched for from the start.
 import numpy as np
 
 from infer.jit import njit
-from infer.ngram import children, count_of, find, lower_bound, token_of
+from infer.ngram import count_of, find, find_children
 
 EPSILON = 1e-5  # of DART appendix D: what a token that was never seen is worth
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
 LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all, and still a number
-FEW = 6  # children of a node that are gone through one by one
 
 
 @njit(cache=True, nogil=True)
@@ -43,60 +42,21 @@ def unigrams(arrays, total, tokens, out):
 @njit(cache=True, nogil=True)
 def extend(arrays, suffixes, tokens, alone, grown, probabilities):
     """One step from a path: fills probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, as
-    `NGram.probabilities` has it, and grown (O - 1, K) with the suffixes of the path behind each of them; `alone` (K,)
-    are their `unigrams`."""
+    `NGram.probabilities` has it, and grown (O, K) with the suffixes of the path behind each of them, and in its last
+    row with the n-grams of order O that end there; `alone` (K,) are their `unigrams`."""
     probabilities[:] = alone
-    longest = len(suffixes)
-    for k in range(longest):  # the longest context that knows a token has the last word
-        node = suffixes[k]
-        at, last = children(arrays, node)
-        context = count_of(arrays, node)
-        deeper = k + 1 < longest
-        if deeper:
-            grown[k + 1] = -1
-        if last - at <= FEW:  # look for the children among the tokens
-            for child in range(at, last):
-                token = token_of(arrays, child)
-                i = _place(tokens, token)
-                if i < len(tokens) and tokens[i] == token:
-                    probabilities[i] = _share(arrays, child, context, probabilities[i])
-                    if deeper:
-                        grown[k + 1, i] = child
-            continue
-        merge = last - at <= 4 * len(tokens)
-        for i in range(len(tokens)):
-            token = tokens[i]
-            if merge:
-                while at < last and token_of(arrays, at) < token:
-                    at += 1
-            else:
-                at = lower_bound(arrays, at, last, token)
-            if at < last and token_of(arrays, at) == token:
-                probabilities[i] = _share(arrays, at, context, probabilities[i])
-                if deeper:
-                    grown[k + 1, i] = at
     for i in range(len(tokens)):
         grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1
-
-
-@njit(cache=True, nogil=True)
-def _share(arrays, child, context, otherwise):
-    """Pr(child | its parent), where that was seen."""
-    count = count_of(arrays, child)
-    return count / context if context > 0 and count > 0 else otherwise
-
-
-@njit(cache=True, nogil=True)
-def _place(tokens, token):
-    """Where `token` is, or would be, among tokens (K,), ascending."""
-    low, high = 0, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        if tokens[middle] < token:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    for k in range(len(suffixes)):  # the longest context that knows a token has the last word
+        found = grown[k + 1]
+        if find_children(arrays, suffixes[k], tokens, found) == 0:
+            continue
+        context = count_of(arrays, suffixes[k])
+        for i in range(len(tokens)):
+            if found[i] >= 0 and context > 0:
+                count = count_of(arrays, found[i])
+                if count > 0:
+                    probabilities[i] = count / context
 
 
 @njit(cache=True, nogil=True)
@@ -172,7 +132,7 @@ def beam(arrays, total, order, top, ids, context, width, nodes, log_probs):
     token, parent, depth = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     active, of_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
     chosen, next_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
-    grown = np.empty((width, longest, ranks), np.int64)
+    grown = np.empty((width, longest + 1, ranks), np.int64)
     probabilities, alone, of_logit = np.empty(ranks), np.empty(ranks), np.empty(ranks)
     log_q, tokens = _by_token(top, ids)
     unseen = np.log(EPSILON)
@@ -198,7 +158,7 @@ def beam(arrays, total, order, top, ids, context, width, nodes, log_probs):
         count = _best(score, first, size, chosen)
         for b in range(count):
             before, i = divmod(chosen[b] - first, ranks)
-            next_active[b] = grown[before, :, i]
+            next_active[b] = grown[before, :longest, i]
         active[:count] = chosen[:count]
         of_active[:count] = next_active[:count]
     kept = np.empty(budget, np.int64)
@@ -224,7 +184,7 @@ def best_first(arrays, total, order, weight, top, ids, context, nodes, scores):
         unigrams(arrays, total, tokens[level], alone[level])
         mass[level] = min(np.log(np.exp(log_q[level]).sum()), 0.0)
     # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
-    suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest, ranks), np.int64)
+    suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)
     which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
     taken = np.zeros(budget, np.int64)
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
@@ -250,6 +210,6 @@ def best_first(arrays, total, order, weight, top, ids, context, nodes, scores):
         nodes[0, node], nodes[1, node], nodes[2, node] = tokens[level, i], parent, level + 1
         scores[node] = waiting[parent]
         if node + 1 < budget:
-            suffixes[node + 1] = grown[parent, :, i]
+            suffixes[node + 1] = grown[parent, :longest, i]
         taken[parent] += 1
         waiting[parent] = score[parent, rank + 1] if rank + 1 < ranks else -np.inf
