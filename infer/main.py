@@ -2,170 +2,21 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
-from data.rows import DataConfig
-from infer.config import (
-    ChatConfig,
-    DecodeOptions,
-    EngineConfig,
-    EvaluationConfig,
-    MaskedOptions,
-    ServerConfig,
-    TargetConfig,
+from infer.commands import (
+    CompareCommand,
+    DiffuseCommand,
+    EvalCommand,
+    GenerateCommand,
+    NgramCommand,
+    RegenerateCommand,
+    ServeCommand,
+    run_name,
 )
+from infer.config import ChatConfig, TargetConfig
 from infer.entry import entry
-
-
-@dataclass
-class EvalCommand:
-    """Evaluates a drafter the way training does at a checkpoint."""
-
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # a drafter folder or a training checkpoint
-    out: str = "runs/evaluation"  # where numbers and pictures go
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be evaluated."""
-        for part in (self.target, self.data, self.evaluation):
-            part.check()
-
-
-@dataclass
-class CompareCommand:
-    """Evaluates several drafters with every tree, on the same prompts."""
-
-    # drafter folders, training checkpoints, or n-gram files
-    checkpoints: list[str] = field(
-        default_factory=lambda: [f"runs/embedded-{x}/checkpoints/best" for x in ("dflash", "dart")]
-    )
-    out: str = "runs/comparison"  # where the table, the picture and the numbers go
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be compared."""
-        for part in (self.target, self.data, self.evaluation):
-            part.check()
-        if not self.checkpoints:
-            raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")
-        if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):
-            raise ValueError(f"checkpoints={list(self.checkpoints)}: one of them comes twice")
-
-
-@dataclass
-class NgramCommand:
-    """Counts n-grams of token ids, for trees that judge paths by them."""
-
-    out: str = "runs/ngrams"  # the file
-    order: int | None = None  # the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
-    workers: int | None = None  # processes; None: one a core
-    chunk_tokens: int = 8_000_000  # tokens sorted at a time by a process, about 24 bytes each
-    target: TargetConfig = field(default_factory=TargetConfig)  # whose tokenizer it is
-    data: DataConfig = field(default_factory=DataConfig)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be counted."""
-        for part in (self.target, self.data):
-            part.check()
-        if self.order is not None and self.order < 1:
-            raise ValueError(f"order={self.order}: at least 1")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers={self.workers}: at least 1")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={self.chunk_tokens}: at least 1")
-
-
-@dataclass
-class GenerateCommand:
-    """Continues a prompt and says what it took."""
-
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
-    prompt: str = "import os\n\ndef main():\n"
-    target: TargetConfig = field(default_factory=TargetConfig)
-    decoding: DecodeOptions = field(default_factory=DecodeOptions)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be decoded."""
-        self.target.check()
-        self.decoding.check()
-        if not self.prompt:
-            raise ValueError("prompt: at least one character")
-
-
-@dataclass
-class DiffuseCommand:
-    """Lets a masked diffusion model fill in a text, or measures on held-out prompts what self drafting saves it."""
-
-    checkpoint: str = "runs/embedded-diffusion/model"  # a folder of ours, or LLaDA or Dream: a folder or its name
-    prompt: str = "import os\n\ndef main():\n"
-    evaluate: bool = False  # print the table of draft lengths and orders instead
-    prompts: int = 16  # held-out prompts of that table
-    prompt_tokens: int = 64  # of them, at most
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
-    trust_remote_code: bool = False  # run the modelling code that LLaDA and Dream come with
-    data: DataConfig = field(default_factory=DataConfig)
-    decoding: MaskedOptions = field(default_factory=MaskedOptions)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be decoded."""
-        self.data.check()
-        self.decoding.check()
-        if self.prompts < 1 or self.prompt_tokens < 1:
-            raise ValueError("prompts and prompt_tokens are at least 1")
-        if not self.prompt:
-            raise ValueError("prompt: at least one character")
-
-
-@dataclass
-class ServeCommand:
-    """Serves a target and its drafter over HTTP."""
-
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
-    target: TargetConfig = field(default_factory=TargetConfig)
-    decoding: EngineConfig = field(default_factory=EngineConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be served."""
-        for part in (self.target, self.decoding, self.server):
-            part.check()
-
-
-@dataclass
-class RegenerateCommand:
-    """Lets the target rewrite the answers of a data set: what a drafter should learn from."""
-
-    out: str = "runs/answers.jsonl"  # one line a row, in the rows' order; a stopped run goes on where it was
-    checkpoint: str | None = None  # a drafter that makes it faster, for decoding.method=chain or ddtree
-    server: str | None = None  # instead of our engine: an address with OpenAI's API, such as http://host:8000/v1
-    model: str | None = None  # what that server calls the target; None: the first it has
-    at_once: int = 64  # requests under way at that server
-    prompt_tokens: int = 96  # of a row that is one text, the target continues so many tokens
-    most_failures: int = 100  # rows; beyond that something is wrong
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    decoding: DecodeOptions = field(default_factory=DecodeOptions)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be asked for."""
-        for part in (self.target, self.data, self.decoding):
-            part.check()
-        if self.server is None and self.checkpoint is None and self.decoding.method != "plain":
-            raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
-        if min(self.at_once, self.prompt_tokens) < 1:
-            raise ValueError("at_once and prompt_tokens are at least 1")
-
-
-def run_name(checkpoint: str) -> str:
-    """What a checkpoint is called beside others: its run, or its folder."""
-    parts = Path(checkpoint).parts
-    return parts[parts.index("checkpoints") - 1] if "checkpoints" in parts[1:] else Path(checkpoint).name
 
 
 def load(target: TargetConfig, checkpoint: str):
