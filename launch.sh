@@ -21,6 +21,7 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   chat       talk to such a server: ./launch.sh chat url=http://127.0.0.1:8000
   regenerate let the target rewrite the answers of a data set, to train on: ./launch.sh regenerate data=jsonl ...
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
+  replay     a step that a run skipped because it was not finite, once more, layer by layer: ./launch.sh replay run=...
   plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   pretrain   make the embedded target model anew
   diffusion  train a masked diffusion model, bidirectional, from a causal one: ./launch.sh diffusion out=runs/mine
@@ -160,7 +161,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | compare | ngram | generate | diffuse | serve | chat | regenerate | features | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
+train | eval | compare | ngram | generate | diffuse | serve | chat | regenerate | features | replay | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -176,6 +177,6 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 case $command in
 train) train "$@" ;;
 eval | compare | ngram | generate | diffuse | serve | chat | regenerate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
-features | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
+features | replay | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 
+from infer.redact import redact_text
+
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
 _HYDRA_FLAGS = (
     "--cfg",
@@ -71,5 +73,5 @@ def sentence(error: BaseException) -> str:
 
 
 def fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {redact_text(message)}", file=sys.stderr)
     raise SystemExit(2)

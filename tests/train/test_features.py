@@ -11,9 +11,10 @@ from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
 from infer.dflash import DFlash, drafter_config, warm_layers
+from train.batches import draw_blocks
 from train.config import FeaturesConfig, TrainConfig
 from train.features import StoredRows, identity, quantise, stored_features, write_features
-from train.loop import block_loss, draw_blocks
+from train.loop import block_loss
 from train.state import seeded
 
 LAYERS = (3, 8)
@@ -57,9 +58,11 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
         for source in (dataset, rows):
             columns = batch(source, draw, 1, seed=0)
             drafter.zero_grad()
-            loss, agree = block_loss(drafter, half, columns, draw_blocks(columns, options, draw), options)
-            loss.backward()
-            results.append((loss.detach(), agree, *(parameter.grad.clone() for parameter in drafter.parameters())))
+            result = block_loss(drafter, half, columns, draw_blocks(columns, options, draw), options)
+            result.loss.backward()
+            results.append(
+                (result.loss.detach(), result.agree, *(parameter.grad.clone() for parameter in drafter.parameters()))
+            )
         assert all(torch.equal(online, cached) for online, cached in zip(*results, strict=True))
         assert results[0][0] > 0
 

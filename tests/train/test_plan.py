@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from train.blocks import block_mask
 from train.config import TrainConfig
-from train.loop import draw_blocks
+from train.batches import draw_blocks
 from train.plan import shape_of, step_memory, step_operations
 
 
