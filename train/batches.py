@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from data.packing import batch, packed_rows
+from infer.entry import Stopped
 from infer.target import Target
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig
 from train.engine import micro_batch
-from train.processes import Stopped
 from train.state import seeded
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
 
 
 class Prefetch:
-    """The rows of steps `first` .. `last - 1`, in order, each read while the step before is computed. What goes wrong in
+    """The rows of steps `first` .. `last - 1`, in order, read while the steps before are computed. What goes wrong in
     the thread comes out of the call that waits for it; the process does not wait for the thread when it ends."""
 
     def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:

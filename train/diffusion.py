@@ -304,7 +304,7 @@ def train(config: DiffusionConfig) -> dict:
     from train.config import OptimConfig
     from train.optim import make_optimizer
     from train.pretrain import rate
-    from train.state import trim_log
+    from train.state import disk, trim_log
 
     out = Path(config.out)
     model, tokenizer = begin(config)
@@ -358,8 +358,9 @@ def train(config: DiffusionConfig) -> dict:
                 recent.clear()
             if done % config.save_every == 0 or done == config.steps:
                 figures = measure(done)
-                save_model(out / "model", model, tokenizer)
-                save_state(out / "state.safetensors", model, optimizer, done)
+                with disk(str(out)):
+                    save_model(out / "model", model, tokenizer)
+                    save_state(out / "state.safetensors", model, optimizer, done)
     return figures
 
 

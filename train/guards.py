@@ -5,7 +5,7 @@ A step whose loss or gradient is not finite changes neither weights nor moments,
 
     <run>/skipped/step-00000123/
         skipped.json             step, seed, draws, loss, gradient norm, where the weights are, the configuration
-        rows-<rank>.safetensors  <pass>/<column>: the rows of that process, as (B, T), and their anchors and valid (B, N)
+        rows-<rank>.safetensors  <pass>/<column>: the rows of that process, (B, T), their anchors and valid (B, N)
         weights.safetensors      the drafter that met them, float32; of steps skipped in a row only the first has it
 """
 
@@ -23,10 +23,11 @@ from safetensors.torch import save_file
 
 from data.packing import row_index
 from infer.checkpoint import MODEL_MODE
+from infer.entry import Stopped
 from train.batches import Drawn, draw_blocks
 from train.config import TrainConfig
 from train.engine import training_state
-from train.processes import Stopped, first_only
+from train.processes import first_only
 from train.run_folder import plain
 from train.state import disk, write_aside
 
@@ -91,8 +92,8 @@ class Skips:
         if self.in_a_row < self.config.guards.most_skipped:
             return what + (f"; {how}" if kept else "")
         raise Stopped(
-            f"{what}, and it is the {self.in_a_row}. in a row (guards.most_skipped={self.in_a_row}); {how}; weights and "
-            "moments are as they were before the first of them: a lower optim.lr or other data may help"
+            f"{what}, the {self.in_a_row}. in a row (guards.most_skipped={self.in_a_row}); {how}; weights and moments "
+            "are as they were before the first of them: a lower optim.lr or other data may help"
         )
 
     def _keep(self, line: dict, drawn: Drawn, engine) -> bool:

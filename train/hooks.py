@@ -17,12 +17,13 @@ import torch.distributed as dist
 from data.prompts import held_out_prompts
 from infer.checkpoint import load_drafter
 from infer.drafter import Drafter
+from infer.entry import Stopped
 from infer.evaluate import Measured, best_tau, decode_all, same_output, summary
 from infer.redact import redact_text
 from infer.report import table, write_report
 from infer.target import Target
 from train.config import TrainConfig
-from train.processes import Stopped, first_only
+from train.processes import first_only
 from train.progress import Progress
 from train.state import checkpoints, disk, mark_best, step_of, write_aside
 from train.tracking import Tracker

@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 
-from infer.entry import entry
+from infer.entry import STOPPED, Stopped, entry
 from infer.redact import redact_text
 from train.config import TrainConfig
 from train.sweep import sweep
@@ -12,7 +12,6 @@ from train.sweep import sweep
 
 def run(config: TrainConfig) -> None:
     from train.loop import train  # torch and friends load only once the configuration is known to be good
-    from train.processes import STOPPED, Stopped
 
     code = 0
     try:
@@ -25,8 +24,8 @@ def run(config: TrainConfig) -> None:
     except Exception:  # noqa: BLE001
         print(redact_text(traceback.format_exc()), file=sys.stderr)
         code = 1
-    # A finished gloo process sometimes aborts in its exit handlers, and one that failed may wait there for a thread that
-    # hangs; all is written, so it leaves without them.
+    # A finished gloo process sometimes aborts in its exit handlers, and one that failed may wait there for a hanging
+    # thread; all is written, so it leaves without them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

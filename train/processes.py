@@ -1,6 +1,6 @@
 """The processes of a run: how they start, agree, wait for each other, and notice that one of them has stopped.
 
-A run that has begun and cannot go on raises `Stopped`, one sentence; `train/main.py` then leaves with exit code 3.
+A run that has begun and cannot go on raises `infer.entry.Stopped`, one sentence, and leaves with exit code 3.
 """
 
 import os
@@ -9,21 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from infer.entry import STOPPED, Stopped
 from infer.redact import redact_text
 
 T = TypeVar("T")
-STOPPED = 3  # exit code of a run that was begun and could not go on
 PATIENCE = timedelta(days=1)  # of a collective: packing a large data set keeps the others waiting; `Watch` is stricter
-
-
-class Stopped(Exception):
-    """A run has to end, for the reason that the message says in one sentence."""
 
 
 def start_processes(device: torch.device) -> None:
@@ -113,10 +110,8 @@ class Watch(threading.Thread):
     def sentence(self) -> str:
         """Who is behind, and with what."""
         places = {self.rank: repr(self.place)}
-        try:
+        with suppress(RuntimeError):  # the process that holds the store may be gone
             places |= {rank: self.store.get(f"place/{rank}").decode() for rank in range(self.world) if self.store}
-        except RuntimeError:  # the process that holds the store is gone
-            pass
         return stalled(places, self.world, self.limit / 60)
 
 

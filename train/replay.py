@@ -1,8 +1,8 @@
 """`./launch.sh replay run=... step=...`: a skipped step once more, watched layer by layer.
 
-Loads the weights and rows that `train.guards.Skips` kept, computes loss and gradient of each process's passes again, and
-prints the first value that is not finite, in the order of computation: weights, what goes in, what each layer puts
-out, the loss, the gradients as they come back, and at last a line for every tensor. With the run's own precision.
+Loads the weights and rows that `train.guards.Skips` kept, computes loss and gradient of each process's passes again,
+and prints the first value that is not finite, in the order of computation: weights, what goes in, what each layer puts
+out, the loss, the gradients as they come back, and a line for every tensor. With the run's own precision.
 """
 
 import json
@@ -110,8 +110,8 @@ def replay_pass(
 def replay(options: ReplayConfig) -> dict:
     """Computes the step again; returns its loss, gradient norm and what was not finite. Raises ValueError where there
     is no such step, FileNotFoundError where the weights are gone."""
-    from train.loop import load_frozen
     from train.features import StoredRows
+    from train.loop import load_frozen
 
     there = {int(file.parent.name[5:]): file.parent for file in Path(options.run).glob("skipped/step-*/skipped.json")}
     folder = there.get(max(there, default=0) if options.step is None else options.step)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from data.packing import batch
 from infer.drafter import Drafter
+from infer.entry import Stopped
 from infer.masks import additive
 from infer.target import Features, Target
 from train.batches import draw_blocks, draw_of
@@ -22,12 +23,12 @@ from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import stored_features
 from train.objective import RowLoss
-from train.processes import Stopped
 
 BLOCKS = 3  # that are computed alone
 # Largest difference of a position's divergence, relative to it, or to one nat where it is smaller. bfloat16 has three
-# digits, and a pass over a document alone rounds elsewhere than one over a packed row.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+# digits, and a pass over a document alone rounds elsewhere than one over a packed row. On the embedded target (12
+# layers, 24 batches, both families) at most 1.4e-6 and 0.013 were seen; larger targets round more often.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 def plain_divergence(p: torch.Tensor, log_q: torch.Tensor, label: int, kind: str) -> torch.Tensor:

@@ -28,8 +28,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from infer.checkpoint import save_drafter
+from infer.entry import Stopped
 from train.engine import training_state
-from train.processes import Stopped, first_only
+from train.processes import first_only
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 

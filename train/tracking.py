@@ -24,8 +24,8 @@ def start_wandb(config: TrainConfig, folder: Path):
     for mode in dict.fromkeys((wished, "offline")):
         try:
             return wandb.init(
-                project=config.tracking.project,
-                name=config.name,
+                project=redact_text(config.tracking.project),
+                name=redact_text(config.name),
                 dir=str(folder),
                 config=redact(asdict(config)),
                 mode=mode,

@@ -20,6 +20,8 @@ SMALL = [
     "checkpoints=1",
 ]
 
+PROMPTS: dict[str, list] = {}  # held-out ones, by what they follow from
+
 
 @pytest.fixture
 def small(tmp_path):
@@ -30,10 +32,23 @@ def small(tmp_path):
 
 
 @pytest.fixture
-def run_here():
+def run_here(monkeypatch):
     """`train.loop.train`, which leaves environment and signals to the next test as they were; the process group stays,
-    DeepSpeed can found none anew."""
+    DeepSpeed can found none anew. Pictures are not drawn, and held-out prompts are read once."""
+    import infer.report
+    import train.hooks as hooks
     from train.loop import train
+
+    plain = hooks.held_out_prompts
+
+    def prompts(data, tokenizer, *sizes):
+        key = repr((data, *sizes))
+        if key not in PROMPTS:
+            PROMPTS[key] = plain(data, tokenizer, *sizes)
+        return PROMPTS[key]
+
+    monkeypatch.setattr(hooks, "held_out_prompts", prompts)
+    monkeypatch.setattr(infer.report, "_png", lambda figure: b"a picture")
 
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
