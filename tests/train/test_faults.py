@@ -177,18 +177,17 @@ def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_lo
 
 
 def test_a_lock_goes_with_its_process(tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path; from train.run_folder import locked\n"
-        "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
-    )
-    repo = Path(loop.__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": str(repo)}
-    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, env=environment)
-    assert process.stdout.readline() == b"held\n"
-    with pytest.raises(ValueError, match=f"is being written by process {process.pid} on"), locked(tmp_path):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with locked(tmp_path):
+            os.write(writer, b"held")
+            signal.pause()
+    os.read(reader, 4)
+    with pytest.raises(ValueError, match=f"is being written by process {child} on"), locked(tmp_path):
         pass
-    process.kill()
-    process.communicate()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     with locked(tmp_path):
         pass
 
