@@ -5,7 +5,8 @@
 
 A small run on the embedded target (24 steps, a checkpoint with its evaluation every 12, the training state saved after
 every step) is killed with `kill -9` at random moments, begun again, killed again, until it is finished; then the next
-one, until there were so many kills. After each: every loss, every checkpoint's weights and moments, every evaluated
+one, until there were so many kills. A fifth of the moments lie anywhere in an attempt, its start included, two fifths
+after its first step, two fifths within the writing of a state. After each run: every loss, every checkpoint's weights and moments, every evaluated
 text must be those of a run that was never killed, bit by bit. One process is forked for each attempt, from one that
 has imported everything, so that most of its life is training.
 """
@@ -76,13 +77,38 @@ def left_by(run: Path) -> dict:
     }
 
 
+def count_steps(run: Path) -> int:
+    log = run / "metrics.jsonl"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def is_saving(run: Path) -> bool:
+    folder = run / "checkpoints"
+    return bool(list(folder.glob(".step-*")) or list(folder.glob(".rolling-*")))
+
+
+def ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def wait(child: int, run: Path, before: int, chance: random.Random, length: float) -> None:
+    """Until a random moment of an attempt, or its end."""
+    kind = chance.choice(("anywhere", "after a step", "after a step", "saving", "saving"))
+    while kind != "anywhere" and not ended(child) and count_steps(run) <= before:
+        time.sleep(0.01)
+    until = time.monotonic() + chance.uniform(0, length / 3)
+    while not ended(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    while kind == "saving" and not ended(child) and not is_saving(run):
+        time.sleep(0.0005)
+    time.sleep(chance.uniform(0, 0.02) if kind == "saving" else 0)
+
+
 def moment(run: Path, lines_before: int) -> str:
     """In which part of a run it was killed, from what lies there."""
-    folder = run / "checkpoints"
-    if list(folder.glob(".step-*")) or list(folder.glob(".rolling-*")):
+    if is_saving(run):
         return "while saving"
-    log = run / "metrics.jsonl"
-    if not log.exists() or len(log.read_text().splitlines()) <= lines_before:
+    if count_steps(run) <= lines_before:
         return "while starting"
     if any(not (path / "evaluation" / "evaluation.json").exists() for path in checkpoints(run)):
         return "while evaluating"
@@ -114,11 +140,10 @@ def main() -> None:
         kills, finished, where = 0, 0, Counter()
         while kills < args.kills or (runs / "killed").exists():
             run = runs / "killed"
-            log = run / "metrics.jsonl"
-            before = len(log.read_text().splitlines()) if log.exists() else 0
+            before = count_steps(run)
             child = begin(options("killed"), output)
             if kills < args.kills:
-                time.sleep(chance.uniform(0.05, 0.9) * length)
+                wait(child, run, before, chance, length)
                 os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if status == -signal.SIGKILL:
