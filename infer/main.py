@@ -41,6 +41,8 @@ def progress(done: int, total: int) -> None:
 
 
 def run_eval(config: EvalCommand) -> None:
+    if config.suite.name is not None:
+        return run_suite(config)
     from data.prompts import held_out_prompts
     from infer.evaluate import evaluate
     from infer.report import table, write_report
@@ -56,6 +58,24 @@ def run_eval(config: EvalCommand) -> None:
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     print(f"\nreport      {write_report(out, [result])}")
+
+
+def run_suite(config: EvalCommand) -> None:
+    from data.suites import load_suite
+    from infer.suite import evaluate_suite, weights_file, write_whole
+    from infer.suite_table import suite_table
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    weights_file(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    suite = load_suite(config.suite)
+    target, drafter = load(config.target, config.checkpoint)
+    options, out = config.evaluation, Path(config.out)
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    text = suite_table(result)
+    write_whole(out / "suite.md", text + "\n")
+    print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
 
 
 def run_compare(config: CompareCommand) -> None:
