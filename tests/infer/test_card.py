@@ -1,0 +1,122 @@
+"""The card of an exported drafter: what the hub reads, the measured numbers and no others, nothing private."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
+
+from infer import save_drafter
+from infer.card import PICTURE, write_card
+from infer.config import EvaluationConfig
+from infer.evaluate import evaluate
+from train.config import TrainConfig
+
+SECRET = "/home/secret/place"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_tiny, tmp_path_factory):
+    """A run's best checkpoint, as training leaves it, in folders and under names that are nobody's business."""
+    target, drafter = make_tiny(block_size=4)
+    target.name = f"{SECRET}/Qwen3-4B"
+    run = tmp_path_factory.mktemp("secret-run")
+    step = run / "checkpoints" / "step-00000007"
+    save_drafter(drafter.config, drafter.state_dict(), step / "drafter")
+    (run / "checkpoints" / "best").symlink_to(step.name)
+    prompts = torch.randint(90, (3, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    options = EvaluationConfig(max_new_tokens=12, budgets=[4, 9], samples=0)
+    result = evaluate(target, drafter, prompts, options)
+    result |= {"step": 7, "checkpoint": str(step), "drafter": "secret-run"}
+    (step / "evaluation").mkdir()
+    (step / "evaluation" / "evaluation.json").write_text(json.dumps(result))
+    config = TrainConfig(name="secret-run", runs_dir=SECRET, features=f"{SECRET}/features")
+    config.target.path = f"{SECRET}/Qwen3-4B"
+    config.data.source, config.data.path = "jsonl", f"{SECRET}/secret.jsonl"
+    config.evaluation.continuity = f"{SECRET}/secret.ngrams"
+    config.tracking.project = "secret-project"
+    (run / "config.json").write_text(json.dumps(asdict(config)))
+    return run / "checkpoints" / "best"
+
+
+def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoint, tmp_path):
+    path = write_card(checkpoint, tmp_path, "Apache-2.0", "Qwen/Qwen3-4B")
+    assert path == tmp_path / "README.md" and (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
+    card = ModelCard.load(path)
+    validate_repo_id(card.data.base_model)
+    assert card.data.to_dict() == {
+        "base_model": "Qwen/Qwen3-4B",
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "block-diffusion", "draft-model", "dflash"],
+    }
+    evaluation = json.loads((checkpoint / "evaluation" / "evaluation.json").read_text())
+    table = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in card.text.split("\n") if line.endswith("yes |")
+    ]
+    assert table == [
+        [name, f"{m['tau']:.2f}", f"{m['tokens_per_second']:.1f}", f"{m['speedup']:.2f}x", "yes"]
+        for name, m in zip(("plain", "chain", "DDTree 4", "DDTree 9"), evaluation["methods"], strict=True)
+    ]
+    assert f"({PICTURE})" in card.text and "3 held-out prompts, 1 at a time, at most 12 new tokens" in card.text
+    assert "2 layers, block size 4, fed by the target's layers 1, 3" in card.text and "step 7." in card.text
+    assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
+    served = re.search(r"vllm serve Qwen/Qwen3-4B --speculative-config '(.*)'", card.text)
+    assert json.loads(served[1])["num_speculative_tokens"] == 3
+    assert "--speculative-algorithm DFLASH" in card.text and "--speculative-num-draft-tokens 4" in card.text
+    assert "./launch.sh serve target.path=Qwen/Qwen3-4B" in card.text
+
+
+def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):
+    for base in ("Qwen/Qwen3-4B", f"{SECRET}/Qwen3-4B", "embedded"):
+        text = write_card(checkpoint, tmp_path, None, base).read_text()
+        assert "secret" not in text and str(checkpoint.resolve()) not in text
+        assert not re.search(r"(?<![\w:/.)])/\w", text), "an absolute path"
+        assert "Data: files of the publisher's own." in text
+        if base != "Qwen/Qwen3-4B":
+            assert ModelCard(text).data.base_model is None and "its target model" in text
+
+
+def test_a_licence_is_what_the_publisher_says(checkpoint, tmp_path):
+    text = write_card(checkpoint, tmp_path, None, "Qwen/Qwen3-4B").read_text()
+    assert ModelCard(text).data.license is None and "named no licence" in text
+    data = ModelCard(write_card(checkpoint, tmp_path, "Our Terms, 2026", "Qwen/Qwen3-4B").read_text()).data
+    assert (data.license, data.license_name) == ("other", "our-terms-2026")
+
+
+def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
+    """A drafter folder alone: no evaluation, no run."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / "drafter" / name).read_bytes())
+    text = write_card(tmp_path, tmp_path, "mit", "Qwen/Qwen3-4B").read_text()
+    assert "Nothing was measured with this checkpoint." in text and "How it was trained is not recorded" in text
+    assert not (tmp_path / PICTURE).exists() and "speedup" not in text and ".png" not in text
+    with pytest.raises(FileNotFoundError, match="is no drafter"):
+        write_card(tmp_path / "nowhere", tmp_path, None, "Qwen/Qwen3-4B")
+
+
+def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
+    run = checkpoint.resolve().parent.parent / "config.json"
+    before = run.read_text()
+    config = json.loads(before)
+    parts = [{"path": "someone/chats", "split": "train", "weight": 2.0}, {"path": "mine.jsonl", "weight": 1.0}]
+    config["data"] |= {"source": "mixture", "parts": parts}
+    try:
+        run.write_text(json.dumps(config))
+        card = ModelCard.load(write_card(checkpoint, tmp_path, None, "Qwen/Qwen3-4B"))
+    finally:
+        run.write_text(before)
+    assert card.data.datasets == ["someone/chats"]
+    assert "someone/chats (weight 2); files of the publisher's own (weight 1)" in card.text
+
+
+def test_dart_is_served_by_those_who_read_it(make_tiny, tmp_path):
+    _, drafter = make_tiny(family="dart")
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
+    card = ModelCard.load(write_card(tmp_path, tmp_path, None, "Qwen/Qwen3-4B"))
+    assert "vllm" not in card.text and "sglang" not in card.text and "./launch.sh serve" in card.text
+    assert "dart" in card.data.tags
