@@ -9,10 +9,11 @@ DASH = "-"
 def suite_table(suite: dict) -> str:
     """For each temperature a table in the layout of DDTree's Table 1, and one of all methods, each with a row of means.
     `suite` is what `infer.suite.evaluate_suite` returns."""
-    parts = [f"# {suite['suite']}: {suite['target']}"]
+    parts, known = [f"# {suite['suite']}: {suite['target']}"], False
     for temperature in dict.fromkeys(one["temperature"] for one in suite["sets"]):
         sets = [one for one in suite["sets"] if one["temperature"] == temperature]
         beside = [published(suite["target"], temperature, one["set"]) for one in sets]
+        known = known or any(beside)
         parts += [f"## Temperature {temperature:g}", best_budgets(sets, beside), every_method(sets)]
     asked = sum(one["answers"] for one in suite["sets"])
     left_out = sum(one["left_out"] for one in suite["sets"])
@@ -21,8 +22,9 @@ def suite_table(suite: dict) -> str:
         notes += f"; {left_out} questions were left out: too long for the target"
     parts.append(
         f"{notes}. τ: tokens a round, bonus token included; like speedups, averaged over answers, without the prefill. "
-        "Same: answers that are plain decoding's, token by token, of the method that has the fewest. "
-        f"Paper: {CITATION}."
+        "Same: answers that are plain decoding's, token by token, of the method that has the fewest."
+        + f" Paper: {CITATION}."
+        * known
     )
     return "\n\n".join(parts)
 

@@ -83,7 +83,7 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
     measured = {(one["set"], one["temperature"]): one for one in suite["sets"]}
     titles = [one.title for one in SETS]
     found = tables(text)
-    assert len(found) == 4  # two for each temperature
+    assert len(found) == 4 and "arXiv:2604.12989" in text  # two for each temperature
     for temperature, best, every in ((0.0, *found[:2]), (1.0, *found[2:])):
         assert len({len(row) for row in best}) == len({len(row) for row in every}) == 1
         assert [row[0] for row in best[2:]] == [row[0] for row in every[2:]] == [*titles, "**mean**"]
@@ -237,7 +237,9 @@ def test_dashes_stand_where_the_paper_has_nothing(command, place):
     rows = [{"question_id": n, "category": kind, "turns": ["Say."]} for n, kind in enumerate(("math", "qa"))]
     (place / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_eval(command)
-    best, _ = tables(Path(command.out, "suite.md").read_text())
+    text = Path(command.out, "suite.md").read_text()
+    assert "arXiv" not in text
+    best, _ = tables(text)
     assert [row[0] for row in best[2:]] == ["multi-turn", "qa", "**mean**"]
     assert all(row[i] == "-" for row in best[2:] for i in (4, 6, 9, 11))
     assert len(load_suite(command.suite)) == 2
