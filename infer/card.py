@@ -48,6 +48,7 @@ def write_card(checkpoint: Path, out: Path, license: str | None, base_model: str
     step = drafter.parent if drafter.name == "drafter" else None
     evaluation = read(step / "evaluation" / "evaluation.json") if step else None
     run = read(step.parent.parent / "config.json") if step and step.parent.name == "checkpoints" else None
+    out.mkdir(parents=True, exist_ok=True)
     if evaluation is not None:
         budget_figure(evaluation).savefig(out / PICTURE)
     card = out / "README.md"

@@ -210,6 +210,7 @@ def test_own_files_are_a_set_each(tmp_path):
         ("[]", "JSON object"),
         ('{"turns": []}', "turns is a list"),
         ('{"turns": "x"}', "turns is a list"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "no question of a user"),
     ],
 )
 def test_broken_rows_are_named(tmp_path, line, words):

@@ -43,8 +43,8 @@ def checkpoint(make_tiny, tmp_path_factory):
 
 
 def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoint, tmp_path):
-    path = write_card(checkpoint, tmp_path, "Apache-2.0", "Qwen/Qwen3-4B")
-    assert path == tmp_path / "README.md" and (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
+    path = write_card(checkpoint, tmp_path / "new", "Apache-2.0", "Qwen/Qwen3-4B")
+    assert path == tmp_path / "new" / "README.md" and (path.parent / PICTURE).read_bytes().startswith(b"\x89PNG")
     card = ModelCard.load(path)
     validate_repo_id(card.data.base_model)
     assert card.data.to_dict() == {
