@@ -109,6 +109,7 @@ def score(
         target.head_weight,
         config.objective,
         head,
+        target.scale,
     )
 
 
