@@ -25,14 +25,19 @@ def load(target: TargetConfig, checkpoint: str):
     from infer import load_drafter, load_target
     from infer.bigram import Bigram
     from infer.ngram import open_ngram
+    from infer.target import load_config
 
-    drafter = None if Path(checkpoint).is_file() else load_drafter(checkpoint)
+    drafter = None
+    if not Path(checkpoint).is_file():
+        theirs = load_config(target.path, target.trust_remote_code).get_text_config()
+        drafter = load_drafter(checkpoint, target_layers=theirs.num_hidden_layers)
     model = load_target(target.path, target.dtype, target.device, target.trust_remote_code)
     if drafter is None:
         counts, vocabulary = open_ngram(checkpoint, model), len(model.head_weight)
         if counts.vocabulary != vocabulary:
             raise ValueError(f"{checkpoint}: counts {counts.vocabulary} tokens, the target's head has {vocabulary}")
         return model, Bigram(counts)
+    drafter.check_target(model)
     return model, drafter.to(model.device, model.dtype)
 
 
@@ -185,7 +190,9 @@ def run_regenerate(config: RegenerateCommand) -> None:
     else:
         drafter = None
         if config.decoding.method != "plain":
-            drafter = load_drafter(config.checkpoint).to(target.device, target.dtype)
+            layers = target.config.num_hidden_layers
+            drafter = load_drafter(config.checkpoint, target.dtype, target.device, layers)
+            drafter.check_target(target)
         longest = max(len(encode(target, row.prompt)) for row in rows)
         answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)
     settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}

@@ -84,8 +84,8 @@ def draft_states(
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     starts = (blocks.anchors - module.lead).clamp(min=0)
-    mask = block_mask(starts, rows["documents"], module.width, kind, module.causal)
-    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, mask)  # (B, N*W, D)
+    masks = [block_mask(starts, rows["documents"], module.width, kind, *view) for view in module.views]
+    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, *masks)  # (B, N*W, D)
     drafted = hidden.unflatten(1, (-1, module.width))[:, :, module.first :]  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
 
