@@ -6,9 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infer.commands import (
+    CheckCommand,
     CompareCommand,
     DiffuseCommand,
     EvalCommand,
+    ExportCommand,
     GenerateCommand,
     NgramCommand,
     RegenerateCommand,
@@ -206,6 +208,32 @@ def run_regenerate(config: RegenerateCommand) -> None:
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
 
 
+def run_export(config: ExportCommand) -> None:
+    from infer.check import check_folder
+    from infer.export import WRITERS, check_token, push
+
+    if config.push_to_hub is not None:
+        check_token()
+    out = Path(config.out)
+    target, drafter = load(config.target, config.checkpoint)
+    WRITERS[config.format](drafter, target, out)
+    # the model card (README.md) belongs here, before the upload
+    for verdict in check_folder(out):
+        print(verdict)
+    print(f"\nexport      {out}")
+    if config.push_to_hub is not None:
+        print(f"uploaded    {push(out, config.push_to_hub)}")
+
+
+def run_check(config: CheckCommand) -> None:
+    from infer.check import check_folder
+
+    verdicts = check_folder(config.path, config.target_layers)
+    print("\n".join(map(str, verdicts)))
+    if all(verdict.problems for verdict in verdicts):
+        raise SystemExit(1)
+
+
 def run_chat(config: ChatConfig) -> None:
     from infer.chat import chat
 
@@ -221,6 +249,8 @@ COMMANDS = {
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
     "regenerate": (RegenerateCommand, run_regenerate),
+    "export": (ExportCommand, run_export),
+    "check": (CheckCommand, run_check),
 }
 
 if __name__ == "__main__":

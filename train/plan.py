@@ -8,7 +8,7 @@ size, V vocabulary.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from infer.target import head_size, load_config, resolve_device, resolve_dtype, 
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
+from train.initial import settled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -235,6 +236,7 @@ def estimated_tokens(config: TrainConfig) -> float | None:
 
 def run(config: TrainConfig) -> None:
     """Prints the plan."""
+    config = replace(config, drafter=settled(config.drafter, config.target))
     theirs = target_config(config)
     world = int(os.environ.get("NPROC") or 1)
     rows, _ = micro_batch(config, world)
