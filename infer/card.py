@@ -8,10 +8,13 @@ import json
 import re
 from pathlib import Path
 
+from infer import layouts
+from infer.check import check_folder
+from infer.folders import open_folder
 from infer.report import budget_figure, headline, label
 
 PICTURE = "acceptance.png"
-FAMILIES = {"DFlashDraftModel": "DFlash", "DARTDraftModel": "DART"}
+FAMILIES = {"dflash": "DFlash", "dart": "DART"}
 
 # Licences that the hub knows by these names; for it any other one is "other", with a name of its own.
 LICENCES = (
@@ -34,25 +37,25 @@ SOURCES = {
 }
 
 
-def write_card(checkpoint: Path, out: Path, license: str | None, base_model: str) -> Path:
+def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
     """Writes README.md, and the picture that it shows, into the exported drafter's folder `out`; returns its path.
 
-    checkpoint: a training checkpoint, or its `drafter` folder. license: what the publisher says; None says nothing.
-    base_model: the target's name on the hub; a local path is not shown. Raises FileNotFoundError without a drafter.
+    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license: what the publisher
+    says; None says nothing. base_model: the target's name on the hub; a local path is not shown. Raises ValueError
+    where `out` holds no drafter.
     """
-    folder = Path(checkpoint).resolve()  # best is a link to a step
-    drafter = folder / "drafter" if (folder / "drafter").is_dir() else folder
-    if not (drafter / "config.json").is_file():
-        raise FileNotFoundError(f"{checkpoint} is no drafter: config.json is missing")
-    config = json.loads((drafter / "config.json").read_text())
-    step = drafter.parent if drafter.name == "drafter" else None
-    evaluation = read(step / "evaluation" / "evaluation.json") if step else None
-    run = read(step.parent.parent / "config.json") if step and step.parent.name == "checkpoints" else None
-    out.mkdir(parents=True, exist_ok=True)
+    reading = layouts.read(open_folder(out))
+    if reading.problems or not reading.options:
+        raise ValueError(f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}")
+    engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
+    step = Path(checkpoint).resolve()  # best is a link to a step
+    step = step.parent if step.name == "drafter" else step
+    evaluation = read(step / "evaluation" / "evaluation.json")
+    run = read(step.parent.parent / "config.json") if step.parent.name == "checkpoints" else None
     if evaluation is not None:
         budget_figure(evaluation).savefig(out / PICTURE)
     card = out / "README.md"
-    card.write_text(model_card(config, run, evaluation, license, base_model), encoding="utf-8")
+    card.write_text(model_card(reading, engines, run, evaluation, license, base_model), encoding="utf-8")
     return card
 
 
@@ -61,21 +64,28 @@ def read(file: Path) -> dict | None:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def model_card(config: dict, run: dict | None, evaluation: dict | None, license: str | None, base_model: str) -> str:
-    """README.md of a drafter. config: its config.json; run: its training run's; evaluation: what
-    `infer.evaluate.evaluate` returned, None if nothing was measured."""
-    family = FAMILIES[config["architectures"][0]]
+def model_card(
+    reading: layouts.Reading,
+    engines: list[str],
+    run: dict | None,
+    evaluation: dict | None,
+    license: str | None,
+    base_model: str,
+) -> str:
+    """README.md of a drafter. reading: its folder; engines: those of `infer.check` that would load it; run: its
+    training run's config.json; evaluation: what `infer.evaluate.evaluate` returned, None if nothing was measured."""
+    family, block_size = FAMILIES[reading.family], reading.options["block_size"]
     base = hub_name(base_model)
     target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
     parts = [
         front_matter(family, run, license, base),
         f"# {family} drafter for {base.rpartition('/')[2] if base else 'a target model'}",
         f"A block-diffusion drafter for {target}: it reads the target's hidden states and proposes "
-        f"{config['block_size'] - 1} tokens in one pass, which the target then checks at once. The output is the "
+        f"{block_size - 1} tokens in one pass, which the target then checks at once. The output is the "
         "target's own; only the time changes. It is of no use without that very target.",
         "## Measured\n\n" + measured(evaluation),
-        "## Training\n\n" + training(config, run, evaluation),
-        "## Use\n\n" + use(family, config["block_size"], base or "path/to/target"),
+        "## Training\n\n" + training(reading, run, evaluation),
+        "## Use\n\n" + use(engines, block_size, base or "path/to/target"),
         "## Licence\n\n" + (license or "The publisher named no licence."),
     ]
     return "\n\n".join(parts) + "\n"
@@ -126,11 +136,12 @@ def measured(evaluation: dict | None) -> str:
     )
 
 
-def training(config: dict, run: dict | None, evaluation: dict | None) -> str:
+def training(reading: layouts.Reading, run: dict | None, evaluation: dict | None) -> str:
     """Data and recipe, as far as they are known."""
-    shape = f"{config['num_hidden_layers']} layers, block size {config['block_size']}"
-    layers = (config.get("dflash_config") or config.get("dart_config") or {}).get("target_layer_ids")
-    shape += f", fed by the target's layers {', '.join(map(str, layers))} (counted from 0)" if layers else ""
+    options = reading.options
+    shape = f"{options['num_hidden_layers']} layers, block size {options['block_size']}"
+    layers = options[f"{reading.family}_config"]["target_layer_ids"]
+    shape += f", fed by the target's layers {', '.join(map(str, layers))} (counted from 0)"
     if run is None:
         return f"{shape}. How it was trained is not recorded here."
     rows = []
@@ -141,7 +152,9 @@ def training(config: dict, run: dict | None, evaluation: dict | None) -> str:
         rows += [f"| {part}{'.' * bool(part)}{key} | {known[key]} |" for key in keys if known.get(key) is not None]
     sources = "; ".join(dict.fromkeys(described_data(run["data"])))
     at = f", step {evaluation['step']}" if evaluation and evaluation.get("step") else ""
-    return f"{shape}{at}. Data: {sources}.\n\n| option | value |\n| --- | --- |\n" + "\n".join(rows)
+    init = run["drafter"].get("init")
+    begun = f" It goes on from {hub_name(init) or 'another drafter'}." if init else ""
+    return f"{shape}{at}. Data: {sources}.{begun}\n\n| option | value |\n| --- | --- |\n" + "\n".join(rows)
 
 
 def described_data(data: dict) -> list[str]:
@@ -165,21 +178,22 @@ def hub_name(text: str) -> str | None:
     return text if named and not Path(text).exists() else None
 
 
-def use(family: str, block_size: int, target: str) -> str:
-    """How to serve the target with this drafter."""
-    ours = (
-        "With blockdraft, which draws trees of drafts as well:\n\n"
-        f"```\n./launch.sh serve target.path={target} checkpoint=path/to/this/folder\n```\n\n"
+def use(engines: list[str], block_size: int, target: str) -> str:
+    """How to serve the target with this drafter: with the engines that would load it, and with ours."""
+    here, parts = "path/to/this/folder", []
+    if any("vLLM" in engine for engine in engines):
+        speculative = {"method": "dflash", "model": here, "num_speculative_tokens": block_size - 1}
+        parts += ["With vLLM:", f"```\nvllm serve {target} --speculative-config '{json.dumps(speculative)}'\n```"]
+    if any("SGLang" in engine for engine in engines):
+        flags = f"--speculative-algorithm DFLASH --speculative-draft-model-path {here}"
+        flags += f" --speculative-num-draft-tokens {block_size}"
+        parts += ["With SGLang:", f"```\npython -m sglang.launch_server --model-path {target} {flags}\n```"]
+    parts += ["With blockdraft, which draws trees of drafts as well:"]
+    parts += [f"```\n./launch.sh serve target.path={target} checkpoint={here}\n```"]
+    parts += [
         "```python\nfrom infer import generate, load_drafter, load_target\n\n"
         f'target = load_target("{target}")\n'
-        'drafter = load_drafter("path/to/this/folder").to(target.device, target.dtype)\n'
+        f'drafter = load_drafter("{here}").to(target.device, target.dtype)\n'
         'print(generate(target, drafter, [{"role": "user", "content": "Hello!"}]).text)\n```'
-    )
-    if family != "DFlash":
-        return ours
-    speculative = {"method": "dflash", "model": "path/to/this/folder", "num_speculative_tokens": block_size - 1}
-    return (
-        f"With vLLM:\n\n```\nvllm serve {target} --speculative-config '{json.dumps(speculative)}'\n```\n\n"
-        f"With SGLang:\n\n```\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path path/to/this/folder --speculative-num-draft-tokens {block_size}\n```\n\n{ours}"
-    )
+    ]
+    return "\n\n".join(parts)

@@ -174,6 +174,8 @@ class ExportCommand:
     format: str = "dflash"  # dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
     out: str = "runs/export"  # a folder that is not there yet, or empty
     push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
+    license: str | None = None  # of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
+    base_model: str | None = None  # the target's name on the hub, for the card; null: target.path, if that is a name
     target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
 
     def check(self) -> None:

@@ -69,13 +69,13 @@ def run_eval(config: EvalCommand) -> None:
 
 def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
-    from infer.suite import evaluate_suite, weights_file, write_whole
+    from infer.suite import drafter_digest, evaluate_suite, write_whole
     from infer.suite_table import suite_table
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    weights_file(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
     target, drafter = load(config.target, config.checkpoint)
     options, out = config.evaluation, Path(config.out)
@@ -229,6 +229,7 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
 
 def run_export(config: ExportCommand) -> None:
+    from infer.card import write_card
     from infer.check import check_folder
     from infer.export import WRITERS, check_token, push
 
@@ -237,7 +238,7 @@ def run_export(config: ExportCommand) -> None:
     out = Path(config.out)
     target, drafter = load(config.target, config.checkpoint)
     WRITERS[config.format](drafter, target, out)
-    # the model card (README.md) belongs here, before the upload
+    write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
         print(verdict)
     print(f"\nexport      {out}")

@@ -15,6 +15,7 @@ from infer.api import answer_text
 from infer.config import EvaluationConfig
 from infer.drafter import Drafter
 from infer.evaluate import Measured, decode_prompts, describe_device, summary
+from infer.folders import find_folder
 from infer.target import Target
 from infer.text import Text
 
@@ -40,7 +41,7 @@ def evaluate_suite(
     the target.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
-    weights = file_digest(weights_file(checkpoint))
+    weights = drafter_digest(checkpoint)
     jobs = [(temperature, questions) for temperature in config.temperatures for questions in suite]
     measured = []
     for number, (temperature, questions) in enumerate(jobs, 1):
@@ -175,19 +176,17 @@ def finished(file: Path, settings: dict[str, object]) -> dict | None:
     return known
 
 
-def weights_file(checkpoint: str) -> Path:
-    """The file that makes a drafter what it is: its weights, or an n-gram file. Raises FileNotFoundError."""
+def drafter_digest(checkpoint: str) -> str:
+    """A digest of what makes a drafter what it is: its weights, or an n-gram file. Raises FileNotFoundError."""
     path = Path(checkpoint)
-    if path.is_dir():
-        path = (path / "drafter" if (path / "drafter").is_dir() else path) / "model.safetensors"
-    if not path.is_file():
+    files = [path] if path.is_file() else sorted(find_folder(checkpoint).glob("*.safetensors"))
+    if not files:
         raise FileNotFoundError(f"checkpoint={checkpoint}: no drafter there")
-    return path
-
-
-def file_digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def write_whole(file: Path, text: str) -> None:

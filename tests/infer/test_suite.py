@@ -248,5 +248,5 @@ def test_dashes_stand_where_the_paper_has_nothing(command, place):
 def test_a_missing_drafter_is_said_before_anything_is_read(command):
     command.checkpoint = "nowhere"
     command.suite.folder = "nowhere either"
-    with pytest.raises(FileNotFoundError, match="checkpoint=nowhere: no drafter"):
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder, and no name"):
         run_eval(command)
