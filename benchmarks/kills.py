@@ -6,9 +6,9 @@
 A small run on the embedded target (24 steps, a checkpoint with its evaluation every 12, the training state saved after
 every step) is killed with `kill -9` at random moments, begun again, killed again, until it is finished; then the next
 one, until there were so many kills. A fifth of the moments lie anywhere in an attempt, its start included, two fifths
-after its first step, two fifths within the writing of a state. After each run: every loss, every checkpoint's weights and moments, every evaluated
-text must be those of a run that was never killed, bit by bit. One process is forked for each attempt, from one that
-has imported everything, so that most of its life is training.
+after its first step, two fifths within the writing of a state. After each run every loss, every checkpoint's weights
+and moments and every evaluated text must be those of a run that was never killed, bit by bit. One process is forked for
+each attempt, from one that has imported everything, so that most of its life is training.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def wait(child: int, run: Path, before: int, chance: random.Random, length: floa
     kind = chance.choice(("anywhere", "after a step", "after a step", "saving", "saving"))
     while kind != "anywhere" and not ended(child) and count_steps(run) <= before:
         time.sleep(0.01)
-    until = time.monotonic() + chance.uniform(0, length / 3)
+    until = time.monotonic() + chance.uniform(0, length if kind == "anywhere" else length / 3)
     while not ended(child) and time.monotonic() < until:
         time.sleep(0.01)
     while kind == "saving" and not ended(child) and not is_saving(run):

@@ -16,7 +16,7 @@ thread that reads ahead. A digest of whole shards would have to read them all be
 import hashlib
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -236,8 +236,10 @@ def run(config: FeaturesConfig) -> None:
 
     from infer.families import tapped_layers
     from infer.target import load_target
+    from train.initial import settled
 
     options = config.target
+    config = replace(config, drafter=settled(config.drafter, options))
     target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer)

@@ -181,6 +181,7 @@ def finish_report(run: Path, tracker: Tracker) -> None:
     evaluations = evaluations_of(run)
     best = max(evaluations, key=best_tau)
     tracker.pictures(page.parent)
+    tracker.artifact(run / "checkpoints" / Path(best["checkpoint"]).name / "drafter", best)
     print(f"\nBest checkpoint: step {best['step']}, greedy on {best['prompts']} held-out prompts, {best['device']}\n")
     print(table(best))
     print(f"\nreport      {page}")

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from infer.drafter import Drafter
-from infer.families import new_drafter, warm_layers
+from infer.families import warm_layers
 from infer.target import Features, Target, load_target, resolve_device, resolve_dtype
 from train.batches import Drawn, Prefetch, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
@@ -33,13 +33,14 @@ from train.engine import build_engine, compute_dtype, micro_batch, restore, take
 from train.features import StoredRows, identity, stored_features
 from train.guards import Skips, Spikes, finite
 from train.hooks import evaluate_checkpoint, finish_report
+from train.initial import initial_drafter, settled
 from train.objective import RowLoss, divergence, position_weights
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
 from train.processes import Watch, first_only, start_processes
 from train.progress import Progress
 from train.run_folder import add_lines, logged, look, open_run
 from train.selfcheck import SelfCheck
-from train.state import checkpoint_folder, load, newest, save, save_rolling, seeded, step_of, trim_log
+from train.state import checkpoint_folder, load, newest, save, save_rolling, step_of, trim_log
 from train.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ def draft_states(
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     starts = (blocks.anchors - module.lead).clamp(min=0)
-    mask = block_mask(starts, rows["documents"], module.width, kind, module.causal)
-    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, mask)  # (B, N*W, D)
+    masks = [block_mask(starts, rows["documents"], module.width, kind, *view) for view in module.views]
+    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, *masks)  # (B, N*W, D)
     drafted = hidden.unflatten(1, (-1, module.width))[:, :, module.first :]  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
 
@@ -111,6 +112,7 @@ def score(
         target.head_weight,
         config.objective,
         head,
+        target.scale,
     )
 
 
@@ -204,11 +206,10 @@ def prepare(config: TrainConfig, device: torch.device, held: ExitStack) -> Prepa
     first_only(lambda: look(config))
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
-    drafter = new_drafter(config.drafter, target)
+    drafter = initial_drafter(config, target)
     if stored is not None:
         stored.check(identity(config, target, drafter.layer_ids))
     run = first_only(lambda: held.enter_context(open_run(config)))
-    drafter.start(target, seeded(config.seed), config.drafter.warm_start)
     if config.target.shard:
         target.shard(device)
     if stored is not None:
@@ -247,6 +248,7 @@ def train(config: TrainConfig) -> Path:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     start_processes(device)
+    config = replace(config, drafter=settled(config.drafter, config.target))
     with ExitStack() as held:
         return run_steps(config, device, prepare(config, device, held))
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from infer.drafter import Drafter
-from infer.families import new_drafter
 from infer.target import Target, resolve_device
 from train.blocks import lay_out
 from train.config import ReplayConfig, TrainConfig
 from train.engine import compute_dtype
+from train.initial import initial_drafter
 
 
 @dataclass
@@ -123,7 +123,7 @@ def replay(options: ReplayConfig) -> dict:
     config.target.shard = False  # one process computes what several did
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, resolve_device(options.device), stored)
-    drafter = new_drafter(config.drafter, target)
+    drafter = initial_drafter(config, target)
     weights = folder.parent / record["weights"]
     if not weights.is_file():
         raise FileNotFoundError(f"{weights} is gone: without the weights that met it the step cannot be computed")

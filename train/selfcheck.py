@@ -25,10 +25,11 @@ from train.features import stored_features
 from train.objective import RowLoss
 
 BLOCKS = 3  # that are computed alone
-# Largest difference of a position's divergence, relative to it, or to one nat where it is smaller. bfloat16 has three
-# digits, and a pass over a document alone rounds elsewhere than one over a packed row. On the embedded target (12
-# layers, 24 batches, both families) at most 1.4e-6 and 0.013 were seen; larger targets round more often.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+# How much a position's divergence may differ, relative to it, or to one nat where it is smaller: the largest one in
+# float32; on average in bfloat16, which has three digits, and where a pass over a document alone rounds elsewhere than
+# one over a packed row. On the embedded target (12 layers, 24 batches, both families) at most 1.4e-6 was seen, and in
+# bfloat16 0.013 at a single position; larger targets round more often.
+LARGEST, AVERAGE = 1e-4, 0.05
 
 
 def plain_divergence(p: torch.Tensor, log_q: torch.Tensor, label: int, kind: str) -> torch.Tensor:
@@ -55,8 +56,7 @@ class SelfCheck:
         rows = batch(dataset, draw, count, config.seed)
         self.rows = {name: column.to(target.device) for name, column in rows.items()}
         self.blocks = draw_blocks(self.rows, config, draw)
-        both = TOLERANCE[compute_dtype(config, target.device)], TOLERANCE.get(target.dtype, TOLERANCE[torch.bfloat16])
-        self.tolerance = max(both)
+        self.exact = target.dtype == compute_dtype(config, target.device) == torch.float32
         there = self.blocks.valid.nonzero().tolist() or [[0, 0]]
         # as many in every process: a pass of a target that is spread over all takes them all
         self.some = [there[i * (len(there) - 1) // (BLOCKS - 1)] for i in range(BLOCKS)]  # (row, slot)
@@ -73,13 +73,21 @@ class SelfCheck:
         else:
             features = target.packed_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids)
         anchor, kind = anchor - begin, drafter.norm.weight.dtype
-        start, width = max(anchor - drafter.lead, 0), drafter.width
-        inside = torch.ones(width, width, dtype=torch.bool, device=target.device)
-        context = (torch.arange(end - begin, device=target.device) < start).expand(width, -1)  # (W, T)
-        mask = additive(torch.cat([context, inside.tril() if drafter.causal else inside], 1)[None, None], kind)
+        masks = [self.mask(max(anchor - drafter.lead, 0), end - begin, drafter.width, *view) for view in drafter.views]
+        masks = [additive(mask.to(target.device), kind) for mask in masks]
         inputs = drafter.inputs(target, ids, positions, torch.tensor([[anchor]], device=target.device))
-        hidden = drafter(features.context.to(kind), positions, *inputs, mask)[0, drafter.first :]  # (L, D)
+        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0, drafter.first :]  # (L, D)
         return self.divergences(hidden.to(target.dtype), features, ids[0], anchor, b, n, drafter, target, config)
+
+    @staticmethod
+    def mask(start: int, length: int, width: int, causal: bool, window: int | None) -> torch.Tensor:
+        """Who sees whom: a block that begins at `start`, and its document of `length` positions, (1, 1, W, T + W)."""
+        block, context = start + torch.arange(width), torch.arange(length)
+        before = (context < start).expand(width, -1)
+        inside = torch.ones(width, width, dtype=torch.bool)
+        seen = torch.cat([before, inside.tril() if causal else inside], 1)  # (W, T + W)
+        distance = (block[:, None] - torch.cat([context, block])).abs()
+        return (seen if window is None else seen & (distance < window))[None, None]
 
     def document(self, b: int, anchor: int) -> tuple[int, int]:
         """Where the document of a position begins and ends."""
@@ -93,8 +101,8 @@ class SelfCheck:
         for t in range(len(hidden)):
             if not self.blocks.supervised[b, n, t]:
                 continue
-            p = F.linear(features.last[0, anchor + t], target.head_weight).float().softmax(-1)
-            log_q = F.linear(hidden[t], head).float().log_softmax(-1)
+            p = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float()).softmax(-1)
+            log_q = target.scale(F.linear(hidden[t], head).float()).log_softmax(-1)
             out[t] = plain_divergence(p, log_q, int(ids[anchor + t + 1]), config.objective.divergence)
         return out
 
@@ -103,11 +111,15 @@ class SelfCheck:
         differ."""
         slots = self.blocks.anchors.shape[1]
         found = torch.stack([fast.rows[b * slots + n] for b, n in self.some])  # (3, L)
-        error = ((found - self.expected).abs() / self.expected.abs().clamp(min=1)).max().item()
-        if not error <= self.tolerance:  # a difference that is not a number is one
+        error = (found - self.expected).abs() / self.expected.abs().clamp(min=1)
+        if self.exact:
+            error, most, how = error.max().item(), LARGEST, "at most"
+        else:
+            error, most, how = (error.sum() / self.expected.count_nonzero().clamp(min=1)).item(), AVERAGE, "on average"
+        if not error <= most:  # a difference that is not a number is one
             raise Stopped(
                 f"self-check: the training step and a slow plain computation of the same blocks differ by {error:.1e} "
-                f"(at most {self.tolerance:.0e} is rounding): mask, objective or compilation is wrong on this "
+                f"{how} ({most:.0e} is rounding): mask, objective or compilation is wrong on this "
                 "machine; compile=false leaves out one of them, guards.self_check=false the check"
             )
-        return f"self-check: {BLOCKS} blocks computed alone differ by {error:.1e} from the training step"
+        return f"self-check: {BLOCKS} blocks computed alone differ from the training step by {how} {error:.1e}"

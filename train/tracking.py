@@ -77,10 +77,7 @@ class Tracker:
 
     def summary(self, evaluation: dict) -> None:
         """An evaluation's acceptance lengths and speedups."""
-        figures = {}
-        for method in evaluation["methods"]:
-            name = f"{method['name']}{method['budget'] or ''}"
-            figures |= {f"tau/{name}": method["tau"], f"speedup/{name}": method["speedup"]}
+        figures = figures_of(evaluation)
         self._send(lambda run: (run.log(figures, step=evaluation["step"]), run.summary.update(figures)))
 
     def pictures(self, folder: Path) -> None:
@@ -93,10 +90,35 @@ class Tracker:
 
         self._send(upload)
 
+    def artifact(self, drafter: Path, evaluation: dict) -> None:
+        """A drafter's folder with the numbers of its evaluation, if `tracking.artifacts` is on."""
+        if not self.config.tracking.artifacts:
+            return
+
+        def upload(run) -> None:
+            import wandb
+
+            numbers = {"step": evaluation["step"]} | figures_of(evaluation)
+            artifact = wandb.Artifact(self.config.name, type="model", metadata=numbers)
+            artifact.add_dir(str(drafter))
+            run.log_artifact(artifact, aliases=["best"])
+
+        self._send(upload)
+
     def close(self) -> None:
         """Waits until all is sent, but not for ever."""
         self._send(None)
         if self.thread is not None:
-            self.thread.join(PATIENCE)
+            patience = PATIENCE * (10 if self.config.tracking.artifacts else 1)
+            self.thread.join(patience)
             if self.thread.is_alive():
-                print(f"wandb has not answered for {PATIENCE:.0f} seconds, and is left behind")
+                print(f"wandb has not answered for {patience:.0f} seconds, and is left behind")
+
+
+def figures_of(evaluation: dict) -> dict[str, float]:
+    """Acceptance length and speedup of every method."""
+    figures = {}
+    for method in evaluation["methods"]:
+        name = f"{method['name']}{method['budget'] or ''}"
+        figures |= {f"tau/{name}": method["tau"], f"speedup/{name}": method["speedup"]}
+    return figures
