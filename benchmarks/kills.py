@@ -36,7 +36,7 @@ from train.config import TrainConfig
 from train.state import checkpoints
 from train.sweep import composed
 
-OPTIONS = ["data=stdlib", "data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "drafter.layers=1"]
+OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]
 OPTIONS += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
 OPTIONS += ["evaluation.budgets=[4]", "optim.steps=24", "checkpoints=2", "save_minutes=1e-6"]
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
@@ -118,16 +118,19 @@ def moment(run: Path, lines_before: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=1e9, help="kill no more after so long")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chance = random.Random(args.seed)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
-        runs, output = Path(folder) / "runs", Path(folder) / "output.txt"
+        runs, output, data = (Path(folder) / name for name in ("runs", "output.txt", "rows.jsonl"))
+        rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * 9} for i in range(200)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
         def options(name: str) -> TrainConfig:
-            return composed([*OPTIONS, f"name={name}", f"runs_dir={runs}"])
+            return composed([*OPTIONS, f"name={name}", f"runs_dir={runs}", f"data.path={data}"])
 
         for name in ("first", "whole"):  # the first one also packs the rows
             began = time.monotonic()
@@ -138,11 +141,12 @@ def main() -> None:
         whole = left_by(runs / "whole")
         assert left_by(runs / "first") == whole, "two runs that nobody killed differ"
         kills, finished, where = 0, 0, Counter()
-        while kills < args.kills or (runs / "killed").exists():
+        until = time.monotonic() + 60 * args.minutes
+        while (killing := kills < args.kills and time.monotonic() < until) or (runs / "killed").exists():
             run = runs / "killed"
             before = count_steps(run)
             child = begin(options("killed"), output)
-            if kills < args.kills:
+            if killing:
                 wait(child, run, before, chance, length)
                 os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
