@@ -8,7 +8,7 @@ HIDDEN = "<redacted>"
 NAMES = re.compile(r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
 # what secrets look like: of the hub, of OpenAI's and W&B's interfaces, and user:password@ in an address
 SHAPES = re.compile(r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
-SHORTEST = 8  # shorter values of the environment are words that stand elsewhere too
+SHORTEST = 10  # shorter values of the environment are words that stand elsewhere too
 
 
 def redact_text(text: str) -> str:

@@ -189,7 +189,7 @@ class TrainConfig:
     save_minutes: float | None = 10.0  # between them, how often the training state is saved; None: never
     compile: bool | None = None  # the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
     recompute: bool = False  # compute the drafter's layers again in the backward pass: less memory, a third more work
-    log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA
+    log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA (one stays)
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)

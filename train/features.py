@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data.packing import packed_rows, tokenizer_digest
+from infer.redact import redact
 from infer.target import Features, Target, weight_files
 from train.config import FeaturesConfig, TrainConfig
 from train.state import disk, sync, write_aside
@@ -66,7 +67,7 @@ def fingerprint(path: str) -> str:
 
 def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
     """What stored features depend on; training from them is refused where one of these is another."""
-    return {
+    known = {
         "target": {
             "path": config.target.path,
             "weights": fingerprint(config.target.path),
@@ -76,6 +77,7 @@ def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple
         "layers": list(layers),
         "data": json.loads(json.dumps(asdict(config.data))),
     }
+    return redact(known)
 
 
 def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:

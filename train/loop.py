@@ -250,10 +250,13 @@ def train(config: TrainConfig) -> Path:
     start_processes(device)
     config = replace(config, drafter=settled(config.drafter, config.target))
     with ExitStack() as held:
-        return run_steps(config, device, prepare(config, device, held))
+        all_there = prepare(config, device, held)
+        watch = Watch(config.guards.stall_minutes)
+        held.callback(watch.close)
+        return run_steps(config, device, all_there, watch)
 
 
-def run_steps(config: TrainConfig, device: torch.device, all_there: Prepared) -> Path:
+def run_steps(config: TrainConfig, device: torch.device, all_there: Prepared, watch: Watch) -> Path:
     """The steps that are not done yet, with their checkpoints, evaluations and log."""
     run, target, engine, done = all_there.run, all_there.target, all_there.engine, all_there.done
     first, rows = dist.get_rank() == 0, len(all_there.dataset)
@@ -263,14 +266,13 @@ def run_steps(config: TrainConfig, device: torch.device, all_there: Prepared) ->
     for line in all_there.notes:
         progress.say(line)
     tracker = Tracker(config, run, enabled=first)
-    watch = Watch(config.guards.stall_minutes)
 
     def evaluate(step: int) -> None:
         def whole() -> Target:  # with stored features, it is in memory while it is needed
             return target if all_there.stored is None else load_frozen(config, device)
 
         def alive() -> None:
-            watch.beat(step, 10**6, "an evaluation")
+            watch.beat(step - 1, 10**6, "an evaluation")  # the last thing of the step before
 
         alive()
         evaluate_checkpoint(run, checkpoint_folder(run, step), whole, config, progress, tracker, alive)
@@ -336,6 +338,9 @@ def run_steps(config: TrainConfig, device: torch.device, all_there: Prepared) ->
             break
     watch.close()
     progress.close()
+    lost = sum(line["grad_norm"] is None for line in logged(run)) if first else 0
+    if lost:
+        progress.say(f"{lost} of {total} steps were skipped, as their loss or gradient was not finite")
     first_only(lambda: finish_report(run, tracker))
     tracker.close()
     dist.barrier()

@@ -213,7 +213,8 @@ def trim_log(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):
             continue
-    write_aside(path, "".join(line + "\n" for line in kept))
+    with disk(str(path)):
+        write_aside(path, "".join(line + "\n" for line in kept))
 
 
 def seeded(*parts: int) -> torch.Generator:
