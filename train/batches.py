@@ -23,11 +23,24 @@ Drawn = list[tuple[int, dict[str, torch.Tensor]]]  # of each pass: its first dra
 
 
 def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
-    """The packed rows: one process of each machine makes them, the others find them in the cache."""
+    """The packed rows: one process of each machine makes them, the others find them in the cache. Raises ValueError,
+    naming the cache, if it is damaged or cannot be written."""
+    from datasets.config import HF_DATASETS_CACHE
+    from pyarrow import ArrowException
+
+    def rows() -> "Dataset":
+        try:
+            return packed_rows(config.data, target.tokenizer)
+        except (OSError, ArrowException) as error:
+            raise ValueError(
+                f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): is there room? If it is "
+                "damaged, delete it: the rows are read anew"
+            ) from error
+
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    rows = packed_rows(config.data, target.tokenizer) if first else None
+    made = rows() if first else None
     dist.barrier()
-    return rows if first else packed_rows(config.data, target.tokenizer)
+    return made if first else rows()
 
 
 def draw_of(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:

@@ -358,6 +358,17 @@ class TestRows:
         with pytest.raises(Stopped, match="cannot be read.*SystemExit"):
             Prefetch(self.Broken(), TrainConfig(), 0, 5, pinned=False)()
 
+    def test_a_damaged_cache_is_named(self, small, run_here, monkeypatch, tmp_path):
+        import datasets
+
+        config = small("guards.self_check=false", "optim.steps=1", *mixture(tmp_path))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        run_here(config)
+        for file in (tmp_path / "cache").rglob("*.arrow"):
+            os.truncate(file, file.stat().st_size // 2)
+        with pytest.raises(ValueError, match=r"cache of training rows in .*/cache cannot be used .*delete it"):
+            run_here(config)
+
     def test_a_feature_shard_that_goes_bad_in_the_run_is_named(self, small, run_here, tmp_path, monkeypatch):
         options = features(tmp_path)
         shard = tmp_path / "features" / "shard-00000.safetensors"
