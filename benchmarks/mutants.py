@@ -176,9 +176,12 @@ MUTANTS = [
         TARGETS,
     ),
     (
-        "softcapped attention goes through SDPA",
-        "infer/target.py",
-        ('way = "eager" if capped else "sdpa"', 'way = "sdpa"'),
+        "padding behind a row's text is looked at",
+        "infer/masks.py",
+        (
+            "before = torch.arange(extent, device=ends.device) < ends[:, None]",
+            "before = torch.arange(extent, device=ends.device) < ends.max()",
+        ),
         TARGETS,
     ),
 ]
