@@ -99,11 +99,16 @@ def node_logits(target: Target, rounds: int) -> list[tuple[torch.Tensor, torch.T
         with cache.add(2) as part:
             target.extend(texts, part, ())
         for _ in range(rounds):
-            marginals = (5 * torch.randn(2, 7, V, generator=generator)).log_softmax(-1)
+            logits = torch.rand(2, 5, V, generator=generator)
+            logits[:, 1:, :3] += torch.tensor([30.0, 20.0, 0.0])
+            logits[:, 0, 7:10] += 20  # three long paths, one after the other
+            marginals = logits.log_softmax(-1)
             tree = ddtree(torch.randint(V, (2,), generator=generator), marginals, 12)
             ancestors = tree.ancestors()
             ours = target.head(target.verify(tree, ancestors, cache).last)
-            assert tree.depths.max() > WINDOW + 1  # some nodes do not see their first ancestors
+            behind = tree.depths[..., None] - WINDOW  # (2, nodes, 1)
+            unseen = ancestors & (tree.depths[:, None] <= behind)
+            assert (unseen & (torch.arange(13) > behind)).any()  # out of the window, though near in the cache
             lines = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in range(2)]
             for b, nodes in enumerate(lines):
                 paths = [texts[b] + tree.tokens[b, line].tolist() for line in nodes]
