@@ -116,7 +116,7 @@ class DARTState(DraftState):
 class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
-    lead, causal = 1, True  # a block begins with the last item, one position before the bonus token
+    lead = 1  # a block begins with the last item, one position before the bonus token
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.dart_config["target_layer_ids"])
@@ -126,11 +126,12 @@ class DART(Drafter):
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.add_ends(embedding=False, head=True)
+        self.views = [(True, None)]
 
-    def head_weight(self, target: Target) -> torch.Tensor:
-        """(V, D): the drafter's own, trained."""
-        return self.lm_head.weight
+    def last_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
+        return self.norm(self.norm(states) if self.config.dart_config.get("norm_twice") else states)
 
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights; the mask vector is random too (DART appendix B.2)."""
@@ -231,7 +232,7 @@ class DART(Drafter):
 
         projected = self.fc(features)  # (B, T, D)
         states = checkpoint(through, projected, use_reentrant=False) if self.recompute else through(projected)
-        return self.norm(states)
+        return self.last_norm(states)
 
     def state(self, rows: int, capacity: int, static: bool = False) -> DARTState:
         """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
@@ -310,5 +311,4 @@ class DART(Drafter):
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
         states = layer.finish(residual, mixed)
-        logits = target.scale(self.lm_head(self.norm(states[:, self.first :])))
-        return (logits.float().log_softmax(dim=-1),)
+        return (self.marginals(target, self.last_norm(states[:, self.first :])),)

@@ -6,9 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infer.commands import (
+    CheckCommand,
     CompareCommand,
     DiffuseCommand,
     EvalCommand,
+    ExportCommand,
     GenerateCommand,
     NgramCommand,
     RegenerateCommand,
@@ -25,14 +27,19 @@ def load(target: TargetConfig, checkpoint: str):
     from infer import load_drafter, load_target
     from infer.bigram import Bigram
     from infer.ngram import open_ngram
+    from infer.target import load_config
 
-    drafter = None if Path(checkpoint).is_file() else load_drafter(checkpoint)
+    drafter = None
+    if not Path(checkpoint).is_file():
+        theirs = load_config(target.path, target.trust_remote_code).get_text_config()
+        drafter = load_drafter(checkpoint, target_layers=theirs.num_hidden_layers)
     model = load_target(target.path, target.dtype, target.device, target.trust_remote_code)
     if drafter is None:
         counts, vocabulary = open_ngram(checkpoint, model), len(model.head_weight)
         if counts.vocabulary != vocabulary:
             raise ValueError(f"{checkpoint}: counts {counts.vocabulary} tokens, the target's head has {vocabulary}")
         return model, Bigram(counts)
+    drafter.check_target(model)
     return model, drafter.to(model.device, model.dtype)
 
 
@@ -41,6 +48,8 @@ def progress(done: int, total: int) -> None:
 
 
 def run_eval(config: EvalCommand) -> None:
+    if config.suite.name is not None:
+        return run_suite(config)
     from data.prompts import held_out_prompts
     from infer.evaluate import evaluate
     from infer.report import table, write_report
@@ -56,6 +65,24 @@ def run_eval(config: EvalCommand) -> None:
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     print(f"\nreport      {write_report(out, [result])}")
+
+
+def run_suite(config: EvalCommand) -> None:
+    from data.suites import load_suite
+    from infer.suite import drafter_digest, evaluate_suite, write_whole
+    from infer.suite_table import suite_table
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    suite = load_suite(config.suite)
+    target, drafter = load(config.target, config.checkpoint)
+    options, out = config.evaluation, Path(config.out)
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    text = suite_table(result)
+    write_whole(out / "suite.md", text + "\n")
+    print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
 
 
 def run_compare(config: CompareCommand) -> None:
@@ -185,7 +212,9 @@ def run_regenerate(config: RegenerateCommand) -> None:
     else:
         drafter = None
         if config.decoding.method != "plain":
-            drafter = load_drafter(config.checkpoint).to(target.device, target.dtype)
+            layers = target.config.num_hidden_layers
+            drafter = load_drafter(config.checkpoint, target.dtype, target.device, layers)
+            drafter.check_target(target)
         longest = max(len(encode(target, row.prompt)) for row in rows)
         answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)
     settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}
@@ -197,6 +226,33 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
     counts = regenerate(rows, answers, Path(config.out), settings, config.most_failures, progress)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
+
+
+def run_export(config: ExportCommand) -> None:
+    from infer.card import write_card
+    from infer.check import check_folder
+    from infer.export import WRITERS, check_token, push
+
+    if config.push_to_hub is not None:
+        check_token()
+    out = Path(config.out)
+    target, drafter = load(config.target, config.checkpoint)
+    WRITERS[config.format](drafter, target, out)
+    write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
+    for verdict in check_folder(out):
+        print(verdict)
+    print(f"\nexport      {out}")
+    if config.push_to_hub is not None:
+        print(f"uploaded    {push(out, config.push_to_hub)}")
+
+
+def run_check(config: CheckCommand) -> None:
+    from infer.check import check_folder
+
+    verdicts = check_folder(config.path, config.target_layers)
+    print("\n".join(map(str, verdicts)))
+    if all(verdict.problems for verdict in verdicts):
+        raise SystemExit(1)
 
 
 def run_chat(config: ChatConfig) -> None:
@@ -214,6 +270,8 @@ COMMANDS = {
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
     "regenerate": (RegenerateCommand, run_regenerate),
+    "export": (ExportCommand, run_export),
+    "check": (CheckCommand, run_check),
 }
 
 if __name__ == "__main__":

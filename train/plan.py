@@ -8,7 +8,7 @@ size, V vocabulary.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from infer.target import load_config, resolve_device, resolve_dtype, resolve_pat
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
+from train.initial import settled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -236,6 +237,7 @@ def estimated_tokens(config: TrainConfig) -> float | None:
 
 def run(config: TrainConfig) -> None:
     """Prints the plan."""
+    config = replace(config, drafter=settled(config.drafter, config.target))
     theirs = target_config(config)
     refuse_unsupported(theirs)
     world = int(os.environ.get("NPROC") or 1)
