@@ -44,14 +44,11 @@ def rounding(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> f
 
 
 def ways_to_compare(options: DecodeOptions) -> list[Way]:
-    """Chains of 1 to 5 drafts, swapped drafts, trees; each one text at a time, and many side by side."""
-    kinds = [("greedy", length) for length in (1, 2, 3, 4, 5)] + [("mixed", 4), ("tree", 4), ("guided", "auto")]
+    """Chains of 1 to 5 drafts, swapped drafts, trees, one text at a time; some of them with many side by side."""
+    kinds = [("greedy", length, 1) for length in (1, 2, 3, 4, 5)]
+    kinds += [("mixed", 4, 1), ("tree", 4, 1), ("guided", "auto", 1), ("greedy", 3, TOGETHER), ("guided", 4, TOGETHER)]
     ssd = replace(options, method="ssd", nodes=8)
-    return [
-        Way(order, replace(ssd, order=order, draft_length=length, rows=rows))
-        for rows in (1, TOGETHER)
-        for order, length in kinds
-    ]
+    return [Way(order, replace(ssd, order=order, draft_length=length, rows=rows)) for order, length, rows in kinds]
 
 
 def progress(done: int, total: int) -> None:
@@ -75,10 +72,11 @@ def identical(model: MaskedModel, prompts: list[list[int]], policies: list[Decod
                     print(f"prompt {index} differs with {way.options}", flush=True)
         differ += sum(wrong.values())
         noise = max(rounding(model, prompt, options) for prompt in prompts[:8])
-        tokens, texts = int(plain.total("written")), len(ways) // 2 * len(prompts)
+        tokens = int(plain.total("written"))
+        alone, together = (sum(len(way.texts) for way in ways if way.options.rows == rows) for rows in wrong)
         print(
-            f"{options.block_length:>6}  {options.cache:<6}{len(prompts):>9}{tokens:>8}{texts:>7}{wrong[1]:>8}"
-            f"{texts:>14}{wrong[TOGETHER]:>8}{noise:>20.1e}",
+            f"{options.block_length:>6}  {options.cache:<6}{len(prompts):>9}{tokens:>8}{alone:>7}{wrong[1]:>8}"
+            f"{together:>14}{wrong[TOGETHER]:>8}{noise:>20.1e}",
             flush=True,
         )
     return differ

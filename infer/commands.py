@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
+from data.suites import SuiteConfig
 from infer.config import (
     MASKED_METHODS,
     DecodeOptions,
@@ -23,19 +24,20 @@ def run_name(checkpoint: str) -> str:
 
 @dataclass
 class EvalCommand:
-    """Evaluates a drafter the way training does at a checkpoint; of a masked diffusion model, which has none, what
-    drafting for itself saves."""
+    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets; of a masked diffusion
+    model, which has no drafter, what drafting for itself saves."""
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # a drafter folder or a training checkpoint
     out: str = "runs/evaluation"  # where numbers and pictures go
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    suite: SuiteConfig = field(default_factory=SuiteConfig)  # instead of `data`; how: evaluation, but for its prompts
     masked: MaskedConfig = field(default_factory=MaskedConfig)  # where the target is a masked diffusion model
 
     def check(self) -> None:
         """Raises ValueError for what cannot be evaluated."""
-        for part in (self.target, self.data, self.evaluation, self.masked):
+        for part in (self.target, self.data, self.evaluation, self.suite, self.masked):
             part.check()
 
 
@@ -140,3 +142,43 @@ class RegenerateCommand:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         if min(self.at_once, self.prompt_tokens) < 1:
             raise ValueError("at_once and prompt_tokens are at least 1")
+
+
+@dataclass
+class ExportCommand:
+    """Writes a drafter for other engines, and uploads it if that is asked for."""
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # anything that load_drafter reads
+    format: str = "dflash"  # dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
+    out: str = "runs/export"  # a folder that is not there yet, or empty
+    push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
+    license: str | None = None  # of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
+    base_model: str | None = None  # the target's name on the hub, for the card; null: target.path, if that is a name
+    target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be written."""
+        self.target.check()
+        if self.format not in ("dflash", "speculators", "dart"):
+            raise ValueError(f"format={self.format}: use dflash, speculators or dart")
+        if not self.out:
+            raise ValueError("out=<folder>: where should the export go?")
+        if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
+            raise ValueError(f"out={self.out}: that folder is not empty, choose another")
+        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
+            raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
+
+
+@dataclass
+class CheckCommand:
+    """Says which engines would load a drafter's folder, and what is at fault where one would not."""
+
+    path: str = "runs/embedded-dflash/checkpoints/best"  # a folder, a training checkpoint, or a hub id
+    target_layers: int | None = None  # how many the target has, for configs that do not say
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be looked at."""
+        if not self.path:
+            raise ValueError("path=<folder or hub id>: which drafter?")
+        if self.target_layers is not None and self.target_layers < 1:
+            raise ValueError(f"target_layers={self.target_layers}: at least 1")

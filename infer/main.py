@@ -6,8 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infer.commands import (
+    CheckCommand,
     CompareCommand,
     EvalCommand,
+    ExportCommand,
     GenerateCommand,
     NgramCommand,
     RegenerateCommand,
@@ -26,6 +28,7 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
     from infer.bigram import Bigram
     from infer.masked import is_masked
     from infer.ngram import open_ngram
+    from infer.target import load_config
 
     if method in MASKED_METHODS:
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
@@ -34,7 +37,10 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
             f"target.path={place.path}: a masked diffusion model has no drafter, and method={method} cannot decode it: "
             "use decoding.method=ssd"
         )
-    drafter = None if checkpoint is None or Path(checkpoint).is_file() else load_drafter(checkpoint)
+    drafter = None
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        theirs = load_config(place.path, place.trust_remote_code).get_text_config()
+        drafter = load_drafter(checkpoint, target_layers=theirs.num_hidden_layers)
     model = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
     if checkpoint is None:
         return model, None
@@ -43,6 +49,7 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
         if counts.vocabulary != vocabulary:
             raise ValueError(f"{checkpoint}: counts {counts.vocabulary} tokens, the target's head has {vocabulary}")
         return model, Bigram(counts)
+    drafter.check_target(model)
     return model, drafter.to(model.device, model.dtype)
 
 
@@ -51,6 +58,8 @@ def progress(done: int, total: int) -> None:
 
 
 def run_eval(config: EvalCommand) -> None:
+    if config.suite.name is not None:
+        return run_suite(config)
     from data.prompts import held_out_prompts
     from infer.evaluate import evaluate
     from infer.masked import is_masked
@@ -83,6 +92,24 @@ def run_eval_masked(config: EvalCommand) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
+
+
+def run_suite(config: EvalCommand) -> None:
+    from data.suites import load_suite
+    from infer.suite import drafter_digest, evaluate_suite, write_whole
+    from infer.suite_table import suite_table
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    suite = load_suite(config.suite)
+    target, drafter = load(config.target, config.checkpoint)
+    options, out = config.evaluation, Path(config.out)
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    text = suite_table(result)
+    write_whole(out / "suite.md", text + "\n")
+    print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
 
 
 def run_compare(config: CompareCommand) -> None:
@@ -200,6 +227,33 @@ def run_regenerate(config: RegenerateCommand) -> None:
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
 
 
+def run_export(config: ExportCommand) -> None:
+    from infer.card import write_card
+    from infer.check import check_folder
+    from infer.export import WRITERS, check_token, push
+
+    if config.push_to_hub is not None:
+        check_token()
+    out = Path(config.out)
+    target, drafter = load(config.target, config.checkpoint)
+    WRITERS[config.format](drafter, target, out)
+    write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
+    for verdict in check_folder(out):
+        print(verdict)
+    print(f"\nexport      {out}")
+    if config.push_to_hub is not None:
+        print(f"uploaded    {push(out, config.push_to_hub)}")
+
+
+def run_check(config: CheckCommand) -> None:
+    from infer.check import check_folder
+
+    verdicts = check_folder(config.path, config.target_layers)
+    print("\n".join(map(str, verdicts)))
+    if all(verdict.problems for verdict in verdicts):
+        raise SystemExit(1)
+
+
 def run_chat(config: ChatConfig) -> None:
     from infer.chat import chat
 
@@ -214,6 +268,8 @@ COMMANDS = {
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
     "regenerate": (RegenerateCommand, run_regenerate),
+    "export": (ExportCommand, run_export),
+    "check": (CheckCommand, run_check),
 }
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from infer.architecture import head_size
 from infer.masks import additive
-from infer.target import Target, head_size, reaching, resolve_device, resolve_dtype, resolve_path
+from infer.target import Target, reaching, resolve_device, resolve_dtype, resolve_path
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
