@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from infer.architecture import head_size
 from infer.masks import additive
-from infer.target import Target, reaching, resolve_device, resolve_dtype, resolve_path
+from infer.target import Target, reaching, resolve_device, resolve_dtype, resolve_path, weight_files
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
@@ -150,7 +151,7 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
     Raises ValueError, before weights are loaded, for a model of another kind, for one without a mask token, and for
     one whose own code the user has not allowed; FileNotFoundError for one that is not there.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -163,16 +164,43 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
             "with target.trust_remote_code=true"
         )
     place = resolve_device(device)
-    kind = AutoModel if foreign else AutoModelForCausalLM
-    options = {} if foreign else {"attn_implementation": "sdpa"}
-    allow = foreign and trust_remote_code
-    source = resolve_path(path)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=allow)
-    model = kind.from_pretrained(source, dtype=resolve_dtype(dtype, place), trust_remote_code=allow, **options)
+    source, kind = resolve_path(path), resolve_dtype(dtype, place)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign and trust_remote_code)
+    if foreign:
+        model = load_foreign(path, kind, trust_remote_code)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation="sdpa")
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if not 0 <= mask < vocabulary:
         raise ValueError(f"target.path={path}: mask_token_id={mask} is no token of its vocabulary of {vocabulary}")
     return MaskedModel(model.to(place).eval().requires_grad_(False), tokenizer, mask, shifted, name=path)
+
+
+def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """A model that is run by its own code, built and filled by us. `from_pretrained` of transformers 5 asks such code
+    for what it does not have (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
+    embeddings, without values. Raises ValueError where the code does not run, or the weights are others."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (AttributeError, ImportError, KeyError, TypeError) as wrong:
+        reason = f"{type(wrong).__name__}: {wrong}"
+        raise ValueError(
+            f"target.path={path}: the code that comes with it does not run with transformers "
+            f"{transformers.__version__} ({reason}): it needs the release that it was written for"
+        ) from wrong
+    missing = set(model.state_dict())
+    for file in weight_files(path):
+        weights = load_file(file)
+        unknown = model.load_state_dict(weights, strict=False).unexpected_keys
+        if unknown:
+            raise ValueError(f"target.path={path}: {file.name} has weights unknown to its code, such as {unknown[0]}")
+        missing -= weights.keys()
+    if missing:
+        raise ValueError(f"target.path={path}: its files lack weights, such as {sorted(missing)[0]}")
+    return model
 
 
 def read_config(path: str) -> dict:

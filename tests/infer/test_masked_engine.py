@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from infer import generate, stream
 from infer.config import DecodeOptions, EngineConfig, EvaluationConfig, MaskedConfig, TargetConfig, TextOptions
@@ -219,7 +219,7 @@ def test_a_crowd_gets_its_own_texts(served):
     assert idle(service) and len(service.engine.free) == 3
 
 
-MODELLING = """
+BODY = """
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -227,38 +227,94 @@ from transformers.modeling_outputs import CausalLMOutput
 class FakeConfig(PretrainedConfig):
     model_type = "{kind}"
 
+class Mixer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("near", torch.tensor([0.5]), persistent=False)  # as rotary frequencies: not stored
+
+    def forward(self, x):
+        place = torch.arange(x.shape[1], device=x.device)
+        apart = place[:, None] - place
+        return torch.tanh((torch.exp(-self.near * apart.abs()) * (1 + 0.1 * torch.sign(apart))).to(x.dtype) @ x)
+"""
+# As LLaDA's code: no post_init, ties for itself, embeddings deep inside.
+LLADA = """
 class FakeModel(PreTrainedModel):
-    config_class = FakeConfig
+    config_class, base_model_prefix = FakeConfig, "model"
+
+    def __init__(self, config, model=None, init_params=False):
+        super().__init__(config)
+        parts = {"wte": torch.nn.Embedding(512, 16), "mixer": Mixer(), "ff_out": torch.nn.Linear(16, 512, bias=False)}
+        self.model = torch.nn.Module()
+        self.model.transformer = torch.nn.ModuleDict(parts)
+
+    def forward(self, input_ids=None, inputs_embeds=None, attention_mask=None, attention_bias=None, use_cache=None):
+        assert attention_mask is None and not use_cache
+        parts = self.model.transformer
+        return CausalLMOutput(logits=parts.ff_out(parts.mixer(parts.wte(input_ids))))
+
+    def can_generate(self):
+        return True
+
+    def get_input_embeddings(self):
+        return self.model.transformer.wte
+
+    def get_output_embeddings(self):
+        return self.model.transformer.ff_out
+
+    def tie_weights(self):
+        if self.config.weight_tying:
+            self.model.transformer.ff_out = self.model.transformer.wte
+"""
+# As Dream's: a body and a head, a loader of its own, weights of its own making, a list of tied ones.
+DREAM = """
+class FakeModel(PreTrainedModel):
+    config_class, base_model_prefix, _tied_weights_keys = FakeConfig, "model", ["lm_head.weight"]
+
     def __init__(self, config):
         super().__init__(config)
-        self.embed = torch.nn.Embedding(512, 16)
-        self.out = torch.nn.Linear(16, 512, bias=False)
+        self.model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(512, 16), "mixer": Mixer()})
+        self.lm_head = torch.nn.Linear(16, 512, bias=False)
         self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            module.weight.data.normal_(std=0.02)
+
+    @classmethod
+    def from_pretrained(cls, path, *args, config=None, weights_only=True, **kwargs):
+        raise AssertionError("reads a generation config of its own kind")
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, num_logits_to_keep=0, **loss_kwargs):
+        assert attention_mask is None
+        x = self.model.mixer(self.model.embed_tokens(input_ids))
+        return CausalLMOutput(logits=self.lm_head(x[:, -num_logits_to_keep:, :]))
+
     def get_input_embeddings(self):
-        return self.embed
+        return self.model.embed_tokens
+
     def get_output_embeddings(self):
-        return self.out
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        if attention_mask is not None or position_ids is not None or kwargs:
-            raise TypeError("only rows of one length")
-        x = self.embed(input_ids)
-        place = torch.arange(x.shape[1], device=x.device)
-        near = torch.exp(-0.5 * (place[:, None] - place).abs()) * (1 + 0.1 * torch.sign(place[:, None] - place))
-        return CausalLMOutput(logits=self.out(torch.tanh(near.to(x.dtype) @ x)))
+        return self.lm_head
 """
+NAMES = {
+    "llada": ("model.transformer.wte.weight", "model.transformer.ff_out.weight"),
+    "Dream": ("model.embed_tokens.weight", "lm_head.weight"),
+}
 
 
 def foreign_folder(folder: Path, embedded: Path, kind: str) -> Path:
-    """A folder that loads as LLaDA and Dream do: a model with code of its own, far smaller."""
+    """A folder that loads as LLaDA and Dream do: a model with code of its own in the shape of theirs, far smaller."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded / name, folder)
-    (folder / "modeling_fake.py").write_text(MODELLING.replace("{kind}", kind))
+    code = BODY.replace("{kind}", kind) + {"llada": LLADA, "Dream": DREAM}[kind]
+    (folder / "modeling_fake.py").write_text(code)
     config = {"model_type": kind, "mask_token_id": MASK, "vocab_size": 512, "architectures": ["FakeModel"]}
+    config |= {"weight_tying": False, "tie_word_embeddings": False}
     config["auto_map"] = {"AutoConfig": "modeling_fake.FakeConfig", "AutoModel": "modeling_fake.FakeModel"}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
-    weights = {f"{name}.weight": torch.randn(512, 16, generator=generator) for name in ("embed", "out")}
+    weights = {name: torch.randn(512, 16, generator=generator) for name in NAMES[kind]}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -271,6 +327,9 @@ def test_models_with_their_own_code_load_decode_and_serve(tmp_path, repo, monkey
         load_masked(str(folder), "float32", "cpu")
     model = load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
     assert is_masked(str(folder)) and model.shifted is shifted and model.mask_token_id == MASK
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(model.model.state_dict()[name], weight) for name, weight in stored.items())
+    assert [float(value) for name, value in model.model.named_buffers()] == [0.5]
     ids = torch.tensor([[5, 6, MASK, 8]])
     theirs = model.model(input_ids=ids).logits
     assert torch.equal(model.logits(ids)[0, 2, :MASK], theirs[0, 2 - shifted, :MASK])
@@ -290,6 +349,24 @@ def test_models_with_their_own_code_load_decode_and_serve(tmp_path, repo, monkey
         answers = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
         alone = [generate(model, None, p, method="steps", max_new_tokens=12).text for p in body["prompt"]]
         assert [answer["text"] for answer in answers] == alone
+
+
+def test_foreign_code_and_weights_that_do_not_fit_are_told_in_one_sentence(tmp_path, repo, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = foreign_folder(tmp_path / "lacking", repo / "data" / "embedded", "llada")
+    weights = load_file(folder / "model.safetensors")
+    head = weights.pop("model.transformer.ff_out.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="its files lack weights, such as model.transformer.ff_out.weight"):
+        load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
+    save_file(weights | {"head": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="has weights unknown to its code, such as head"):
+        load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
+    folder = foreign_folder(tmp_path / "old", repo / "data" / "embedded", "Dream")
+    code = (folder / "modeling_fake.py").read_text()
+    (folder / "modeling_fake.py").write_text(code.replace("        self.post_init()", "        config.gone()"))
+    with pytest.raises(ValueError, match="code that comes with it does not run with transformers .*AttributeError"):
+        load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
 
 
 def masked_folder(repo: Path, copy: Path) -> Path:
