@@ -10,6 +10,7 @@ in any write; exit code 1 if there are any. docs/results/ssd.txt has "--parts id
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -22,8 +23,6 @@ from infer.diffusion import MaskedEngine
 from infer.evaluate_masked import Way, evaluate_masked, masked_options, measure, table
 from infer.masked import MaskedModel, load_masked
 from infer.masked_pass import Task
-
-TOGETHER = 16  # texts side by side
 
 
 @torch.inference_mode()
@@ -43,42 +42,38 @@ def rounding(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> f
     return (logits([]) - logits(states)).nan_to_num().abs().max().item()
 
 
-def ways_to_compare(options: DecodeOptions) -> list[Way]:
-    """Chains of 1 to 5 drafts, swapped drafts, trees, one text at a time; some of them with many side by side."""
-    kinds = [("greedy", length, 1) for length in (1, 2, 3, 4, 5)]
-    kinds += [("mixed", 4, 1), ("tree", 4, 1), ("guided", "auto", 1), ("greedy", 3, TOGETHER), ("guided", 4, TOGETHER)]
+def ways_to_compare(options: DecodeOptions, rows: Sequence[int]) -> list[Way]:
+    """Chains of 1 to 5 drafts, swapped drafts, trees, with so many texts side by side."""
+    kinds = [("greedy", length) for length in (1, 2, 3, 4, 5)] + [("mixed", 4), ("tree", 4), ("guided", "auto")]
     ssd = replace(options, method="ssd", nodes=8)
-    return [Way(order, replace(ssd, order=order, draft_length=length, rows=rows)) for order, length, rows in kinds]
+    return [Way(order, replace(ssd, order=order, draft_length=x, rows=count)) for count in rows for order, x in kinds]
 
 
 def progress(done: int, total: int) -> None:
     print(f"\r{done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def identical(model: MaskedModel, prompts: list[list[int]], policies: list[DecodeOptions]) -> int:
-    """How many texts differ from step by step's; prints a line for every policy."""
-    print(
-        f"blocks  cache   prompts  tokens  texts  differ  {TOGETHER} at a time  differ  rounding of logits", flush=True
-    )
+def identical(model: MaskedModel, prompts: list[list[int]], policies: list[DecodeOptions], rows: Sequence[int]) -> int:
+    """How many texts differ from step by step's, which are written alone; prints lines for every policy."""
+    print("blocks  cache   rows  prompts  tokens  ways  texts  differ  rounding of logits", flush=True)
     differ = 0
     for options in policies:
-        ways = ways_to_compare(options)
+        ways = ways_to_compare(options, rows)
         plain = measure(model, prompts, ways, options, progress)
-        wrong = {1: 0, TOGETHER: 0}
-        for way in ways:
-            for index, (done, steps) in enumerate(zip(way.texts, plain.texts, strict=True)):
-                if done.writes != steps.writes:
-                    wrong[way.options.rows] += 1
-                    print(f"prompt {index} differs with {way.options}", flush=True)
-        differ += sum(wrong.values())
         noise = max(rounding(model, prompt, options) for prompt in prompts[:8])
-        tokens = int(plain.total("written"))
-        alone, together = (sum(len(way.texts) for way in ways if way.options.rows == rows) for rows in wrong)
-        print(
-            f"{options.block_length:>6}  {options.cache:<6}{len(prompts):>9}{tokens:>8}{alone:>7}{wrong[1]:>8}"
-            f"{together:>14}{wrong[TOGETHER]:>8}{noise:>20.1e}",
-            flush=True,
-        )
+        for count in rows:
+            some, wrong = [way for way in ways if way.options.rows == count], 0
+            for way in some:
+                for index, (done, steps) in enumerate(zip(way.texts, plain.texts, strict=True)):
+                    if done.writes != steps.writes:
+                        wrong += 1
+                        print(f"prompt {index} differs with {way.options}", flush=True)
+            print(
+                f"{options.block_length:>6}  {options.cache:<6}{count:>6}{len(prompts):>9}"
+                f"{int(plain.total('written')):>8}{len(some):>6}{len(some) * len(prompts):>7}{wrong:>8}{noise:>20.1e}",
+                flush=True,
+            )
+            differ += wrong
     return differ
 
 
@@ -94,6 +89,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 4, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of drafts, in the tables")
     parser.add_argument("--orders", nargs="+", default=["greedy", "mixed", "tree", "guided"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="texts side by side, for identical")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--source", default="embedded", help="of the prompts: embedded or stdlib")
     args = parser.parse_args()
@@ -105,7 +101,7 @@ def main() -> None:
         masked_options(evaluation, MaskedConfig(block_length=block, cache=cache))
         for block, cache in product(args.blocks, args.caches)
     ]
-    differ = identical(model, prompts[: args.prompts], policies) if "identical" in args.parts else 0
+    differ = identical(model, prompts[: args.prompts], policies, args.rows) if "identical" in args.parts else 0
     for options in policies[: len(args.caches) if "tables" in args.parts else 0]:
         some = prompts[: args.table_prompts]
         result = evaluate_masked(model, some, options, args.lengths, args.orders, progress=progress)
