@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from infer.checkpoint import MODEL_MODE, config_dict, save_drafter
 from infer.dart import DART, default_layer_ids
 from infer.drafter import Drafter
-from infer.target import Target
+from infer.target import Target, resolve_path
 
 FORMATS = ("dflash", "speculators", "dart")
 
@@ -106,7 +106,7 @@ def write_speculators(drafter: Drafter, target: Target | None, out: Path) -> Non
     if drafter.d2t is not None:
         weights["t2d"] = marked(drafter)
     architectures = target.model.config.architectures or [type(target.model).__name__]
-    write(out, speculators_config(drafter, target.name, architectures), weights)
+    write(out, speculators_config(drafter, resolve_path(target.name), architectures), weights)
 
 
 def write_dart(drafter: Drafter, target: Target | None, out: Path) -> None:

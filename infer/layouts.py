@@ -89,6 +89,7 @@ def read_dflash(folder: Folder, target_layers: int | None) -> Reading:
     layers = known_layers(keys, target_layers)
     count = options["num_hidden_layers"] or 1
     own: dict[str, Any] = {
+        "block_size": None,
         "mask_token_id": mask_token(part if "mask_token_id" in part.raw else keys, options["vocab_size"]),
         "target_layer_ids": tapped(part, "target_layer_ids", layers),  # no formula: many published ones have others
     }
@@ -134,6 +135,7 @@ def read_speculators(folder: Folder, target_layers: int | None) -> Reading:
     options = transformer(part, None)
     layers = known_layers(keys, target_layers)
     own: dict[str, Any] = {
+        "block_size": None,
         "mask_token_id": mask_token(keys, options["vocab_size"]),
         "target_layer_ids": tapped(keys, "aux_hidden_state_layer_ids", layers, first=1),
     }
