@@ -10,6 +10,7 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from infer.cache import Window
 from infer.config import DrafterConfig
-from infer.drafter import Attention, Drafter, DraftState, checked_layers, default_mask_token, rotate, sizes
+from infer.drafter import Attention, Drafter, DraftState, checked_layers, default_mask_token, rotate, sizes, works_like
 from infer.masks import masked_attention
 from infer.static import padded
 from infer.target import Target
@@ -139,7 +140,7 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
-        """Starts from the target's own layers, where their shapes are ours; returns whether they are.
+        """Starts from the target's own layers, where they work like ours; returns whether they do.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
         `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
@@ -149,8 +150,13 @@ class DFlash(Drafter):
             return False
         which = warm_layers(self.layer_ids, len(self.layers), len(target.body.layers))
         theirs = [target.body.layers[i].state_dict() for i in which]
-        for ours, layer in zip(self.layers, theirs, strict=True):
-            if {k: v.shape for k, v in ours.state_dict().items()} != {k: v.shape for k, v in layer.items()}:
+        shapes = {name: tensor.shape for name, tensor in self.layers[0].state_dict().items()}
+        for i, layer in zip(which, theirs, strict=True):
+            if {name: tensor.shape for name, tensor in layer.items()} != shapes:
+                return False
+            trial = deepcopy(self.layers[0])
+            trial.load_state_dict(layer)
+            if not works_like(target.body.layers[i], target, self, trial):
                 return False
         for ours, layer in zip(self.layers, theirs, strict=True):
             ours.load_state_dict(layer)

@@ -20,13 +20,16 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from infer.architecture import head_size, key_heads, norm_eps, rope
 from infer.cache import KVCache
 from infer.config import DrafterConfig
+from infer.masks import additive
 from infer.static import Program
-from infer.target import Target, head_size
+from infer.target import Target
 
 
 def default_mask_token(target: Target) -> int:
@@ -61,7 +64,6 @@ def checked_layers(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
 
 def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """What a drafter's config.json takes over from the target's, and from the options whatever the family."""
-    rope = getattr(theirs, "rope_parameters", None) or {}
     return {
         "block_size": options.block_size,
         "num_target_layers": theirs.num_hidden_layers,
@@ -70,16 +72,37 @@ def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
         "hidden_size": theirs.hidden_size,
         "intermediate_size": theirs.intermediate_size,
         "num_attention_heads": theirs.num_attention_heads,
-        "num_key_value_heads": theirs.num_key_value_heads,
+        "num_key_value_heads": key_heads(theirs),
         "head_dim": head_size(theirs),
-        "rms_norm_eps": theirs.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 1e4))},
+        "rms_norm_eps": norm_eps(theirs),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope(theirs).get("rope_theta", 1e4))},
         "max_position_embeddings": theirs.max_position_embeddings,
         "vocab_size": theirs.vocab_size,
         "tie_word_embeddings": False,
         "bos_token_id": theirs.bos_token_id,
         "eos_token_id": theirs.eos_token_id,
     }
+
+
+@torch.no_grad()
+def works_like(theirs: nn.Module, target: Target, drafter: "Drafter", ours: Callable) -> bool:
+    """Whether a layer of the target's does what `ours(states, rotary, attend)` does that took over its weights. Shapes
+    do not tell: norms that multiply by one more than their weight, other activations, residuals that are scaled, and
+    rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's angles."""
+    if (rope(target.config).get("partial_rotary_factor") or 1) != 1:
+        return False
+    weight, positions = next(theirs.parameters()), torch.arange(4)[None]
+    states = 0.01 * torch.randn(1, 4, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = additive(torch.ones(4, 4, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
+    angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
+    try:
+        found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # a layer that is called in a way of its own
+        return False
+    found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    expected = ours(states, drafter.angles(positions), attend)
+    return bool((found - expected).norm() < 0.05 * (expected - states).norm())  # more than bfloat16's rounding
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -180,7 +203,7 @@ class Drafter(nn.Module):
     def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the drafter's own
         head has no row for are at minus infinity."""
-        logits = target.head(states.to(target.dtype)) if self.lm_head is None else self.lm_head(states)
+        logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
         known = logits.float().log_softmax(dim=-1)
         if self.d2t is None:
             return known

@@ -111,3 +111,14 @@ def cached(ends: torch.Tensor, inside: torch.Tensor, extent: int) -> torch.Tenso
     new = ends[:, None] + torch.arange(width, device=ends.device)  # (B, Q)
     allowed = before[:, None].expand(-1, width, -1).scatter(2, new[:, None].expand(-1, width, -1), inside)
     return allowed[:, None]
+
+
+def nearby(positions: torch.Tensor, ends: torch.Tensor | None, extent: int, window: int) -> torch.Tensor:
+    """What lies less than `window` positions before queries at `positions` (B, Q), or behind them: (B, 1, Q, extent)
+    bool. Positions count, not places in the cache: siblings in a tree have one position. The keys are the queries, or
+    (`ends` (B,)) a row's cached positions and the queries behind them."""
+    keys = positions
+    if ends is not None:
+        new = ends[:, None] + torch.arange(positions.shape[1], device=ends.device)  # (B, Q)
+        keys = torch.arange(extent, device=ends.device).expand(len(ends), -1).scatter(1, new, positions)
+    return (keys[:, None] > positions[..., None] - window)[:, None]

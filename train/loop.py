@@ -110,6 +110,7 @@ def score(
         target.head_weight,
         config.objective,
         head,
+        target.scale,
     )
 
 
