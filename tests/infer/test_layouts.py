@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from infer import generate, load_drafter
+from infer import generate, load_drafter, save_drafter
 from infer.masks import block_mask_mod, dense
 from train.blocks import block_mask
 
@@ -434,6 +434,8 @@ def test_rotary_positions_in_both_spellings(new, old, target, tmp_path):
     assert torch.allclose(ours_sin[..., E // 2 :], sin[..., E // 2 :].double(), atol=1e-6)
     first, second = (drafted(target, drafter) for drafter in drafters)
     assert torch.equal(first, second)
+    save_drafter(drafters[0].config, drafters[0].state_dict(), tmp_path / "again")
+    assert torch.equal(drafted(target, load_drafter(tmp_path / "again")), first)
     if old is not None:  # and scaling is not lost on the way
         simple = load_drafter(written(tmp_path / "simple", public(rope_theta=500.0), dflash_weights()))
         assert not torch.allclose(first, drafted(target, simple), atol=1e-3)
