@@ -20,8 +20,8 @@ FORMATS = ("dflash", "speculators", "dart")
 
 
 def drop_copies(drafter: Drafter, target: Target) -> None:
-    """Takes a DFlash drafter's own embedding and head away where they are the target's, bit for bit in the drafter's
-    dtype. Raises ValueError where they are others, or of a part of the vocabulary."""
+    """Takes a DFlash drafter's own embedding and head away where they are the target's, bit for bit in the dtype of one
+    of the two. Raises ValueError where they are others, or of a part of the vocabulary."""
     if isinstance(drafter, DART):
         return
     if drafter.d2t is not None:
@@ -29,7 +29,7 @@ def drop_copies(drafter: Drafter, target: Target) -> None:
     theirs = {"embed_tokens": target.embedding.weight, "lm_head": target.head_weight}
     for name, weight in theirs.items():
         own = getattr(drafter, name)
-        if own is not None and not torch.equal(own.weight.to(weight), weight):
+        if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
             raise ValueError(f"its own {name} is not the target's")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)

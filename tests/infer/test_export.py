@@ -276,14 +276,21 @@ def checkpoint(embedded, tmp_path):
     from infer.config import DrafterConfig
     from infer.families import new_drafter
 
-    drafter = new_drafter(DrafterConfig(layers=1), embedded)
+    drafter = new_drafter(DrafterConfig(layers=1), embedded).bfloat16()
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "run" / "drafter")
     return str(tmp_path / "run")
 
 
 def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys):
+    run_export(ExportCommand(checkpoint, "dflash", str(tmp_path / "dflash")))  # as it is stored
+    assert load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    assert "SGLang (DFLASH): would load it" in capsys.readouterr().out
     out = tmp_path / "out"
     run_export(ExportCommand(checkpoint, "speculators", str(out)))
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    run_export(ExportCommand(str(out), "dflash", str(tmp_path / "back")))  # its ends are the target's, and left away
+    again = (tmp_path / "back" / "model.safetensors").read_bytes()
+    assert again == (tmp_path / "dflash" / "model.safetensors").read_bytes()
     assert "speculators, and vLLM through it: would load it" in capsys.readouterr().out
     config = json.loads((out / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(repo / "data" / "embedded")

@@ -441,6 +441,16 @@ def test_rotary_positions_in_both_spellings(new, old, target, tmp_path):
         assert not torch.allclose(first, drafted(target, simple), atol=1e-3)
 
 
+def test_null_is_as_good_as_nothing(target, tmp_path):
+    own = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": TAPPED, "causal": None}
+    config = public(dflash_config=own) | dict.fromkeys(["block_size", "head_dim", "rope_scaling", "draft_vocab_size"])
+    config |= dict.fromkeys(["num_target_layers", "sliding_window", "use_sliding_window", "hidden_act", "is_causal"])
+    weights = dflash_weights()
+    drafter = load_drafter(written(tmp_path / "null", config, weights))
+    plain = load_drafter(written(tmp_path / "plain", public(), weights))
+    assert torch.equal(drafted(target, drafter), drafted(target, plain))
+
+
 def test_layer_types_follow_from_the_window_where_they_are_not_given(tmp_path):
     options = {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     drafter = load_drafter(written(tmp_path / "drafter", public(**options), dflash_weights()))
