@@ -106,6 +106,36 @@ def test_the_speculators_layout_counts_layers_from_one(make_tiny, tmp_path):
     assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
 
 
+def test_a_target_that_scales_its_embeddings(repo, tmp_path):
+    """Gemma's: what is stored is what enters the first layer; and its two ends alone scale as well."""
+    from shutil import copy
+
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from infer import load_target
+    from infer.config import DrafterConfig
+    from infer.families import new_drafter
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 512}
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
+    model.save_pretrained(tmp_path / "gemma")
+    for file in (repo / "data" / "embedded").glob("*token*.json"):
+        copy(file, tmp_path / "gemma")
+    target = load_target(str(tmp_path / "gemma"), "float32", "cpu")
+    ends = load_target(str(tmp_path / "gemma"), "float32", "cpu", only_layers=())
+    ids = torch.arange(9)
+    assert torch.equal(ends.embed(ids), target.embed(ids))
+    assert not torch.allclose(target.embed(ids[1:]), target.embedding.weight[1:9])
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1), target)
+    drafter.reset(torch.Generator().manual_seed(0))
+    write_speculators(drafter, ends, tmp_path / "out")
+    again = load_drafter(tmp_path / "out")
+    assert torch.equal(marginals(target, again), marginals(target, drafter))
+    write_dflash(again, ends, tmp_path / "back")
+    assert torch.equal(marginals(target, load_drafter(tmp_path / "back")), marginals(target, drafter))
+
+
 def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny, tmp_path):
     target, drafter = make_tiny()
     write_speculators(drafter, target, tmp_path / "whole")
