@@ -296,8 +296,8 @@ def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torc
                 tensor = weights.get_tensor(name).to(device, dtype)
             owner, _, attribute = leaf.rpartition(".")
             setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
-    if hasattr(ends["embedding"], "scalar_embed_scale"):  # Gemma's: a buffer that no file has
-        ends["embedding"].embed_scale = torch.tensor(ends["embedding"].scalar_embed_scale, device=device)
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
     model.tie_weights()
 
 
