@@ -6,10 +6,11 @@ from pathlib import Path
 from data.rows import DataConfig
 from data.suites import SuiteConfig
 from infer.config import (
+    MASKED_METHODS,
     DecodeOptions,
     EngineConfig,
     EvaluationConfig,
-    MaskedOptions,
+    MaskedConfig,
     ServerConfig,
     TargetConfig,
 )
@@ -23,7 +24,8 @@ def run_name(checkpoint: str) -> str:
 
 @dataclass
 class EvalCommand:
-    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets."""
+    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets; of a masked diffusion
+    model, which has no drafter, what drafting for itself saves."""
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # a drafter folder or a training checkpoint
     out: str = "runs/evaluation"  # where numbers and pictures go
@@ -31,10 +33,11 @@ class EvalCommand:
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)  # instead of `data`; how: evaluation, but for its prompts
+    masked: MaskedConfig = field(default_factory=MaskedConfig)  # where the target is a masked diffusion model
 
     def check(self) -> None:
         """Raises ValueError for what cannot be evaluated."""
-        for part in (self.target, self.data, self.evaluation, self.suite):
+        for part in (self.target, self.data, self.evaluation, self.suite, self.masked):
             part.check()
 
 
@@ -102,31 +105,6 @@ class GenerateCommand:
 
 
 @dataclass
-class DiffuseCommand:
-    """Lets a masked diffusion model fill in a text, or measures on held-out prompts what self drafting saves it."""
-
-    checkpoint: str = "runs/embedded-diffusion/model"  # a folder of ours, or LLaDA or Dream: a folder or its name
-    prompt: str = "import os\n\ndef main():\n"
-    evaluate: bool = False  # print the table of draft lengths and orders instead
-    prompts: int = 16  # held-out prompts of that table
-    prompt_tokens: int = 64  # of them, at most
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
-    trust_remote_code: bool = False  # run the modelling code that LLaDA and Dream come with
-    data: DataConfig = field(default_factory=DataConfig)
-    decoding: MaskedOptions = field(default_factory=MaskedOptions)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be decoded."""
-        self.data.check()
-        self.decoding.check()
-        if self.prompts < 1 or self.prompt_tokens < 1:
-            raise ValueError("prompts and prompt_tokens are at least 1")
-        if not self.prompt:
-            raise ValueError("prompt: at least one character")
-
-
-@dataclass
 class ServeCommand:
     """Serves a target and its drafter over HTTP."""
 
@@ -160,7 +138,7 @@ class RegenerateCommand:
         """Raises ValueError for what cannot be asked for."""
         for part in (self.target, self.data, self.decoding):
             part.check()
-        if self.server is None and self.checkpoint is None and self.decoding.method != "plain":
+        if self.server is None and self.checkpoint is None and self.decoding.method not in ("plain", *MASKED_METHODS):
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         if min(self.at_once, self.prompt_tokens) < 1:
             raise ValueError("at_once and prompt_tokens are at least 1")

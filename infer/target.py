@@ -347,10 +347,8 @@ def without_memory(config: "PretrainedConfig", **options: object) -> nn.Module:
     SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
     from transformers import AutoModelForCausalLM
 
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     with torch.device("meta"):
         try:
-            way = "eager" if capped else "sdpa"
-            return AutoModelForCausalLM.from_config(config, attn_implementation=way, **options)
-        except ValueError:
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
+        except ValueError:  # the model's class says so
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
