@@ -34,7 +34,7 @@ PLAIN: dict[str, tuple] = {
 
 @dataclass
 class Keys:
-    """One level of a config.json. What is missing or wrong is noted in `problems`."""
+    """One level of a config.json, where null is as good as nothing. What is missing or wrong is noted in `problems`."""
 
     raw: dict
     problems: list[str]
@@ -45,7 +45,7 @@ class Keys:
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> int | None:
         """A whole number of at least `least`; without a default it must be there."""
-        value = self.raw.get(key, default)
+        value = default if self.raw.get(key) is None else self.raw[key]
         if value is None:
             self.note(key, "is missing")
         elif not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -55,7 +55,7 @@ class Keys:
 
     def real(self, key: str, default: float) -> float:
         """A number above 0."""
-        value = self.raw.get(key, default)
+        value = default if self.raw.get(key) is None else self.raw[key]
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             self.note(key, f"is {value!r}, expected a number above 0")
             return default
@@ -133,10 +133,9 @@ def rope(keys: Keys) -> dict[str, Any]:
     if kind not in ROPES:
         part.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
     for key in ROPES.get(kind, ()):
-        if key in part.raw:
-            part.real(key, 1.0)
-        else:
+        if part.raw.get(key) is None:
             part.note(key, f"is missing, which {kind} needs")
+        part.real(key, 1.0)
     rest = {key: value for key, value in part.raw.items() if key not in ("type", "rope_type", "rope_theta")}
     return {"rope_type": kind, "rope_theta": theta} | (rest if kind != "default" else {})
 

@@ -228,14 +228,21 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
 
 def run_export(config: ExportCommand) -> None:
+    from infer import load_drafter, load_target
     from infer.card import write_card
     from infer.check import check_folder
     from infer.export import WRITERS, check_token, push
+    from infer.target import load_config
 
     if config.push_to_hub is not None:
         check_token()
-    out = Path(config.out)
-    target, drafter = load(config.target, config.checkpoint)
+    place, out, layers, target = config.target, Path(config.out), None, None
+    if config.format != "dflash":
+        layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
+    drafter = load_drafter(config.checkpoint, target_layers=layers)
+    if config.format != "dflash" or drafter.embed_tokens is not None or drafter.lm_head is not None:
+        target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
+        drafter.check_target(target)
     WRITERS[config.format](drafter, target, out)
     write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
