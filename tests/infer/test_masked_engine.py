@@ -18,6 +18,7 @@ from infer.decode import open_engine
 from infer.diffusion import MaskedEngine
 from infer.main import EvalCommand, GenerateCommand, load, run_eval, run_generate
 from infer.masked import MaskedModel, is_masked, load_masked
+from infer.regenerate import Row, by_engine, options_of
 from tests.infer.test_server import idle, running
 
 MASK = 60
@@ -105,6 +106,19 @@ def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
     engine.step()
     engine.reset()
     assert not engine.busy and engine.free == [0]
+
+
+def test_answers_are_regenerated_with_a_masked_model(folder):
+    model = load_masked(str(folder), "float32", "cpu")
+    options = DecodeOptions(method="ssd", max_new_tokens=12, rows=2, order="tree")
+    prompts = ["import os", "def f(", "x = "]
+    answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
+    steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
+    assert [answer.text for answer in answers] == steps
+    assert options_of(options) == options_of(replace(options, order="mixed", nodes=3, method="steps"))
+    assert options_of(options) != options_of(replace(options, block_length=4))
+    plain = DecodeOptions(method="plain")
+    assert "block_length" not in options_of(plain) and options_of(plain) == options_of(replace(plain, cache="dual"))
 
 
 WRONG_TEXTS = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"logprobs": 0}]
