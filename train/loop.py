@@ -40,7 +40,7 @@ from train.processes import Watch, first_only, start_processes
 from train.progress import Progress
 from train.run_folder import add_lines, logged, look, open_run
 from train.selfcheck import SelfCheck
-from train.state import checkpoint_folder, load, newest, save, save_rolling, step_of, trim_log
+from train.state import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy, trim_log
 from train.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def prepare(config: TrainConfig, device: torch.device, held: ExitStack) -> Prepa
         + (f"; going on after step {done}" if done else "")
     )
     dist.barrier()  # all have looked what there is
-    first_only(lambda: trim_log(run / "metrics.jsonl", done))
+    first_only(lambda: (trim_log(run / "metrics.jsonl", done), tidy(run, done, config.keep_states)))
     return Prepared(run, target, stored, dataset, engine, done, notes)
 
 

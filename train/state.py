@@ -101,10 +101,7 @@ def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> 
 
     def write() -> Path:
         folder = _write(checkpoint_folder(run, step), step, state, (config, dtype))
-        for old in checkpoints(run)[:-keep_states]:
-            shutil.rmtree(old / "state", ignore_errors=True)
-        for old in rolling(run):
-            shutil.rmtree(old, ignore_errors=True)
+        tidy(run, step, keep_states)
         return folder
 
     return first_only(write)
@@ -154,8 +151,19 @@ def _write(
     return final
 
 
+def tidy(run: Path, step: int, keep_states: int) -> None:
+    """Removes the states that the one of `step` makes superfluous; after a kill in the middle of it, the next start
+    does. What is newer is damaged, and stays until it is written anew."""
+    for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-keep_states]:
+        shutil.rmtree(old / "state", ignore_errors=True)
+    for old in rolling(run):
+        if step_of(old) < step or checkpoint_folder(run, step).exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def sweep_up(run: Path) -> None:
     """Removes what a killed run left half-written."""
+    (run / "checkpoints" / ".best").unlink(missing_ok=True)
     for partial in (*(run / "checkpoints").glob(".step-*"), *(run / "checkpoints").glob(".rolling-*")):
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -120,8 +120,11 @@ def test_the_best_drafter_is_kept_and_old_states_are_not(small, run_here, monkey
     assert (run / "checkpoints" / "best" / "drafter" / "model.safetensors").is_file()
     assert [path.name for path in checkpoints(run) if (path / "state").exists()] == ["step-00000004"]
     (run / "checkpoints" / "best").unlink()  # killed between the evaluation and the link
+    (run / "checkpoints" / ".best").symlink_to("half")
+    shutil.copytree(run / "checkpoints" / "step-00000004" / "state", run / "checkpoints" / "rolling-00000003" / "state")
     run_here(small("optim.steps=4", "checkpoints=4", "keep_states=1"))
     assert (run / "checkpoints" / "best").readlink().name == "step-00000002"
+    assert not rolling(run) and not (run / "checkpoints" / ".best").is_symlink()
 
 
 def full(number: int):
