@@ -24,6 +24,7 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   export     write a drafter for vLLM, SGLang or speculators: ./launch.sh export checkpoint=... format=dflash out=...
   check      say which engines would load a drafter's folder, and why not: ./launch.sh check path=...
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
+  replay     a step that a run skipped because it was not finite, once more, layer by layer: ./launch.sh replay run=...
   plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   pretrain   make the embedded target model anew
   diffusion  train a masked diffusion model, bidirectional, from a causal one: ./launch.sh diffusion out=runs/mine
@@ -163,7 +164,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | compare | ngram | generate | serve | chat | regenerate | export | check | features | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
+train | eval | compare | ngram | generate | serve | chat | regenerate | export | check | features | replay | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -179,6 +180,6 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 case $command in
 train) train "$@" ;;
 eval | compare | ngram | generate | serve | chat | regenerate | export | check) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
-features | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
+features | replay | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

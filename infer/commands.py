@@ -153,7 +153,7 @@ class ExportCommand:
     out: str = "runs/export"  # a folder that is not there yet, or empty
     push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
     license: str | None = None  # of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
-    base_model: str | None = None  # the target's name on the hub, for the card; null: target.path, if that is a name
+    base_model: str | None = None  # the target's name on the hub, for others to read; null: target.path
     target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
 
     def check(self) -> None:
@@ -167,6 +167,9 @@ class ExportCommand:
             raise ValueError(f"out={self.out}: that folder is not empty, choose another")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
+        local = self.target.path == "embedded" or Path(self.target.path).exists()
+        if self.push_to_hub is not None and self.format == "speculators" and self.base_model is None and local:
+            raise ValueError("format=speculators stores where the target is: give its name on the hub, base_model=...")
 
 
 @dataclass

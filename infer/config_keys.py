@@ -103,7 +103,7 @@ def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
         keys.note("target_hidden_size", f"is {keys.raw['target_hidden_size']}, expected hidden_size, {hidden}")
     if keys.raw.get("head_dim") is None and hidden and heads and hidden % heads:
         keys.note("head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads")
-    groups = keys.number("num_key_value_heads", heads)
+    groups = keys.number("num_key_value_heads", heads or 1)
     if heads and groups and heads % groups:
         keys.note("num_key_value_heads", f"is {groups}, which does not divide num_attention_heads, {heads}")
     options = {
@@ -121,7 +121,7 @@ def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
     }
     if options["head_dim"] and options["head_dim"] % 2:
         keys.note("head_dim", f"is {options['head_dim']}, expected an even number")
-    return options | sliding(keys, options["num_hidden_layers"] or 0)
+    return options | sliding(keys, options["num_hidden_layers"])
 
 
 def rope(keys: Keys) -> dict[str, Any]:
@@ -140,9 +140,11 @@ def rope(keys: Keys) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta} | (rest if kind != "default" else {})
 
 
-def sliding(keys: Keys, layers: int) -> dict[str, Any]:
+def sliding(keys: Keys, layers: int | None) -> dict[str, Any]:
     """Which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
     types, on = keys.raw.get("layer_types"), keys.flag("use_sliding_window")
+    if layers is None:  # noted already
+        layers = len(types) if isinstance(types, list) else 1
     if types is None:
         first = keys.number("max_window_layers", layers, 0) or 0
         types = ["sliding_attention" if on and i >= first else "full_attention" for i in range(layers)]

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 
+from infer.redact import redact_text
+
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
 _HYDRA_FLAGS = (
     "--cfg",
@@ -24,12 +26,20 @@ _HYDRA_FLAGS = (
 )
 
 
+STOPPED = 3  # exit code of what was begun and could not go on
+
+
+class Stopped(Exception):
+    """What was begun has to end, for the reason that the message says in one sentence."""
+
+
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
     """Composes conf/<name>.yaml with the overrides, checks it against the dataclass `schema`, and calls `run(config)`.
 
     `schema` has a `check()` that raises ValueError for impossible combinations. Whatever the user got wrong is
     one sentence on stderr and exit code 2, before anything heavy is imported; the same goes for a ValueError or
-    FileNotFoundError out of `run` (a missing model, say). Hydra's own flags (`--cfg job`, `--help`) work as usual.
+    FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped. Hydra's own flags
+    (`--cfg job`, `--help`) work as usual.
     """
     import hydra
     from hydra.core.config_store import ConfigStore
@@ -55,6 +65,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
+    except Stopped as error:
+        fail(str(error), STOPPED)
 
 
 def sentence(error: BaseException) -> str:
@@ -70,6 +82,6 @@ def sentence(error: BaseException) -> str:
     return ": ".join(part.rstrip(". :") for part in parts)
 
 
-def fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+def fail(message: str, code: int = 2) -> None:
+    print(f"error: {redact_text(message)}", file=sys.stderr)
+    raise SystemExit(code)

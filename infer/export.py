@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from infer.checkpoint import MODEL_MODE, config_dict, save_drafter
 from infer.dart import DART, default_layer_ids
 from infer.drafter import Drafter
-from infer.target import Target, resolve_path
+from infer.target import Target
 
 FORMATS = ("dflash", "speculators", "dart")
 
@@ -96,7 +96,7 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
 
 def write_speculators(drafter: Drafter, target: Target | None, out: Path) -> None:
     """speculators' layout, with the embedding and the head that the drafter uses. Raises ValueError for drafters that
-    it has no words for."""
+    it has no words for. `target.name` is written down: where the engine finds the target."""
     if isinstance(drafter, DART):
         raise ValueError("format=speculators: this is a DART drafter, which speculators does not have")
     if target is None:
@@ -112,7 +112,7 @@ def write_speculators(drafter: Drafter, target: Target | None, out: Path) -> Non
     if drafter.d2t is not None:
         weights["t2d"] = marked(drafter)
     architectures = target.model.config.architectures or [type(target.model).__name__]
-    write(out, speculators_config(drafter, resolve_path(target.name), architectures), weights)
+    write(out, speculators_config(drafter, target.name, architectures), weights)
 
 
 def write_dart(drafter: Drafter, target: Target | None, out: Path) -> None:

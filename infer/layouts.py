@@ -40,10 +40,10 @@ def ends(folder: Folder, options: dict[str, Any], keys: Keys) -> set[str]:
     """Embedding, head and draft vocabulary of a drafter's own, as vLLM takes them; returns the tensors that say nothing
     new: `t2d` follows from `d2t`, which is not needed for a whole vocabulary."""
     vocabulary = options["vocab_size"]
-    rows = keys.number("draft_vocab_size", vocabulary)
-    if rows and vocabulary and rows > vocabulary:
+    rows = keys.number("draft_vocab_size", vocabulary or 1)
+    pruned = vocabulary is not None and rows != vocabulary
+    if rows and pruned and rows > vocabulary:
         keys.note("draft_vocab_size", f"is {rows}, more than vocab_size, {vocabulary}")
-    pruned = rows != vocabulary
     options["has_embed_tokens"] = "embed_tokens.weight" in folder.tensors
     options["has_lm_head"] = pruned or "lm_head.weight" in folder.tensors
     if pruned:
@@ -81,7 +81,7 @@ def read_dflash(folder: Folder, target_layers: int | None) -> Reading:
     """The public layout, and DeepSpec's flat form."""
     problems: list[str] = []
     keys = Keys(folder.config, problems)
-    flat = "dflash_config" not in folder.config and "target_layer_ids" in folder.config
+    flat = keys.raw.get("dflash_config") is None and keys.raw.get("target_layer_ids") is not None
     part = keys if flat else keys.part("dflash_config")
     if not flat:
         part.plain()

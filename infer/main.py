@@ -232,7 +232,7 @@ def run_export(config: ExportCommand) -> None:
     from infer.card import write_card
     from infer.check import check_folder
     from infer.export import WRITERS, check_token, push
-    from infer.target import load_config
+    from infer.target import load_config, resolve_path
 
     if config.push_to_hub is not None:
         check_token()
@@ -243,6 +243,7 @@ def run_export(config: ExportCommand) -> None:
     if config.format != "dflash" or drafter.embed_tokens is not None or drafter.lm_head is not None:
         target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
         drafter.check_target(target)
+        target.name = config.base_model or resolve_path(place.path)
     WRITERS[config.format](drafter, target, out)
     write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):

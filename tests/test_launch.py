@@ -17,6 +17,7 @@ COMMANDS = (
     "export",
     "check",
     "features",
+    "replay",
     "plan",
     "pretrain",
     "test",
@@ -110,6 +111,7 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
         (("features", "out=x"), "train/features.py", ("out=x",)),
         (("diffusion", "steps=3"), "train/diffusion.py", ("steps=3",)),
+        (("replay", "run=x"), "train/replay.py", ("run=x",)),
         (("plan", "+model=qwen3-8b"), "train/plan.py", ("+model=qwen3-8b",)),
     ],
 )

@@ -318,6 +318,10 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys):
     out = tmp_path / "out"
     run_export(ExportCommand(checkpoint, "speculators", str(out)))
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    named = ExportCommand(checkpoint, "speculators", str(tmp_path / "named"), base_model="they/theirs")
+    run_export(named)
+    raw = (tmp_path / "named" / "config.json").read_text()
+    assert '"name_or_path": "they/theirs"' in raw and str(repo) not in raw
     run_export(ExportCommand(str(out), "dflash", str(tmp_path / "back")))  # its ends are the target's, and left away
     again = (tmp_path / "back" / "model.safetensors").read_bytes()
     assert again == (tmp_path / "dflash" / "model.safetensors").read_bytes()
@@ -337,6 +341,7 @@ def test_export_options_are_checked():
         ({"format": "gguf"}, "format=gguf"),
         ({"out": ""}, "out="),
         ({"push_to_hub": "name"}, "push_to_hub=name"),
+        ({"push_to_hub": "me/mine", "format": "speculators"}, "base_model="),  # else a path of this machine gets out
     ):
         with pytest.raises(ValueError, match=word):
             ExportCommand(**options).check()

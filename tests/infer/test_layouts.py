@@ -535,6 +535,18 @@ def test_wrong_and_missing_keys_are_named_all_of_them(config, words, tmp_path):
         assert re.search(word, str(error.value)), str(error.value)
 
 
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"]
+)
+def test_one_missing_key_is_one_fault(key, tmp_path):
+    folder = written(
+        tmp_path / "drafter", {name: value for name, value in public().items() if name != key}, dflash_weights()
+    )
+    with pytest.raises(ValueError) as error:
+        load_drafter(folder)
+    assert str(error.value) == f"{folder}: config.json: {key} is missing"
+
+
 def test_published_dart_says_what_it_lacks(tmp_path):
     folder = written(tmp_path / "drafter", dart(20), dart_weights(20) | vocabulary(20))
     with pytest.raises(ValueError, match="num_target_layers is missing: load_drafter"):

@@ -124,7 +124,7 @@ def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, family):
     assert blocks.valid.any(1).all()
     assert not blocks.supervised.all()
 
-    loss, _ = block_loss(drafter, target, rows, blocks, config(divergence))
+    loss = block_loss(drafter, target, rows, blocks, config(divergence)).loss
     loss.backward()
     fast = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad()
@@ -177,7 +177,7 @@ def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
     target, drafter = make_tiny(block_size=K)
     rows = packed([[10]], total=16)
     rows["loss"][:] = False
-    loss, _ = block_loss(drafter, target, rows, some_blocks(rows, 4), config())
+    loss = block_loss(drafter, target, rows, some_blocks(rows, 4), config()).loss
     loss.backward()
     assert loss.item() == 0
     assert all(torch.isfinite(p.grad).all() and not p.grad.any() for p in drafter.parameters() if p.grad is not None)
@@ -375,7 +375,7 @@ def test_training_sees_the_logits_that_decoding_sees(family):
     drafter.start(target, torch.Generator().manual_seed(1), warm=True)
     rows = packed([[12, 11]], total=25)
     blocks, settings = some_blocks(rows, 5), config()
-    loss, _ = block_loss(drafter, target, rows, blocks, settings)
+    loss = block_loss(drafter, target, rows, blocks, settings).loss
     features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
     states = draft_states(drafter, target, rows, blocks, features)
     products = states @ drafter.head_weight(target).T

@@ -19,9 +19,10 @@ from infer.dart import DART
 from infer.dflash import DFlash, drafter_config
 from infer.export import write, write_dart, write_speculators
 from infer.families import new_drafter
+from train.batches import draw_blocks
 from train.config import TrainConfig
 from train.initial import initial_drafter, settled
-from train.loop import block_loss, draw_blocks
+from train.loop import block_loss
 from train.objective import position_weights
 
 EMBEDDED = TargetConfig()
@@ -60,7 +61,7 @@ def test_a_run_starts_from_exactly_those_weights_with_their_loss(repo, embedded,
     config = TrainConfig(anchors=4, drafter=DrafterConfig(block_size=6))
     rows = batch(packed_rows(data, embedded.tokenizer), 0, 2, seed=0)
     blocks = draw_blocks(rows, config, 0)
-    loss, _ = block_loss(drafter, embedded, rows, blocks, config)
+    loss = block_loss(drafter, embedded, rows, blocks, config).loss
     weight = (blocks.supervised.sum((0, 1)) * position_weights(config.objective, 5)).sum()
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx((loss / weight).item(), rel=1e-5)
@@ -128,7 +129,7 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
     rows = batch(packed_rows(DataConfig(source="stdlib", length=64, limit=12), embedded.tokenizer), 0, 2, seed=0)
     losses = []
     for each in (started, drafter):
-        loss, _ = block_loss(each, embedded, rows, draw_blocks(rows, config, 0), config)
+        loss = block_loss(each, embedded, rows, draw_blocks(rows, config, 0), config).loss
         loss.backward()
         losses.append(loss.item())
     assert losses[0] == losses[1]

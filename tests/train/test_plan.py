@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from train.batches import draw_blocks
 from train.blocks import block_mask
 from train.config import TrainConfig
-from train.loop import draw_blocks
 from train.plan import shape_of, step_memory, step_operations
 
 
