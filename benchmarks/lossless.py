@@ -1,4 +1,4 @@
-"""Every method's output against plain decoding, and plain decoding against Hugging Face's own generate, token for token.
+"""Every method's output against plain decoding, and plain decoding against Hugging Face's generate, token for token.
 
     python benchmarks/lossless.py runs/embedded-dflash/checkpoints/best [more drafters ...] --ngrams runs/ngrams
 
