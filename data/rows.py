@@ -58,6 +58,8 @@ class DataConfig:
             raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
         if any(not part.weight > 0 for part in self.parts):
             raise ValueError(f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit={self.limit}: at least 1 document, or null for all")
         if self.bad_rows < 0:
             raise ValueError(f"data.bad_rows={self.bad_rows}: 0 or more")
         if self.length < 16:

@@ -11,6 +11,7 @@ from infer.config import (
     MaskedOptions,
     ServerConfig,
     TargetConfig,
+    check_device,
 )
 
 
@@ -118,6 +119,7 @@ class DiffuseCommand:
         """Raises ValueError for what cannot be decoded."""
         self.data.check()
         self.decoding.check()
+        check_device("device", self.device)
         if self.prompts < 1 or self.prompt_tokens < 1:
             raise ValueError("prompts and prompt_tokens are at least 1")
         if not self.prompt:
@@ -162,3 +164,5 @@ class RegenerateCommand:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         if min(self.at_once, self.prompt_tokens) < 1:
             raise ValueError("at_once and prompt_tokens are at least 1")
+        if self.most_failures < 0:
+            raise ValueError(f"most_failures={self.most_failures}: 0 or more")

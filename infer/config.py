@@ -2,12 +2,19 @@
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
 METHODS = ("plain", "chain", "ddtree", "continuity", "static")
+
+
+def check_device(key: str, device: str) -> None:
+    """Raises ValueError for what names no device."""
+    if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", device):
+        raise ValueError(f"{key}={device}: use auto, cpu, cuda, or cuda:1 and the like")
 
 
 @dataclass
@@ -27,6 +34,7 @@ class TargetConfig:
             raise ValueError("target.path=<folder or hub id>: which model is the target?")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"target.dtype={self.dtype}: use auto, float32, bfloat16 or float16")
+        check_device("target.device", self.device)
 
 
 @dataclass
@@ -199,8 +207,12 @@ class EvaluationConfig:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)}: at least 1")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"evaluation.temperature={self.temperature}: 0 for greedy decoding, or above")
+        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
+            raise ValueError(f"evaluation.temperature={self.temperature}: 0 for greedy decoding, or at least 0.001")
+        if not 0 <= self.continuity_weight < float("inf"):
+            raise ValueError(f"evaluation.continuity_weight={self.continuity_weight}: 0 or above")
+        if self.samples < 0:
+            raise ValueError(f"evaluation.samples={self.samples}: 0 or more")
 
     def methods(self, block_size: int) -> list[tuple[str, int]]:
         """(method, nodes) in the order of the table; "ddtree+continuity" is DDTree on path-conditioned scores."""
@@ -291,7 +303,7 @@ class ChatConfig:
         """Raises ValueError for what no server would take."""
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: at least 1")
