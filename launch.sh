@@ -20,6 +20,8 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   serve      answer over HTTP as OpenAI's API does: ./launch.sh serve checkpoint=runs/...
   chat       talk to such a server: ./launch.sh chat url=http://127.0.0.1:8000
   regenerate let the target rewrite the answers of a data set, to train on: ./launch.sh regenerate data=jsonl ...
+  export     write a drafter for vLLM, SGLang or speculators: ./launch.sh export checkpoint=... format=dflash out=...
+  check      say which engines would load a drafter's folder, and why not: ./launch.sh check path=...
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
   plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   pretrain   make the embedded target model anew
@@ -160,7 +162,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | compare | ngram | generate | diffuse | serve | chat | regenerate | features | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
+train | eval | compare | ngram | generate | diffuse | serve | chat | regenerate | export | check | features | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -175,7 +177,7 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 case $command in
 train) train "$@" ;;
-eval | compare | ngram | generate | diffuse | serve | chat | regenerate) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
+eval | compare | ngram | generate | diffuse | serve | chat | regenerate | export | check) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
 features | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

@@ -463,11 +463,14 @@ async def settled(service, seconds: float = 60) -> bool:
     return False
 
 
-async def fuzz(requests: int, clients: int, seed: int, margin: float, port: int) -> list[str]:
+async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[str]:
     """Runs it all; returns what went wrong."""
     target, drafter = small()
     cases = known(target, random.Random(seed), 60)
     engine = Engine(target, drafter, EngineConfig("ddtree", 6, rows=8), 64)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     options = ServerConfig(port=port, max_texts=150, max_body=20_000, patience=3.0, verify=1.0)
     app = create_app(engine, options)
     server, service = uvicorn.Server(network(app, options)), app.state.service
@@ -536,11 +539,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--margin", type=float, default=40.0, help="megabytes that memory may grow by")
-    parser.add_argument("--port", type=int, default=8765)
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["BLOCKDRAFT_API_KEY"] = KEY
-    faults = asyncio.run(fuzz(args.requests, args.clients, args.seed, args.margin, args.port))
+    faults = asyncio.run(fuzz(args.requests, args.clients, args.seed, args.margin))
     for fault in faults[:20]:
         print(fault, file=sys.stderr)
     raise SystemExit(1 if faults else 0)

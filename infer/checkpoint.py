@@ -1,48 +1,60 @@
-"""Drafters on disk: a folder of `config.json` and `model.safetensors`; for DFlash the public one that serving engines
-read."""
+"""Drafters on disk: a folder of `config.json` and `model.safetensors`, for DFlash the public one that serving engines
+read, is written; what others write is read too."""
 
 import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from infer.drafter import Drafter
-from infer.families import ARCHITECTURES, CLASSES
+from infer.families import CLASSES
+from infer.folders import open_folder
+from infer.layouts import problems_of, read
 
 MODEL_MODE = 0o644  # safetensors writes 0600, which other users' engines cannot read
+
+
+KEYS = (  # of config.json, in this order
+    "architectures",
+    "auto_map",
+    "model_type",
+    "block_size",
+    "dflash_config",
+    "dart_config",
+    "num_target_layers",
+    "num_hidden_layers",
+    "layer_types",
+    "use_sliding_window",
+    "sliding_window",
+    "max_window_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "vocab_size",
+    "draft_vocab_size",
+    "tie_word_embeddings",
+)
 
 
 def config_dict(config: Qwen3Config) -> dict:
     """config.json with exactly the keys of the public layout; what the dataclass adds would only confuse its
     readers."""
-    keys = [
-        "architectures",
-        "auto_map",
-        "model_type",
-        "block_size",
-        "dflash_config",
-        "dart_config",
-        "num_target_layers",
-        "num_hidden_layers",
-        "layer_types",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "max_position_embeddings",
-        "vocab_size",
-        "tie_word_embeddings",
-    ]
-    everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": config.rope_parameters["rope_theta"]}
-    everything["architectures"] = config.architectures
-    if hasattr(config, "auto_map"):
-        everything["auto_map"] = config.auto_map
-    return {key: everything[key] for key in keys if key in everything}
+    rope = dict(config.rope_parameters)
+    everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta")}
+    everything |= {"architectures": config.architectures, "auto_map": getattr(config, "auto_map", None)}
+    everything["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    if "sliding_attention" not in config.layer_types:
+        for key in ("use_sliding_window", "sliding_window", "max_window_layers"):
+            everything[key] = None
+    return {key: everything[key] for key in KEYS if everything.get(key) is not None}
 
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -54,35 +66,45 @@ def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: 
     (folder / "model.safetensors").chmod(MODEL_MODE)
 
 
-def load_drafter(folder: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Drafter:
-    """Reads a drafter folder (or the folder of a training checkpoint that holds one in `drafter/`).
+def load_drafter(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    target_layers: int | None = None,
+) -> Drafter:
+    """Reads a drafter in any of the layouts that `infer.layouts` knows: from a local folder, that of a training
+    checkpoint (which holds one in `drafter/`), or from the model hub by its id. `target_layers`, how many layers the
+    target has, is needed for a config that does not say which ones are tapped (DART's published ones).
 
-    Raises FileNotFoundError when it is none, ValueError naming the tensors that are missing, unknown or misshapen.
+    Raises FileNotFoundError when there is none, ValueError naming every key of the config and every tensor that is
+    missing, unknown or wrong.
     """
-    folder = Path(folder)
-    if (folder / "drafter").is_dir():
-        folder = folder / "drafter"
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} is no drafter: {name} is missing")
-    raw = json.loads((folder / "config.json").read_text())
-    family = ARCHITECTURES.get(str((raw.get("architectures") or [None])[0]))
-    if family is None:
-        known = " or ".join(f"['{name}']" for name in ARCHITECTURES)
-        raise ValueError(f"{folder}: architectures is {raw.get('architectures')}, expected {known}")
-    kept = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type", "rope_theta")}
-    rope = {"rope_type": "default", "rope_theta": float(raw["rope_theta"])}
-    if "auto_map" in raw:
-        kept["auto_map"] = raw["auto_map"]
-    config = Qwen3Config(**kept, rope_parameters=rope)
-    weights = load_file(folder / "model.safetensors")
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in CLASSES[family](config).state_dict().items()}
-    missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-    wrong = [name for name in shapes.keys() & weights.keys() if shapes[name] != weights[name].shape]
-    if missing or unknown or wrong:
-        raise ValueError(f"{folder}/model.safetensors: missing {missing}, unknown {unknown}, of wrong shape {wrong}")
-    drafter = CLASSES[family](config)
+    opened = open_folder(folder)
+    if not opened.config or not opened.tensors:
+        raise FileNotFoundError(f"{folder} is no drafter: {'; '.join(opened.problems)}")
+    reading = read(opened, target_layers)
+    problems = problems_of(opened, reading)
+    if problems:
+        raise ValueError(f"{folder}: {'; '.join(problems)}")
+    drafter = CLASSES[reading.family](reading.config())
+    names = drafter.state_dict().keys()
+    weights = opened.load({*names} | (opened.tensors.keys() & {"t2d"} if drafter.d2t is not None else set()))
+    if drafter.d2t is not None:
+        check_vocabulary(folder, weights["d2t"], weights.pop("t2d", None), reading.options["vocab_size"])
     drafter.load_state_dict(weights)
     kind = dtype or weights["norm.weight"].dtype
     return drafter.to(device, kind).eval().requires_grad_(False)
+
+
+def check_vocabulary(folder: str | Path, d2t: torch.Tensor, t2d: torch.Tensor | None, vocabulary: int) -> None:
+    """Raises ValueError unless d2t (rows,), offsets, names different tokens, and those that t2d (V,) bool marks, if it
+    is there."""
+    tokens = d2t.long() + torch.arange(len(d2t))
+    if len(d2t) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise ValueError(f"{folder}: d2t leads to tokens outside the vocabulary, 0 to {vocabulary - 1}")
+    if len(tokens.unique()) < len(tokens):
+        raise ValueError(f"{folder}: d2t leads twice to the same token")
+    if t2d is not None:
+        marked = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)
+        if t2d.shape != marked.shape or not torch.equal(t2d.bool(), marked):
+            raise ValueError(f"{folder}: t2d marks other tokens than d2t leads to")

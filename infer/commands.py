@@ -166,3 +166,41 @@ class RegenerateCommand:
             raise ValueError("at_once and prompt_tokens are at least 1")
         if self.most_failures < 0:
             raise ValueError(f"most_failures={self.most_failures}: 0 or more")
+
+
+@dataclass
+class ExportCommand:
+    """Writes a drafter for other engines, and uploads it if that is asked for."""
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # anything that load_drafter reads
+    format: str = "dflash"  # dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
+    out: str = "runs/export"  # a folder that is not there yet, or empty
+    push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
+    target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be written."""
+        self.target.check()
+        if self.format not in ("dflash", "speculators", "dart"):
+            raise ValueError(f"format={self.format}: use dflash, speculators or dart")
+        if not self.out:
+            raise ValueError("out=<folder>: where should the export go?")
+        if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
+            raise ValueError(f"out={self.out}: that folder is not empty, choose another")
+        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
+            raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
+
+
+@dataclass
+class CheckCommand:
+    """Says which engines would load a drafter's folder, and what is at fault where one would not."""
+
+    path: str = "runs/embedded-dflash/checkpoints/best"  # a folder, a training checkpoint, or a hub id
+    target_layers: int | None = None  # how many the target has, for configs that do not say
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be looked at."""
+        if not self.path:
+            raise ValueError("path=<folder or hub id>: which drafter?")
+        if self.target_layers is not None and self.target_layers < 1:
+            raise ValueError(f"target_layers={self.target_layers}: at least 1")

@@ -48,9 +48,12 @@ class DrafterConfig:
     warm_start: bool = True  # begin with the target's own layers where the shapes agree, else from noise
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first id past its own; dflash only
     shifted: bool = True  # dart: every position says which token follows it; false: which one stands in its place
+    init: str | None = None  # a drafter to go on from: a folder in any layout that load_drafter reads, or a hub id
 
     def check(self) -> None:
         """Raises ValueError for sizes that no drafter can have."""
+        if self.init == "":
+            raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
         if self.family not in ("dflash", "dart"):
             raise ValueError(f"drafter.family={self.family}: use dflash or dart")
         if self.family == "dart" and self.layers != 1:

@@ -15,6 +15,7 @@ Tensor names and the order of features and embeddings are those of the authors' 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from infer.cache import Window
 from infer.config import DrafterConfig
-from infer.drafter import Attention, Drafter, DraftState, checked_layers, rotate, sizes
+from infer.drafter import Attention, Drafter, DraftState, checked_layers, rotate, sizes, works_like
 from infer.masks import cached, masked_attention
 from infer.static import padded
 from infer.target import Target
@@ -55,7 +56,7 @@ def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> 
 def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
     """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
     options.check()
-    norms = hasattr(target.body.layers[0].self_attn, "q_norm")
+    norms = hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
     dart = {"target_layer_ids": list(tapped_layers(options, target.config)), "shifted": options.shifted}
     return Qwen3Config(
         architectures=["DARTDraftModel"], dart_config=dart | {"qk_norm": norms}, **sizes(options, target.config)
@@ -83,6 +84,13 @@ class Layer(nn.Module):
         states = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return states + self.mlp(self.post_attention_layernorm(states))
 
+    def alone(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
+        """The layer over features (B, Q, D) without embeddings: what a layer of the target's computes."""
+        items = self.items(states, torch.zeros_like(states))
+        return self.finish(
+            states, attend(self.self_attn.queries(items, *rotary), *self.self_attn.keys_values(items, *rotary))
+        )
+
 
 @dataclass
 class DARTState(DraftState):
@@ -108,7 +116,7 @@ class DARTState(DraftState):
 class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
-    lead, causal = 1, True  # a block begins with the last item, one position before the bonus token
+    lead = 1  # a block begins with the last item, one position before the bonus token
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.dart_config["target_layer_ids"])
@@ -118,11 +126,12 @@ class DART(Drafter):
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.add_ends(embedding=False, head=True)
+        self.views = [(True, None)]
 
-    def head_weight(self, target: Target) -> torch.Tensor:
-        """(V, D): the drafter's own, trained."""
-        return self.lm_head.weight
+    def last_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
+        return self.norm(self.norm(states) if self.config.dart_config.get("norm_twice") else states)
 
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights; the mask vector is random too (DART appendix B.2)."""
@@ -141,7 +150,7 @@ class DART(Drafter):
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
         """Starts from the target's last norm and the layer behind the last tapped one, which reads that layer's
-        features and no embeddings yet, where the shapes agree; returns whether they do."""
+        features and no embeddings yet, where it works like ours; returns whether it does."""
         which = warm_layers(self.layer_ids, 1, len(target.body.layers))
         theirs = target.body.layers[which[0]].state_dict()
         size = self.config.hidden_size
@@ -154,8 +163,12 @@ class DART(Drafter):
         ours = {k: v.shape for k, v in layer.state_dict().items() if k not in own}
         if ours != {k: v.shape for k, v in theirs.items()}:
             return False
+        theirs["hidden_norm.weight"] = hidden_norm
+        trial = deepcopy(layer)
+        trial.load_state_dict(theirs, strict=False)
+        if not works_like(target.body.layers[which[0]], target, self, trial.alone):
+            return False
         layer.load_state_dict(theirs, strict=False)
-        layer.hidden_norm.weight.copy_(hidden_norm)
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
         self.norm.weight.copy_(target.body.norm.weight)
@@ -219,7 +232,7 @@ class DART(Drafter):
 
         projected = self.fc(features)  # (B, T, D)
         states = checkpoint(through, projected, use_reentrant=False) if self.recompute else through(projected)
-        return self.norm(states)
+        return self.last_norm(states)
 
     def state(self, rows: int, capacity: int, static: bool = False) -> DARTState:
         """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
@@ -298,4 +311,4 @@ class DART(Drafter):
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
         states = layer.finish(residual, mixed)
-        return (self.lm_head(self.norm(states[:, self.first :])).float().log_softmax(dim=-1),)
+        return (self.marginals(target, self.last_norm(states[:, self.first :])),)

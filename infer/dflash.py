@@ -10,6 +10,7 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from infer.cache import Window
 from infer.config import DrafterConfig
-from infer.drafter import Attention, Drafter, DraftState, checked_layers, default_mask_token, rotate, sizes
+from infer.drafter import Attention, Drafter, DraftState, checked_layers, default_mask_token, rotate, sizes, works_like
 from infer.masks import masked_attention
 from infer.static import padded
 from infer.target import Target
@@ -70,6 +71,25 @@ def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
     )
 
 
+def layer_views(config: Qwen3Config) -> list[tuple[bool, int | None]]:
+    """Every layer's view: whether a block's positions see only those before them, and the sliding window. As serving
+    engines read it, a sliding layer is causal and a full one is not, unless the config says `causal` for all."""
+    causal = config.dflash_config.get("causal")
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    return [(slides if causal is None else causal, config.sliding_window if slides else None) for slides in sliding]
+
+
+def visible(ends: torch.Tensor, width: int, extent: int, causal: bool, window: int | None) -> torch.Tensor:
+    """What blocks of `width` behind `ends` (B,) cached positions see of the first `extent` ones, block included: bool,
+    (B, 1, width, extent), or (B, 1, 1, extent) where all of a block see the same."""
+    keys, steps = torch.arange(extent, device=ends.device), torch.arange(width, device=ends.device)
+    last = ends[:, None] + (steps if causal else width - 1)
+    seen = keys <= last[..., None]
+    if window is not None:
+        seen = seen & (((ends[:, None] + steps)[..., None] - keys).abs() < window)
+    return seen[:, None]
+
+
 class Layer(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -98,26 +118,29 @@ class DFlashState(DraftState):
 
 
 class DFlash(Drafter):
-    """The drafter. Parameters carry the names of the public checkpoint layout."""
+    """The drafter. Parameters carry the names of the public checkpoint layout. Where the config says
+    `sample_from_anchor`, the bonus token's slot drafts too: K slots then draft K tokens."""
 
-    lead, first, causal = 0, 1, False  # a block is `[bonus, mask x L]`, each position sees all of it
+    lead = 0  # a block is `[bonus, mask x L]`
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.dflash_config["target_layer_ids"])
         self.mask_token_id: int = config.dflash_config["mask_token_id"]
-        self.width = self.block_size
+        self.first = 0 if config.dflash_config.get("sample_from_anchor") else 1  # the slot that drafts first
+        self.width = config.block_size
+        self.block_size = self.width + 1 - self.first
+        of_layers = layer_views(config)
+        self.views = list(dict.fromkeys(of_layers))
+        self.view_of_layer = [self.views.index(view) for view in of_layers]
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def head_weight(self, target: Target) -> torch.Tensor:
-        """(V, D): the target's own, frozen."""
-        return target.head_weight
+        self.add_ends(getattr(config, "has_embed_tokens", False), getattr(config, "has_lm_head", False))
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
-        """Starts from the target's own layers, where their shapes are ours; returns whether they are.
+        """Starts from the target's own layers, where they work like ours; returns whether they do.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
         `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
@@ -127,8 +150,13 @@ class DFlash(Drafter):
             return False
         which = warm_layers(self.layer_ids, len(self.layers), len(target.body.layers))
         theirs = [target.body.layers[i].state_dict() for i in which]
-        for ours, layer in zip(self.layers, theirs, strict=True):
-            if {k: v.shape for k, v in ours.state_dict().items()} != {k: v.shape for k, v in layer.items()}:
+        shapes = {name: tensor.shape for name, tensor in self.layers[0].state_dict().items()}
+        for i, layer in zip(which, theirs, strict=True):
+            if {name: tensor.shape for name, tensor in layer.items()} != shapes:
+                return False
+            trial = deepcopy(self.layers[0])
+            trial.load_state_dict(layer)
+            if not works_like(target.body.layers[i], target, self, trial):
                 return False
         for ours, layer in zip(self.layers, theirs, strict=True):
             ours.load_state_dict(layer)
@@ -145,16 +173,16 @@ class DFlash(Drafter):
 
     def block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
         """Bonus tokens (...,) to blocks `[bonus, mask x L]` (..., K)."""
-        block = bonus.unsqueeze(-1).repeat_interleave(self.block_size, dim=-1)
+        block = bonus.unsqueeze(-1).repeat_interleave(self.width, dim=-1)
         block[..., 1:] = self.mask_token_id
         return block
 
     def inputs(self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor):
         """What `forward` takes of packed rows, ids and positions (B, T), beside features and mask: the blocks at
         anchors (B, N), embedded, (B, N*K, D), and their positions (B, N*K)."""
-        blocks = target.embed(self.block_ids(ids.gather(1, anchors))).flatten(1, 2)
-        steps = torch.arange(self.block_size, device=ids.device)
-        return blocks.to(self.norm.weight.dtype), (positions.gather(1, anchors)[..., None] + steps).flatten(1)
+        blocks = self.embed(target, self.block_ids(ids.gather(1, anchors))).flatten(1, 2)
+        steps = torch.arange(self.width, device=ids.device)
+        return blocks, (positions.gather(1, anchors)[..., None] + steps).flatten(1)
 
     def forward(
         self,
@@ -162,18 +190,18 @@ class DFlash(Drafter):
         positions: torch.Tensor,
         blocks: torch.Tensor,
         block_positions: torch.Tensor,
-        mask: "torch.Tensor | BlockMask | None",
+        *masks: "torch.Tensor | BlockMask | None",
     ) -> torch.Tensor:
         """Training: all blocks of packed rows at once.
 
         features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D) embedded, at
-        block_positions (B, N*K); mask: `train.blocks.block_mask`, from queries of the blocks to keys
-        [context | blocks]. Returns hidden states before the head, (B, N*K, D).
+        block_positions (B, N*K); masks: `train.blocks.block_mask` of each of the `views`, from queries of the blocks to
+        keys [context | blocks]. Returns hidden states before the head, (B, N*K, D).
         """
         context, block = self.context(features), blocks
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
 
-        def through(layer: Layer, block: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        def through(layer: Layer, block: torch.Tensor, context: torch.Tensor, mask) -> torch.Tensor:
             before = layer.self_attn.keys_values(context, *context_rotary)
 
             def attend(queries, keys, values):
@@ -182,11 +210,11 @@ class DFlash(Drafter):
 
             return layer(block, rotary, attend)
 
-        for layer in self.layers:
+        for layer, view in zip(self.layers, self.view_of_layer, strict=True):
             if self.recompute:  # only `block` and `context` are kept for the backward pass
-                block = checkpoint(through, layer, block, context, use_reentrant=False)
+                block = checkpoint(through, layer, block, context, masks[view], use_reentrant=False)
             else:
-                block = through(layer, block, context)
+                block = through(layer, block, context, masks[view])
         return self.norm(block)
 
     def state(self, rows: int, capacity: int, static: bool = False) -> DFlashState:
@@ -233,7 +261,7 @@ class DFlash(Drafter):
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
         cache = state.cache
-        window = cache.window(self.block_size)
+        window = cache.window(self.width)
         rows = len(window.slots)
         alike = not cache.static and len(set(cache.lengths)) == 1  # rows of the same length see all of the window
         run = self.program(target, cache.static)
@@ -250,18 +278,19 @@ class DFlash(Drafter):
         alike: bool,
     ) -> tuple[torch.Tensor]:
         """All of `draft` that is computed: bonus tokens (B,) at positions `ends` (B,) to marginals (B, L, V)."""
-        steps, mask = torch.arange(self.block_size, device=ends.device), None
-        if not alike:
-            mask = torch.arange(window.extent, device=ends.device) < ends[:, None] + self.block_size
-            mask = mask[:, None, None]  # (B, 1, 1, extent)
+        steps = torch.arange(self.width, device=ends.device)
+        masks = [
+            None if alike and view == (False, None) else visible(ends, self.width, window.extent, *view)
+            for view in self.views
+        ]
         rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, K, E) each
-        block = target.embed(self.block_ids(bonus)).to(self.norm.weight.dtype)  # (B, K, D)
+        block = self.embed(target, self.block_ids(bonus))  # (B, K, D)
         for i, layer in enumerate(self.layers):
 
             def attend(queries, keys, values, i=i):
                 keys, values = window.update(keys, values, i)
+                mask = masks[self.view_of_layer[i]]
                 return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
             block = layer(block, rotary, attend)
-        logits = target.head(self.norm(block[:, 1:]).to(target.dtype))
-        return (logits.float().log_softmax(dim=-1),)
+        return (self.marginals(target, self.norm(block[:, self.first :])),)

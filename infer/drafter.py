@@ -6,8 +6,9 @@ queries of a block, D hidden size, F features of a position, H heads, E head siz
 A family is a module with `block_size`, `layer_ids` and
 
 - `state`, `absorb`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
-- `inputs`, `forward` for training: many blocks of packed rows under one mask (`train.blocks.block_mask`), of `width`
-  queries each that begin `lead` positions before the anchor, are `causal` or not, and are read from slot `first` on;
+- `inputs`, `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
+  each of the `views` that its layers have of context and block), of `width` queries each that begin `lead` positions
+  before the anchor and are read from slot `first` on;
 - `head_weight`, what turns its states into logits: the target's head or one of its own.
 """
 
@@ -19,13 +20,16 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from infer.architecture import head_size, key_heads, norm_eps, rope
 from infer.cache import KVCache
 from infer.config import DrafterConfig
+from infer.masks import additive
 from infer.static import Program
-from infer.target import Target, head_size
+from infer.target import Target
 
 
 def default_mask_token(target: Target) -> int:
@@ -60,7 +64,6 @@ def checked_layers(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
 
 def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """What a drafter's config.json takes over from the target's, and from the options whatever the family."""
-    rope = getattr(theirs, "rope_parameters", None) or {}
     return {
         "block_size": options.block_size,
         "num_target_layers": theirs.num_hidden_layers,
@@ -69,16 +72,37 @@ def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
         "hidden_size": theirs.hidden_size,
         "intermediate_size": theirs.intermediate_size,
         "num_attention_heads": theirs.num_attention_heads,
-        "num_key_value_heads": theirs.num_key_value_heads,
+        "num_key_value_heads": key_heads(theirs),
         "head_dim": head_size(theirs),
-        "rms_norm_eps": theirs.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 1e4))},
+        "rms_norm_eps": norm_eps(theirs),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope(theirs).get("rope_theta", 1e4))},
         "max_position_embeddings": theirs.max_position_embeddings,
         "vocab_size": theirs.vocab_size,
         "tie_word_embeddings": False,
         "bos_token_id": theirs.bos_token_id,
         "eos_token_id": theirs.eos_token_id,
     }
+
+
+@torch.no_grad()
+def works_like(theirs: nn.Module, target: Target, drafter: "Drafter", ours: Callable) -> bool:
+    """Whether a layer of the target's does what `ours(states, rotary, attend)` does that took over its weights. Shapes
+    do not tell: norms that multiply by one more than their weight, other activations, residuals that are scaled, and
+    rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's angles."""
+    if (rope(target.config).get("partial_rotary_factor") or 1) != 1:
+        return False
+    weight, positions = next(theirs.parameters()), torch.arange(4)[None]
+    states = 0.01 * torch.randn(1, 4, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = additive(torch.ones(4, 4, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
+    angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
+    try:
+        found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # a layer that is called in a way of its own
+        return False
+    found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    expected = ours(states, drafter.angles(positions), attend)
+    return bool((found - expected).norm() < 0.05 * (expected - states).norm())  # more than bfloat16's rounding
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -141,6 +165,8 @@ class DraftState:
 class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
+    views: list[tuple[bool, int | None]]  # the kinds of attention there are: causal in the block?, sliding window
+
     def __init__(self, config: Qwen3Config, layer_ids: list[int]) -> None:
         super().__init__()
         self.config = config
@@ -149,6 +175,57 @@ class Drafter(nn.Module):
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self._program: tuple[Target, Program] | None = None  # compiled for a target
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        self.register_buffer("d2t", None)
+
+    def add_ends(self, embedding: bool, head: bool) -> None:
+        """An embedding and a head of the drafter's own; what it has not, the target gives. A head of fewer rows than
+        there are tokens (`draft_vocab_size`) knows by `d2t`, (rows,) int64, that row r is token r + d2t[r]."""
+        config, vocabulary = self.config, self.config.vocab_size
+        if embedding:
+            self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size)
+        if head:
+            rows = getattr(config, "draft_vocab_size", None) or vocabulary
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+            if rows != vocabulary:
+                self.d2t = torch.zeros(rows, dtype=torch.long)
+
+    def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (...,) to embeddings (..., D) in the drafter's dtype."""
+        embedded = target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embedded.to(self.norm.weight.dtype)
+
+    def head_weight(self, target: Target) -> torch.Tensor:
+        """(V, D): the drafter's own, or the target's."""
+        return target.head_weight if self.lm_head is None else self.lm_head.weight
+
+    def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
+        """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the drafter's own
+        head has no row for are at minus infinity."""
+        logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
+        known = logits.float().log_softmax(dim=-1)
+        if self.d2t is None:
+            return known
+        tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        everything = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everything.index_copy_(-1, tokens, known)
+
+    def check_target(self, target: Target) -> None:
+        """Raises ValueError, naming all that differs, where the drafter was made for another target."""
+        ours, theirs = self.config, target.config
+        pairs = {"hidden_size": (ours.hidden_size, theirs.hidden_size)}
+        pairs["num_target_layers"] = getattr(ours, "num_target_layers", None), theirs.num_hidden_layers
+        if self.embed_tokens is not None or self.lm_head is not None:
+            pairs["vocab_size"] = ours.vocab_size, len(target.head_weight)
+        faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
+        if max(self.layer_ids) >= theirs.num_hidden_layers:
+            faults.append(f"target_layer_ids {list(self.layer_ids)}, the target has {theirs.num_hidden_layers} layers")
+        mask = getattr(self, "mask_token_id", 0)
+        if mask >= len(target.head_weight):
+            faults.append(f"mask_token_id {mask}, the target has {len(target.head_weight)} tokens")
+        if faults:
+            raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
 
     def reset(self, generator: torch.Generator) -> None:
         """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""

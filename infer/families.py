@@ -11,7 +11,6 @@ from infer.target import Target
 
 MODULES: dict[str, ModuleType] = {"dflash": dflash, "dart": dart}
 CLASSES: dict[str, type[Drafter]] = {"dflash": dflash.DFlash, "dart": dart.DART}
-ARCHITECTURES = {"DFlashDraftModel": "dflash", "DARTDraftModel": "dart"}  # in a checkpoint's config.json
 
 
 def new_drafter(options: DrafterConfig, target: Target) -> Drafter:

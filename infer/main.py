@@ -6,9 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infer.commands import (
+    CheckCommand,
     CompareCommand,
     DiffuseCommand,
     EvalCommand,
+    ExportCommand,
     GenerateCommand,
     NgramCommand,
     RegenerateCommand,
@@ -25,14 +27,19 @@ def load(target: TargetConfig, checkpoint: str):
     from infer import load_drafter, load_target
     from infer.bigram import Bigram
     from infer.ngram import open_ngram
+    from infer.target import load_config
 
-    drafter = None if Path(checkpoint).is_file() else load_drafter(checkpoint)
+    drafter = None
+    if not Path(checkpoint).is_file():
+        theirs = load_config(target.path, target.trust_remote_code).get_text_config()
+        drafter = load_drafter(checkpoint, target_layers=theirs.num_hidden_layers)
     model = load_target(target.path, target.dtype, target.device, target.trust_remote_code)
     if drafter is None:
         counts, vocabulary = open_ngram(checkpoint, model), len(model.head_weight)
         if counts.vocabulary != vocabulary:
             raise ValueError(f"{checkpoint}: counts {counts.vocabulary} tokens, the target's head has {vocabulary}")
         return model, Bigram(counts)
+    drafter.check_target(model)
     return model, drafter.to(model.device, model.dtype)
 
 
@@ -185,7 +192,9 @@ def run_regenerate(config: RegenerateCommand) -> None:
     else:
         drafter = None
         if config.decoding.method != "plain":
-            drafter = load_drafter(config.checkpoint).to(target.device, target.dtype)
+            layers = target.config.num_hidden_layers
+            drafter = load_drafter(config.checkpoint, target.dtype, target.device, layers)
+            drafter.check_target(target)
         longest = max(len(encode(target, row.prompt)) for row in rows)
         answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)
     settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}
@@ -197,6 +206,32 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
     counts = regenerate(rows, answers, Path(config.out), settings, config.most_failures, progress)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
+
+
+def run_export(config: ExportCommand) -> None:
+    from infer.check import check_folder
+    from infer.export import WRITERS, check_token, push
+
+    if config.push_to_hub is not None:
+        check_token()
+    out = Path(config.out)
+    target, drafter = load(config.target, config.checkpoint)
+    WRITERS[config.format](drafter, target, out)
+    # the model card (README.md) belongs here, before the upload
+    for verdict in check_folder(out):
+        print(verdict)
+    print(f"\nexport      {out}")
+    if config.push_to_hub is not None:
+        print(f"uploaded    {push(out, config.push_to_hub)}")
+
+
+def run_check(config: CheckCommand) -> None:
+    from infer.check import check_folder
+
+    verdicts = check_folder(config.path, config.target_layers)
+    print("\n".join(map(str, verdicts)))
+    if all(verdict.problems for verdict in verdicts):
+        raise SystemExit(1)
 
 
 def run_chat(config: ChatConfig) -> None:
@@ -214,6 +249,8 @@ COMMANDS = {
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
     "regenerate": (RegenerateCommand, run_regenerate),
+    "export": (ExportCommand, run_export),
+    "check": (CheckCommand, run_check),
 }
 
 if __name__ == "__main__":

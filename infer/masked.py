@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infer.architecture import head_size
 from infer.cache import KVCache, Window
 from infer.masks import additive
-from infer.target import head_size, resolve_device, resolve_dtype
+from infer.target import resolve_device, resolve_dtype
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 

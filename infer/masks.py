@@ -22,25 +22,33 @@ if TYPE_CHECKING:
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def block_mask_mod(anchors: torch.Tensor, documents: torch.Tensor, block_size: int, causal: bool = False) -> MaskMod:
+def block_mask_mod(
+    anchors: torch.Tensor, documents: torch.Tensor, block_size: int, causal: bool = False, window: int | None = None
+) -> MaskMod:
     """The prefix-shared training mask.
 
     anchors (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones before (an
     unused slot may hold any position: its block sees something, and carries no loss); documents (B, T) int64 document
     number of every context position, -1 for padding.
-    `causal` makes positions inside a block see only those before them (DART), otherwise all (DFlash).
+    `causal` makes positions inside a block see only those before them (DART), otherwise all (DFlash). With a `window`
+    they see only what is less than that many positions away, context and block alike (sliding attention).
     """
     length = documents.shape[1]
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        block = q // block_size
+        block, slot = q // block_size, q % block_size
         anchor = anchors[b, block]
         is_context = kv < length
         context = torch.where(is_context, kv, 0)
         before_anchor = context < anchor
         same_document = documents[b, context] == documents[b, anchor]
-        same_block = (kv - length) // block_size == block
-        inside = same_block & ((kv - length) % block_size <= q % block_size) if causal else same_block
+        inside = (kv - length) // block_size == block
+        before = slot - (kv - length) % block_size
+        if causal:
+            inside = inside & (before >= 0)
+        if window is not None:
+            before_anchor = before_anchor & (anchor + slot - context < window)
+            inside = inside & (before.abs() < window)
         return torch.where(is_context, before_anchor & same_document, inside)
 
     return mask_mod
@@ -103,3 +111,14 @@ def cached(ends: torch.Tensor, inside: torch.Tensor, extent: int) -> torch.Tenso
     new = ends[:, None] + torch.arange(width, device=ends.device)  # (B, Q)
     allowed = before[:, None].expand(-1, width, -1).scatter(2, new[:, None].expand(-1, width, -1), inside)
     return allowed[:, None]
+
+
+def nearby(positions: torch.Tensor, ends: torch.Tensor | None, extent: int, window: int) -> torch.Tensor:
+    """What lies less than `window` positions before queries at `positions` (B, Q), or behind them: (B, 1, Q, extent)
+    bool. Positions count, not places in the cache: siblings in a tree have one position. The keys are the queries, or
+    (`ends` (B,)) a row's cached positions and the queries behind them."""
+    keys = positions
+    if ends is not None:
+        new = ends[:, None] + torch.arange(positions.shape[1], device=ends.device)  # (B, Q)
+        keys = torch.arange(extent, device=ends.device).expand(len(ends), -1).scatter(1, new, positions)
+    return (keys[:, None] > positions[..., None] - window)[:, None]

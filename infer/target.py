@@ -15,8 +15,17 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
+from infer.architecture import (
+    head_size,
+    key_heads,
+    logit_scale,
+    longest,
+    refuse_unfit,
+    refuse_unsupported,
+    windows,
+)
 from infer.cache import KVCache, Window
-from infer.masks import additive, cached, dense, packed_causal_mod
+from infer.masks import additive, cached, dense, nearby, packed_causal_mod
 from infer.static import Program, padded
 from infer.trees import DraftTree
 
@@ -45,8 +54,10 @@ class Target:
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
+        refuse_unsupported(self.model.config)
+        refuse_unfit(self.model)
         self.config = self.model.config.get_text_config()
-        refuse_unsupported(self.config, self.model.get_output_embeddings())
+        self.scale, self.windows = logit_scale(self.config), windows(self.config)
         self.body = self.model.get_decoder()
         for layer, module in enumerate(self.body.layers):
             module.register_forward_hook(self._tap(layer))
@@ -110,29 +121,48 @@ class Target:
             buffer.data = buffer.data.to(device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (...,) to embeddings (..., D)."""
-        return self.embedding(ids)
+        """Token ids (...,) to what enters the first layer, (..., D)."""
+        embedded = self.embedding(ids)  # Gemma's module scales by itself, Granite's does not
+        multiplier = getattr(self.config, "embedding_multiplier", None)
+        return embedded * multiplier if multiplier else embedded
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states (..., D) to logits (..., V)."""
-        return self.model.get_output_embeddings()(hidden)
+        return self.scale(self.model.get_output_embeddings()(hidden))
 
     def cache(self, rows: int, capacity: int, static: bool = False) -> KVCache:
         """A cache for up to `rows` texts of up to `capacity` positions, none in use yet. Passes over trees are compiled
-        if it is `static`."""
-        config = self.config
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        if it is `static`. Layers with a sliding window keep all positions too: rows then have one length, and the
+        window is a matter of masks alone. That takes the memory of full attention."""
+        config, most = self.config, longest(self.config)
+        if most is not None and capacity > most:
+            raise ValueError(
+                f"this target's rotary angles change beyond {most} positions, {capacity} are asked for: shorten "
+                "prompts or answers"
+            )
+        layers, heads = config.num_hidden_layers, key_heads(config)
         return KVCache(layers, rows, capacity, heads, head_size(config), self.dtype, self.device, static)
+
+    def _masks(
+        self, allowed: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The additive mask of every kind of layers, or the only one, from what full attention allows queries at
+        `positions` (B, Q), (B, 1, Q, S). Keys are the queries themselves, or the cache that has `ends` (B,)."""
+        masks = {}
+        for kind, width in self.windows.items():
+            seen = allowed if width is None else allowed & nearby(positions, ends, allowed.shape[-1], width)
+            masks[kind] = additive(seen, self.dtype)
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _pass(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: torch.Tensor,
+        mask: torch.Tensor | dict[str, torch.Tensor],
         window: Window | None,
         layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over ids (B, Q) at absolute positions (B, Q) under an additive mask (B, 1, Q, S): the outputs of
+        """One pass over ids (B, Q) at absolute positions (B, Q) under additive masks (B, 1, Q, S): the outputs of
         `layers` only, not of every layer, concatenated, and the final hidden states."""
         self._taps = frozenset(layers)
         last = self.body(
@@ -153,7 +183,7 @@ class Target:
         """Features of packed documents for training: all arguments (B, T), documents -1 on padding."""
         rows, length = ids.shape
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
-        return Features(*self._pass(ids, positions, additive(allowed, self.dtype), None, layers))
+        return Features(*self._pass(ids, positions, self._masks(allowed, positions), None, layers))
 
     def extend(self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
         """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
@@ -162,7 +192,7 @@ class Target:
         tokens = pad_ids(ids, self.device)
         window = cache.window(width)
         positions = cache.positions(len(ids), width)
-        mask = additive(cached(cache.ends, causal, window.extent), self.dtype)
+        mask = self._masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
         features = self._pass(tokens, positions, mask, window, layers)
         cache.advance([len(row) for row in ids])
         return Features(*features)
@@ -176,8 +206,8 @@ class Target:
         window = cache.window(width)
         rows = len(window.slots)
         ends = cache.ends[:rows]
-        mask = additive(cached(ends, padded(ancestors, rows), window.extent), self.dtype)
         positions = padded(tree.positions(ends[:used]), rows)
+        mask = self._masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
         run = self._pass
         if cache.static:
             self._program = self._program or Program(self._pass, self.device)
@@ -190,26 +220,6 @@ def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """Token ids of several rows, padded on the right: (B, Q) int64."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-
-
-def refuse_unsupported(config, head: nn.Module | None) -> None:
-    """Raises ValueError for targets that one tree mask for all layers, or a head without extras, would get wrong."""
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if layers != {"full_attention"} or (sliding and not getattr(config, "layer_types", None)):
-        raise ValueError(
-            f"this target ({config.model_type}) has layers other than full attention: trees cannot be verified yet"
-        )
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None):
-            raise ValueError(f"this target ({config.model_type}) rescales its logits ({name}): not supported yet")
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported yet")
-
-
-def head_size(config) -> int:
-    """E, from a model's config.json."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def resolve_device(name: str) -> torch.device:
@@ -315,19 +325,30 @@ def load_target(
 
     logging.disable_progress_bar()
     place = resolve_device(device)
-    source = resolve_path(path)
-    options = {
-        "dtype": resolve_dtype(dtype, place),
-        "attn_implementation": "sdpa",
-        "trust_remote_code": trust_remote_code,
-    }
+    options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
+    config = load_config(path, trust_remote_code)
+    refuse_unsupported(config)
     tokenizer = load_tokenizer(path, trust_remote_code)
     with reaching(path):
+        model = without_memory(config, **options)
+        refuse_unfit(model)
         if only_layers is not None:
-            config = load_config(path, trust_remote_code)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **options)
             fill(model, weight_files(path), only_layers, options["dtype"], place)
             return Target(model, tokenizer, name=path)
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        options["attn_implementation"] = model.config.get_text_config()._attn_implementation
+        model = AutoModelForCausalLM.from_pretrained(resolve_path(path), **options)
     return Target(model.to(place), tokenizer, name=path)
+
+
+def without_memory(config: "PretrainedConfig", **options: object) -> nn.Module:
+    """A model whose weights have shapes only. Its attention is SDPA, or Hugging Face's own arithmetic ("eager") where
+    SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
+    from transformers import AutoModelForCausalLM
+
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    with torch.device("meta"):
+        try:
+            way = "eager" if capped else "sdpa"
+            return AutoModelForCausalLM.from_config(config, attn_implementation=way, **options)
+        except ValueError:
+            return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)

@@ -83,12 +83,13 @@ def block_mask(
     width: int,
     dtype: torch.dtype = torch.float32,
     causal: bool = False,
+    window: int | None = None,
 ) -> "torch.Tensor | BlockMask":
     """The prefix-shared mask of blocks of `width` that see what comes before their starts (B, N), from queries N*width
     to keys T + N*width: for FlexAttention on CUDA; the same predicate, dense and
     additive in the attention's `dtype`, elsewhere (SDPA would turn a boolean mask into such a one
     in every layer, and keep each for the backward pass)."""
-    mask_mod = block_mask_mod(starts, documents, width, causal)
+    mask_mod = block_mask_mod(starts, documents, width, causal, window)
     rows, slots = starts.shape
     queries, keys = slots * width, documents.shape[1] + slots * width
     if starts.device.type == "cuda":

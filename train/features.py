@@ -12,7 +12,7 @@ was stopped goes on after the last listed one. Rows are checked whenever they ar
 import hashlib
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -215,8 +215,10 @@ def run(config: FeaturesConfig) -> None:
 
     from infer.families import tapped_layers
     from infer.target import load_target
+    from train.initial import settled
 
     options = config.target
+    config = replace(config, drafter=settled(config.drafter, options))
     target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,14 @@ import torch.distributed as dist
 
 from data.packing import batch, packed_rows
 from infer.drafter import Drafter
-from infer.families import new_drafter, warm_layers
+from infer.families import warm_layers
 from infer.target import Features, Target, load_target, resolve_device, resolve_dtype
 from train.blocks import Blocks, block_mask, draw_anchors, lay_out
 from train.config import OptimConfig, TrainConfig
 from train.engine import build_engine, compute_dtype, micro_batch, restore, start_processes, take_step
 from train.features import StoredRows, identity, stored_features
 from train.hooks import evaluate_checkpoint, finish_report
+from train.initial import initial_drafter, settled
 from train.objective import RowLoss, divergence, position_weights
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
 from train.progress import Progress
@@ -84,8 +85,8 @@ def draft_states(
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     starts = (blocks.anchors - module.lead).clamp(min=0)
-    mask = block_mask(starts, rows["documents"], module.width, kind, module.causal)
-    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, mask)  # (B, N*W, D)
+    masks = [block_mask(starts, rows["documents"], module.width, kind, *view) for view in module.views]
+    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, *masks)  # (B, N*W, D)
     drafted = hidden.unflatten(1, (-1, module.width))[:, :, module.first :]  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
 
@@ -109,6 +110,7 @@ def score(
         target.head_weight,
         config.objective,
         head,
+        target.scale,
     )
 
 
@@ -267,13 +269,13 @@ def train(config: TrainConfig) -> Path:
         torch.cuda.set_device(device)
     start_processes(device)
     micro_batch(config, dist.get_world_size())  # refuses, before anything is loaded, what the processes cannot share
+    config = replace(config, drafter=settled(config.drafter, config.target))
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
-    drafter = new_drafter(config.drafter, target)
+    drafter = initial_drafter(config, target)
     if stored is not None:
         stored.check(identity(config, target, drafter.layer_ids))
     run = open_run(config)
-    drafter.start(target, seeded(config.seed), config.drafter.warm_start)
     if config.target.shard:
         target.shard(device)
     if stored is not None:

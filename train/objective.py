@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.architecture import PLAIN, LogitScale
 from train.config import ObjectiveConfig
 
 
@@ -64,11 +65,13 @@ def divergence(
     head: torch.Tensor,
     config: ObjectiveConfig,
     own_head: torch.Tensor | None = None,
+    scale: LogitScale = PLAIN,
 ) -> RowLoss:
     """Weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
     hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L);
-    own_head (V, D): the drafter's, float32, if it is not the target's.
+    own_head (V, D): the drafter's, float32, if it is not the target's; scale: what the target does to its head's
+    products, and the drafter to its own.
     With p the target's distribution, q the drafter's, and their overlap a = sum_v min(p, q), the probability that
     speculative sampling accepts a draft:
     "kl" is KL(p || q) (DART section 3.3), "cross_entropy" -log q(label), "tv" total variation 1 - a, "acceptance"
@@ -83,12 +86,12 @@ def divergence(
     kept = kept[flat[kept].argsort(stable=True)]  # rows that share a teacher row become neighbours
     own_head = head if own_head is None else own_head
     fixed = teacher_hidden, flat, labels.flatten(), weights, head, kept
-    return RowLoss(*_Divergence.apply(hidden, own_head, fixed, config))
+    return RowLoss(*_Divergence.apply(hidden, own_head, fixed, config, scale))
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, own_head, fixed, config):
+    def forward(ctx, hidden, own_head, fixed, config, scale):
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         weights = fixed[3]
         head, counted, by_block = own_head.to(hidden.dtype), weights > 0, config.weights in ("dpace", "multistep")
@@ -99,8 +102,8 @@ class _Divergence(torch.autograd.Function):
 
         worth = None
         if wants_head:
-            worth = worth_of(_scan(hidden, head, fixed, config)[1] if by_block else weights)
-        rows, survival, agree, gradient, head_gradient = _scan(hidden, head, fixed, config, wants_hidden, worth)
+            worth = worth_of(_scan(hidden, head, fixed, config, scale)[1] if by_block else weights)
+        rows, survival, agree, gradient, head_gradient = _scan(hidden, head, fixed, config, scale, wants_hidden, worth)
         if worth is None:
             worth = worth_of(survival)
         loss = (rows * worth).sum()
@@ -115,10 +118,10 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream, *_):
         gradients = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
-def _scan(hidden, own_head, fixed, config, wants_hidden=False, worth=None):
+def _scan(hidden, own_head, fixed, config, scale, wants_hidden=False, worth=None):
     """Chunk by chunk over the rows that count: their divergences and survivals (G, L), whether both choose the same
     token (G, L), the gradients of single rows (R, D), and, if the rows' `worth` (G, L) is given, that of the whole loss
     with respect to the drafter's head (V, D)."""
@@ -131,8 +134,9 @@ def _scan(hidden, own_head, fixed, config, wants_hidden=False, worth=None):
     head_gradient = None if worth is None else torch.zeros_like(own_head, dtype=kind)
     for chunk in kept.split(config.chunk_rows):
         shared, which = teacher_rows[chunk].unique_consecutive(return_inverse=True)
-        teacher = (teacher_hidden[shared] @ head.T).to(kind)  # (chunk's distinct teacher rows, V)
-        student = (hidden[chunk] @ own_head.T).to(kind)  # (chunk, V)
+        teacher = scale((teacher_hidden[shared] @ head.T).to(kind))  # (chunk's distinct teacher rows, V)
+        student = scale((hidden[chunk] @ own_head.T).to(kind))  # (chunk, V)
+        slope = scale.slope(student)
         choice, log_q, q = _softmax(student)
         label = labels[chunk][:, None]
         likely = log_q.gather(1, label)[:, 0]
@@ -146,13 +150,15 @@ def _scan(hidden, own_head, fixed, config, wants_hidden=False, worth=None):
             surprise = log_p.mul_(p).sum(-1)  # sum_v p log p
             del teacher, log_p
             rows[chunk], delta = _DISTANCES[config.divergence](p[which], surprise[which], q, log_q)
+        if slope is not None:
+            delta *= slope  # from here on with respect to the products
         survival[chunk] = 1 - rows[chunk] if config.weights == "multistep" else likely.exp()
         if gradient is not None:
             gradient[chunk] = delta.to(head.dtype) @ own_head
         if head_gradient is not None:
             delta *= worth.flatten()[chunk, None].to(kind)
             head_gradient += delta.T @ hidden[chunk].to(kind)
-        del student, log_q, q, delta
+        del student, log_q, q, delta, slope
     rows, survival, agree = (column.view_as(weights) for column in (rows, survival, agree))
     return rows, survival, agree, gradient, head_gradient
 

@@ -8,19 +8,21 @@ size, V vocabulary.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from data.rows import files_of, single, training_rows
+from infer.architecture import head_size, key_heads, refuse_unsupported
 from infer.evaluate import synchronised_clock
 from infer.families import tapped_layers
-from infer.target import head_size, load_config, resolve_device, resolve_dtype, resolve_path
+from infer.target import load_config, resolve_device, resolve_dtype, resolve_path
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
+from train.initial import settled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -117,7 +119,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
         layers=config.drafter.layers,
         hidden=text.hidden_size,
         width=text.num_attention_heads * head_dim,
-        kv_width=text.num_key_value_heads * head_dim,
+        kv_width=key_heads(text) * head_dim,
         intermediate=text.intermediate_size,
         vocabulary=text.vocab_size,
         target_layers=text.num_hidden_layers,
@@ -235,7 +237,9 @@ def estimated_tokens(config: TrainConfig) -> float | None:
 
 def run(config: TrainConfig) -> None:
     """Prints the plan."""
+    config = replace(config, drafter=settled(config.drafter, config.target))
     theirs = target_config(config)
+    refuse_unsupported(theirs)
     world = int(os.environ.get("NPROC") or 1)
     rows, _ = micro_batch(config, world)
     cuda = config.target.device.startswith("cuda") or (

@@ -109,9 +109,11 @@ def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     broken = {name: tensor for name, tensor in weights.items() if name != "norm.weight"}
-    broken |= {"lm_head.weight": torch.zeros(2), "fc.weight": torch.zeros(3, 3)}
+    broken |= {"markov.weight": torch.zeros(2), "fc.weight": torch.zeros(3, 3)}
     save_file(broken, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing \['norm\.weight'\], unknown \['lm_head\.weight'\].*fc\.weight"):
+    found = r"missing tensors: norm\.weight; unknown tensors: markov\.weight; .*"
+    found += r"fc\.weight \[3, 3\], expected \[32, 64\]"
+    with pytest.raises(ValueError, match=found):
         load_drafter(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -188,8 +188,8 @@ def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
     if inputs is None:
         inputs = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     starts = (blocks.anchors - drafter.lead).clamp(min=0)
-    mask = block_mask(starts, rows["documents"], drafter.width, features.dtype, drafter.causal)
-    hidden = drafter(features, rows["positions"], *inputs, mask)
+    masks = [block_mask(starts, rows["documents"], drafter.width, features.dtype, *view) for view in drafter.views]
+    hidden = drafter(features, rows["positions"], *inputs, *masks)
     return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.width))
 
 

@@ -1,0 +1,146 @@
+"""What a target's config.json says about running it: how far its layers look back, what becomes of its logits, and
+whether draft trees can be verified through it at all.
+
+Everything here is known before weights are loaded. docs/targets.md has the families.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+LAYERS = {"full_attention", "sliding_attention"}  # kinds that a mask over all cached positions says everything about
+RECURRENT = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state, by their beginnings
+STATES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")  # names of such layers' sizes
+# Names of other things that our cache, masks or head know nothing of, and what they are.
+FOREIGN = {
+    "kv_lora_rank": "keys and values in a compressed form",
+    "num_kv_shared_layers": "layers that share their keys and values",
+    "cross_attention_layers": "layers that look at images",
+    "use_bidirectional_attention": "layers that look ahead",
+    "lm_head_multiplier": "logits scaled in a way of its own",
+    "output_logit_soft_cap": "logits scaled in a way of its own",
+    "depth_decoder_config": "a second decoder, of sounds",
+}
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """What becomes of the head's products (..., V): divided (Cohere, Granite), then soft-capped (Gemma)."""
+
+    divisor: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, products: torch.Tensor) -> torch.Tensor:
+        """Logits; the products themselves where nothing is to be done."""
+        if self.divisor != 1:
+            products = products / self.divisor
+        return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
+        """The derivative of the logits with respect to the products, at these logits; None where they are the same."""
+        if self.cap is None:
+            return None if self.divisor == 1 else 1 / self.divisor
+        return (1 - (logits / self.cap).square()) / self.divisor
+
+
+PLAIN = LogitScale()
+
+
+def logit_scale(config: "PretrainedConfig") -> LogitScale:
+    divisor = getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)
+    return LogitScale(float(divisor), getattr(config, "final_logit_softcapping", None))
+
+
+def windows(config: "PretrainedConfig") -> dict[str, int | None]:
+    """How many positions, its own included, a position sees in each kind of the target's layers; None: all before it.
+
+    Where there are kinds of layers, the model takes a mask for each. Where its class knows of none (Mistral, Phi-3),
+    it takes one mask for all, and has a window if it says so.
+    """
+    width = getattr(config, "sliding_window", None) or None
+    if not hasattr(type(config), "layer_types") or not config.layer_types:
+        return {"all": width if hasattr(type(config), "sliding_window") else None}
+    return {kind: width if kind == "sliding_attention" else None for kind in sorted(set(config.layer_types))}
+
+
+def norm_eps(config: "PretrainedConfig") -> float:
+    """What the target's norms add, under the name that its family has for it."""
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 1e-6)
+
+
+def rope(config: "PretrainedConfig") -> dict:
+    """The rotary parameters, of the layers that see everything, where the kinds have their own (Gemma 3)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("full_attention") or parameters
+
+
+def longest(config: "PretrainedConfig") -> int | None:
+    """Positions up to which a position's rotary angles do not depend on how long the text has become."""
+    parameters = rope(config)
+    if parameters.get("rope_type") not in ("longrope", "dynamic"):
+        return None
+    return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+def head_size(config: "PretrainedConfig") -> int:
+    """E, from a model's config.json."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_heads(config: "PretrainedConfig") -> int:
+    """H, from a model's config.json."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def refuse_unsupported(config: "PretrainedConfig") -> None:
+    """Raises ValueError, from config.json alone, for targets that draft trees cannot be verified through."""
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("an encoder beside its decoder")
+    text = config.get_text_config()
+    names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
+    kinds = set(getattr(text, "layer_types", None) or [])
+    if any(kind.startswith(RECURRENT) for kind in kinds) or any(name.startswith(STATES) for name in names):
+        refuse("recurrent layers, whose state rejected drafts would change for good")
+    if kinds - LAYERS:
+        refuse(f"layers of another kind ({', '.join(sorted(kinds - LAYERS))})")
+    if getattr(text, "alibi", False) or not (names & {"rope_parameters", "rope_theta"}):
+        refuse("no rotary positions (ALiBi or learned ones, or no attention)")
+    try:
+        head_size(text), key_heads(text)
+    except (AttributeError, RuntimeError):  # Hugging Face's own error for what differs from layer to layer
+        refuse("no heads, or other ones in every layer")
+    for name in sorted(names & FOREIGN.keys()):
+        refuse(f"{FOREIGN[name]} ({name})")
+
+
+def refuse_unfit(model: "nn.Module") -> None:
+    """Raises ValueError for what only the modules of a model show; they need no memory yet."""
+    config = model.config.get_text_config()
+    body, head = model.get_decoder(), model.get_output_embeddings()
+    if not hasattr(body, "layers") or len(body.layers) != config.num_hidden_layers:
+        raise ValueError(f"this target ({config.model_type}) has no list of decoder layers that can be listened to")
+    width = key_heads(config) * head_size(config)
+    for layer in body.layers:
+        for name in ("k_proj", "v_proj"):
+            projection = getattr(getattr(layer, "self_attn", None), name, None)
+            if getattr(projection, "out_features", width) != width:
+                raise ValueError(
+                    f"this target ({config.model_type}) has keys and values of several sizes: they do not fit the cache"
+                )
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported")
+    if config._attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attention {config._attn_implementation} takes no masks of trees: "
+            "load the target with attn_implementation='eager' or 'sdpa'"
+        )
