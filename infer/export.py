@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from infer.checkpoint import MODEL_MODE, config_dict, save_drafter
 from infer.dart import DART, default_layer_ids
 from infer.drafter import Drafter
+from infer.integrity import fingerprint
 from infer.target import Target
 
 FORMATS = ("dflash", "speculators", "dart")
@@ -149,7 +150,7 @@ def write(out: Path, config: dict, weights: dict[str, torch.Tensor]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, out / "model.safetensors", metadata=fingerprint(weights, config))
     (out / "model.safetensors").chmod(MODEL_MODE)
 
 
