@@ -3,6 +3,7 @@
 A row is {"prompt", "text", "messages"}, see data/chat.py.
 """
 
+import gzip
 import hashlib
 import json
 import sys
@@ -35,7 +36,9 @@ class DataConfig:
 
     source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files;
     # hub: a data set of the Hugging Face hub; mixture: several of them, in `parts`
-    path: str | None = None  # jsonl: a file, or a folder of .jsonl and .parquet files; hub: its name or folder
+    path: str | None = (
+        None  # jsonl: a file, or a folder of .jsonl, .jsonl.gz and .parquet files; hub: its name or folder
+    )
     split: str = "train"  # hub: which split
     parts: list[Part] = field(default_factory=list)  # mixture: as many rows as the scarcest part allows
     length: int = 512  # tokens in a packed row
@@ -93,7 +96,7 @@ def files_of(path: str) -> list[Path]:
     """The files that a path stands for."""
     if not Path(path).is_dir():
         return [Path(path)]
-    return sorted(file for kind in ("jsonl", "parquet") for file in Path(path).rglob(f"*.{kind}"))
+    return sorted(file for kind in ("jsonl", "jsonl.gz", "parquet") for file in Path(path).rglob(f"*.{kind}"))
 
 
 def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
@@ -110,29 +113,36 @@ def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
             yield f"{config.path}, row {number}", row
         return
     for file in files_of(config.path):
-        if file.suffix == ".parquet":
-            from pyarrow.parquet import ParquetFile
+        yield from file_records(file)
 
-            number = 0
-            for part in ParquetFile(file).iter_batches():
-                for row in part.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", row
-        elif file.suffix == ".json":  # one list, as ShareGPT came
-            try:
-                rows = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{file}: no JSON ({error})") from error
-            if not isinstance(rows, list):
-                raise ValueError(f"{file}: a .json file is one list of rows; a row a line is .jsonl")
-            yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
-        else:
-            with file.open(encoding="utf-8", errors="replace") as lines:
-                for number, line in enumerate(lines, 1):
-                    try:
-                        yield f"{file}, line {number}", json.loads(line)
-                    except ValueError as error:
-                        yield f"{file}, line {number}", error
+
+def file_records(file: Path) -> Iterator[tuple[str, object]]:
+    """(where, row) of a .jsonl file, compressed (.jsonl.gz) or not, a .parquet file, or a .json file that is one list;
+    a line that is no JSON comes as its error."""
+    if file.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        number = 0
+        for part in ParquetFile(file).iter_batches():
+            for row in part.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", row
+    elif file.suffix == ".json":  # one list, as ShareGPT came
+        try:
+            rows = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: no JSON ({error})") from error
+        if not isinstance(rows, list):
+            raise ValueError(f"{file}: a .json file is one list of rows; a row a line is .jsonl")
+        yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
+    else:
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield f"{file}, line {number}", json.loads(line)
+                except ValueError as error:
+                    yield f"{file}, line {number}", error
 
 
 def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:

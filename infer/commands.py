@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
+from data.suites import SuiteConfig
 from infer.config import (
     DecodeOptions,
     EngineConfig,
@@ -23,17 +24,18 @@ def run_name(checkpoint: str) -> str:
 
 @dataclass
 class EvalCommand:
-    """Evaluates a drafter the way training does at a checkpoint."""
+    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets."""
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # a drafter folder or a training checkpoint
     out: str = "runs/evaluation"  # where numbers and pictures go
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    suite: SuiteConfig = field(default_factory=SuiteConfig)  # instead of `data`; how: evaluation, but for its prompts
 
     def check(self) -> None:
         """Raises ValueError for what cannot be evaluated."""
-        for part in (self.target, self.data, self.evaluation):
+        for part in (self.target, self.data, self.evaluation, self.suite):
             part.check()
 
 
@@ -176,6 +178,8 @@ class ExportCommand:
     format: str = "dflash"  # dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
     out: str = "runs/export"  # a folder that is not there yet, or empty
     push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
+    license: str | None = None  # of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
+    base_model: str | None = None  # the target's name on the hub, for the card; null: target.path, if that is a name
     target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
 
     def check(self) -> None:

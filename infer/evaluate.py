@@ -38,6 +38,22 @@ def decode_all(
     config: EvaluationConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> "dict[tuple[str, int], Measured]":
+    """Every prompt with every method, and how often the drafter guesses right along what plain decoding wrote."""
+    results = decode_prompts(target, drafter, prompts, config, progress)
+    length = max(map(len, prompts), default=0) + config.max_new_tokens
+    plain = results["plain", 0]
+    for first in range(0, len(prompts), TOGETHER):
+        plain.add_hits(hits(target, drafter, plain.texts[first : first + TOGETHER], length))
+    return results
+
+
+def decode_prompts(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    config: EvaluationConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> "dict[tuple[str, int], Measured]":
     """Every prompt with every method, `config.rows` at a time. The methods take turns on the same prompts, so that a
     noisy machine is equally noisy for all."""
     methods = config.methods(drafter.block_size)
@@ -63,9 +79,6 @@ def decode_all(
         for method in methods:
             run(prompts[first : first + config.rows], method, config.max_new_tokens, results[method])
         progress(min(first + config.rows, len(prompts)), len(prompts))
-    plain = results["plain", 0]
-    for first in range(0, len(prompts), TOGETHER):
-        plain.add_hits(hits(target, drafter, plain.texts[first : first + TOGETHER], length))
     return results
 
 

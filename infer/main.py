@@ -48,6 +48,8 @@ def progress(done: int, total: int) -> None:
 
 
 def run_eval(config: EvalCommand) -> None:
+    if config.suite.name is not None:
+        return run_suite(config)
     from data.prompts import held_out_prompts
     from infer.evaluate import evaluate
     from infer.report import table, write_report
@@ -63,6 +65,24 @@ def run_eval(config: EvalCommand) -> None:
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     print(f"\nreport      {write_report(out, [result])}")
+
+
+def run_suite(config: EvalCommand) -> None:
+    from data.suites import load_suite
+    from infer.suite import drafter_digest, evaluate_suite, write_whole
+    from infer.suite_table import suite_table
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    suite = load_suite(config.suite)
+    target, drafter = load(config.target, config.checkpoint)
+    options, out = config.evaluation, Path(config.out)
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    text = suite_table(result)
+    write_whole(out / "suite.md", text + "\n")
+    print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
 
 
 def run_compare(config: CompareCommand) -> None:
@@ -209,6 +229,7 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
 
 def run_export(config: ExportCommand) -> None:
+    from infer.card import write_card
     from infer.check import check_folder
     from infer.export import WRITERS, check_token, push
 
@@ -217,7 +238,7 @@ def run_export(config: ExportCommand) -> None:
     out = Path(config.out)
     target, drafter = load(config.target, config.checkpoint)
     WRITERS[config.format](drafter, target, out)
-    # the model card (README.md) belongs here, before the upload
+    write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
         print(verdict)
     print(f"\nexport      {out}")

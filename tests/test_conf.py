@@ -49,6 +49,18 @@ def test_every_group_option_composes(repo):
     for file in (repo / "conf" / "decoding").glob("*.yaml"):
         composed(repo, "generate", [f"decoding={file.stem}"])
     assert count >= 14
+    for file in (repo / "conf" / "suite").glob("*.yaml"):
+        folder = [] if file.stem == "ddtree" else [f"suite.folder={repo}"]
+        composed(repo, "eval", [f"suite={file.stem}", *folder])
+
+
+def test_a_suite_brings_the_papers_settings_which_may_be_changed(repo):
+    config = composed(repo, "eval", ["suite=ddtree"])
+    assert config.evaluation.max_new_tokens == 2048 and config.evaluation.budgets[-1] == 1024
+    assert list(config.suite.temperatures) == [0.0, 1.0] and not config.suite.thinking
+    config = composed(repo, "eval", ["suite=ddtree", "evaluation.max_new_tokens=64", "suite.limit=3"])
+    assert (config.evaluation.max_new_tokens, config.suite.limit) == (64, 3)
+    assert composed(repo, "eval", []).suite.name is None
 
 
 @pytest.mark.parametrize("model", ["default", "qwen3-4b"])

@@ -104,6 +104,12 @@ class TrackingConfig:
 
     wandb: bool = False
     project: str = "blockdraft"
+    artifacts: bool = False  # at the end the best checkpoint's drafter goes there too, with its evaluation's numbers
+
+    def check(self) -> None:
+        """Raises ValueError for artifacts without a place to go."""
+        if self.artifacts and not self.wandb:
+            raise ValueError("tracking.artifacts=true needs tracking=wandb")
 
 
 @dataclass
@@ -165,7 +171,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises ValueError, one sentence, for anything that could not work."""
-        parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed")
+        parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "tracking")
         for part in parts:
             getattr(self, part).check()
         for name in ("anchors", "checkpoints", "keep_states", "log_every"):

@@ -70,6 +70,7 @@ def finish_report(run: Path, tracker: Tracker) -> None:
     best = max(evaluations, key=best_tau)
     page = write_report(run / "report", evaluations)
     tracker.pictures(run / "report")
+    tracker.artifact(run / "checkpoints" / Path(best["checkpoint"]).name / "drafter", best)
     print(f"\nBest checkpoint: step {best['step']}, greedy on {best['prompts']} held-out prompts, {best['device']}\n")
     print(table(best))
     print(f"\nreport      {page}")

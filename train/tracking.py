@@ -11,7 +11,7 @@ class Tracker:
     """Logs to wandb when `tracking.wandb` is on; otherwise does nothing."""
 
     def __init__(self, config: TrainConfig, folder: Path, enabled: bool) -> None:
-        self.run = None
+        self.run, self.config = None, config
         if not (enabled and config.tracking.wandb):
             return
         import wandb
@@ -49,10 +49,7 @@ class Tracker:
 
     def summary(self, evaluation: dict) -> None:
         """An evaluation's acceptance lengths and speedups."""
-        figures = {}
-        for method in evaluation["methods"]:
-            name = f"{method['name']}{method['budget'] or ''}"
-            figures |= {f"tau/{name}": method["tau"], f"speedup/{name}": method["speedup"]}
+        figures = figures_of(evaluation)
         self._safely(lambda: (self.run.log(figures, step=evaluation["step"]), self.run.summary.update(figures)))
 
     def pictures(self, folder: Path) -> None:
@@ -65,5 +62,29 @@ class Tracker:
 
         self._safely(upload)
 
+    def artifact(self, drafter: Path, evaluation: dict) -> None:
+        """A drafter's folder with the numbers of its evaluation, if `tracking.artifacts` is on."""
+        if not self.config.tracking.artifacts:
+            return
+
+        def upload() -> None:
+            import wandb
+
+            numbers = {"step": evaluation["step"]} | figures_of(evaluation)
+            artifact = wandb.Artifact(self.config.name, type="model", metadata=numbers)
+            artifact.add_dir(str(drafter))
+            self.run.log_artifact(artifact, aliases=["best"])
+
+        self._safely(upload)
+
     def close(self) -> None:
         self._safely(lambda: self.run.finish())
+
+
+def figures_of(evaluation: dict) -> dict[str, float]:
+    """Acceptance length and speedup of every method."""
+    figures = {}
+    for method in evaluation["methods"]:
+        name = f"{method['name']}{method['budget'] or ''}"
+        figures |= {f"tau/{name}": method["tau"], f"speedup/{name}": method["speedup"]}
+    return figures

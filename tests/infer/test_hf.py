@@ -142,3 +142,24 @@ def test_another_model_is_refused(tiny, make_tiny):
     target, drafter = tiny
     with pytest.raises(ValueError, match="another model"):
         make_tiny(seed=9)[0].model.generate(**batch(), max_new_tokens=4, custom_generate=speculative(target, drafter))
+
+
+def test_the_example_of_the_docs_runs_as_it_stands(repo, embedded, tmp_path, monkeypatch, capsys):
+    """docs/serving.md's ten lines, word for word, where its folders hold the embedded target and a fresh drafter."""
+    from infer import save_drafter
+    from infer.config import DrafterConfig
+    from infer.families import new_drafter
+
+    section = (repo / "docs" / "serving.md").read_text().split("## Inside Hugging Face's generate")[1]
+    example = section.split("```python\n")[1].split("```")[0]
+    assert len([line for line in example.splitlines() if line]) <= 10
+    (tmp_path / "data").symlink_to(repo / "data")
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
+    drafter.start(embedded, torch.Generator().manual_seed(0), warm=True)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "runs/embedded-dflash/checkpoints/best/drafter")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(example, "docs/serving.md", "exec"), names)
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=64, do_sample=False)
+    assert torch.equal(names["out"], plain) and names["out"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out == names["tokenizer"].decode(plain[0]) + "\n"

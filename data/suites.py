@@ -1,0 +1,288 @@
+"""Public question sets as chats: which columns of a public row make which questions. One row of SETS each.
+
+The ten sets are those of DDTree's Table 1. Its appendix B takes sample counts from DFlash's benchmark; sources, splits,
+prompts and the choice of samples here are those of that benchmark's public scripts, word for word, because another
+prompt would be another measurement. A chat is a list of turns; a turn is what is said until the model answers, as
+messages.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.chat import normalise
+from data.rows import file_records, files_of
+
+Chat = list[list[dict[str, str]]]  # turns of messages: {"role", "content"}
+
+SUITES = ("ddtree", "specbench", "files")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+
+REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+ISSUE = "Problem Statement:\n{problem_statement}\nPlease fix the issue described above."
+CONTEST = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program\n\n### Question:\n{question_content}\n\n### Format: {format}\n```python\n{code}\n```\n\n"
+    "### Answer: (use the provided format with backticks)"
+)
+
+
+def contest(row: dict) -> str:
+    """LiveCodeBench's question, with the code to start from if there is any."""
+    begun = row.get("starter_code")
+    form = "Use the following code structure:" if begun else "Write your code in the following format:"
+    return CONTEST.format(question_content=row["question_content"], format=form, code=begun or "# YOUR CODE HERE")
+
+
+def instruction(row: dict) -> str:
+    """Alpaca's instruction, with its input if there is any."""
+    return f"{row['instruction']}\n\nInput:\n{row['input']}" if row.get("input") else row["instruction"]
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Where a public set is, and how one of its rows is asked."""
+
+    name: str  # of its local file, and in suite.sets
+    title: str  # in the table
+    count: int  # questions that the paper asked
+    hub: str
+    configuration: str | None
+    split: str
+    columns: tuple[str, ...]  # that the question needs
+    ask: str | Callable[[dict], str | list[str]]  # a template over the columns, or a function: the turns' texts
+    files: tuple[str, ...] = ()  # of a hub repository that has no other way in than its files
+
+    def turns(self, row: dict) -> list[str]:
+        """What the user says, turn by turn. Raises KeyError for a column that is not there."""
+        asked = self.ask.format_map(row) if isinstance(self.ask, str) else self.ask(row)
+        return [asked] if isinstance(asked, str) else asked
+
+
+LIVECODEBENCH = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
+SETS = (
+    QuestionSet(
+        "aime24", "AIME 2024", 30, "HuggingFaceH4/aime_2024", None, "train", ("problem",), "{problem}" + REASON
+    ),
+    QuestionSet("aime25", "AIME 2025", 30, "MathArena/aime_2025", None, "train", ("problem",), "{problem}" + REASON),
+    QuestionSet("alpaca", "Alpaca", 128, "tatsu-lab/alpaca", None, "train", ("instruction", "input"), instruction),
+    QuestionSet("gsm8k", "GSM8K", 128, "openai/gsm8k", "main", "test", ("question",), "{question}" + REASON),
+    QuestionSet("humaneval", "HumanEval", 164, "openai/openai_humaneval", None, "test", ("prompt",), PROGRAM),
+    QuestionSet(
+        "livecodebench",
+        "LiveCodeBench",
+        128,
+        "livecodebench/code_generation_lite",
+        None,
+        "train",  # what `datasets` calls rows that come from plain files
+        ("question_content", "starter_code"),
+        contest,
+        LIVECODEBENCH,
+    ),
+    QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", None, "test", ("problem",), "{problem}" + REASON),
+    QuestionSet("mbpp", "MBPP", 128, "google-research-datasets/mbpp", "sanitized", "test", ("prompt",), "{prompt}"),
+    QuestionSet(
+        "mt-bench",
+        "MT-Bench",
+        80,
+        "HuggingFaceH4/mt_bench_prompts",
+        None,
+        "train",
+        ("prompt",),
+        lambda row: row["prompt"],
+    ),
+    QuestionSet(
+        "swe-bench",
+        "SWE-bench Lite",
+        128,
+        "princeton-nlp/SWE-bench_Lite",
+        None,
+        "test",
+        ("problem_statement",),
+        ISSUE,
+    ),
+)
+BY_NAME = {one.name: one for one in SETS}
+
+# Spec-Bench has six subtasks; MT-Bench's own eight categories are the first of them.
+MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+@dataclass
+class SuiteConfig:
+    """Which question sets are asked instead of held-out prompts."""
+
+    name: str | None = None  # ddtree: the ten sets of its Table 1; specbench: by category; files: yours
+    folder: str | None = None  # your copies, a file or folder named as each set; null: ddtree from the hub
+    sets: list[str] = field(default_factory=list)  # only these; none named: all
+    limit: int | None = None  # questions of a set at most; null: as many as in the paper, or all of a file
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    thinking: bool = False  # of chat templates that have this switch; the paper's figures are without
+
+    def check(self) -> None:
+        """Raises ValueError for a suite that cannot be asked, before anything is loaded."""
+        if self.name is None:
+            if self.folder is not None or self.sets:
+                raise ValueError(
+                    "suite.folder and suite.sets need a suite: suite=ddtree, suite=specbench or suite=files"
+                )
+            return
+        if self.name not in SUITES:
+            raise ValueError(f"suite.name={self.name}: use {', '.join(SUITES)}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"suite.limit={self.limit}: at least 1 question of a set")
+        if not self.temperatures or any(not (t == 0 or 0.001 <= t < float("inf")) for t in self.temperatures):
+            raise ValueError(f"suite.temperatures={list(self.temperatures)}: 0 for greedy decoding, or at least 0.001")
+        if len(set(self.temperatures)) < len(self.temperatures) or len(set(self.sets)) < len(self.sets):
+            raise ValueError("suite.temperatures and suite.sets name each one once")
+        if self.folder is None and self.name != "ddtree":
+            raise ValueError(
+                f"suite={self.name} needs suite.folder=<a folder of .jsonl or .parquet files, or one file>"
+            )
+        if self.folder is not None and not Path(self.folder).exists():
+            raise ValueError(f"suite.folder={self.folder}: no such file or folder")
+        if self.name == "ddtree":
+            for name in self.sets:
+                if name not in BY_NAME:
+                    raise ValueError(f"suite.sets: {name} is none of {', '.join(BY_NAME)}")
+            for name in (self.sets or BY_NAME) if self.folder is not None else ():
+                set_files(self.folder, name)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A set that is ready to be asked."""
+
+    name: str
+    title: str
+    chats: list[Chat]
+
+
+def load_suite(config: SuiteConfig) -> list[Questions]:
+    """The sets of a checked configuration. Raises ValueError, naming set, file and line, for what cannot be read."""
+    if config.name == "ddtree":
+        chosen = [one for one in SETS if not config.sets or one.name in config.sets]
+        return [public_questions(one, config.folder, config.limit) for one in chosen]
+    groups: dict[str, list[Chat]] = {}
+    for file in files_of(config.folder):
+        for where, row in file_records(file):
+            chat = own_chat(where, row)
+            group = spec_bench_group(where, row) if config.name == "specbench" else file.name.split(".")[0]
+            groups.setdefault(group, []).append(chat)
+    for name in config.sets:
+        if name not in groups:
+            raise ValueError(f"suite.sets: {name} is none of {', '.join(groups)}")
+    chosen = {name: chats for name, chats in groups.items() if not config.sets or name in config.sets}
+    if not chosen:
+        raise ValueError(f"suite.folder={config.folder}: no questions in it")
+    return [Questions(name, name, sample(chats, config.limit)) for name, chats in chosen.items()]
+
+
+def public_questions(one: QuestionSet, folder: str | None, limit: int | None) -> Questions:
+    """One of the ten sets, from local files or from the hub; at most as many questions as the paper asked."""
+    chats = []
+    for where, row in hub_rows(one) if folder is None else local_rows(folder, one.name):
+        if isinstance(row, dict) and "turns" in row:
+            chats.append(own_chat(where, row))
+            continue
+        missing = [name for name in one.columns if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise ValueError(f"{where}: {one.title} has no column {missing[0]} here; a list of texts in turns would do")
+        chats.append(said(one.turns(row)))
+    if not chats:
+        raise ValueError(f"suite.folder={folder}: no questions of {one.title}")
+    return Questions(one.name, one.title, sample(chats, min(one.count, limit or one.count)))
+
+
+def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
+    """(where, row) of a set of the hub: data only, no code that comes with it."""
+    from datasets import load_dataset
+
+    try:
+        if one.files:
+            urls = [f"hf://datasets/{one.hub}/{name}" for name in one.files]
+            rows = load_dataset("json", data_files=urls, split=one.split)
+        else:
+            rows = load_dataset(one.hub, one.configuration, split=one.split)
+    except (OSError, ValueError) as error:  # a ConnectionError is an OSError
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{one.title} ({one.hub}) cannot be had from the hub ({reason}): give suite.folder=<your copies>, or leave "
+            "it out by suite.sets=[...]"
+        ) from error
+    yield from ((f"{one.hub}, row {number}", row) for number, row in enumerate(rows.select_columns([*one.columns])))
+
+
+def local_rows(folder: str, name: str) -> Iterator[tuple[str, object]]:
+    """(where, row) of a set's local files, in the files' order."""
+    for file in set_files(folder, name):
+        yield from file_records(file)
+
+
+def set_files(folder: str, name: str) -> list[Path]:
+    """A set's files: <folder>/<name>.jsonl, .jsonl.gz, .json or .parquet, or those in <folder>/<name>/. Raises
+    ValueError where there are none."""
+    for ending in ENDINGS:
+        if (Path(folder) / f"{name}{ending}").is_file():
+            return [Path(folder) / f"{name}{ending}"]
+    inside = files_of(str(Path(folder) / name)) if (Path(folder) / name).is_dir() else []
+    if not inside:
+        raise ValueError(f"suite.folder={folder}: no {name}.jsonl there; name the sets that are: suite.sets=[...]")
+    return inside
+
+
+def own_chat(where: str, row: object) -> Chat:
+    """A row of one's own: {"turns": [texts]}, or what data/chat.py takes. Answers in it are not used: the model gives
+    its own. Raises ValueError for any other row."""
+    try:
+        if isinstance(row, ValueError):
+            raise ValueError(f"no JSON ({row})")
+        if isinstance(row, dict) and "turns" in row:
+            turns = row["turns"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
+                raise ValueError("turns is a list of texts")
+            return said(turns)
+        known = normalise(row, answered=False)
+        chat = by_turns(known["messages"]) if known["messages"] else said([known["prompt"] or known["text"]])
+        if not chat:
+            raise ValueError("no question of a user in the conversation")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return chat
+
+
+def said(texts: Iterable[str]) -> Chat:
+    """What the user says, turn by turn, as a chat."""
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def by_turns(messages: list[dict[str, str]]) -> Chat:
+    """Messages without the assistant's, a turn up to each of the user's."""
+    turns, turn = [], []
+    for message in messages:
+        if message["role"] != "assistant":
+            turn.append(message)
+        if message["role"] == "user":
+            turns.append(turn)
+            turn = []
+    return turns
+
+
+def spec_bench_group(where: str, row: object) -> str:
+    """The subtask of a Spec-Bench row ({"question_id", "category", "turns"}). Raises ValueError where it has none."""
+    category = row.get("category") if isinstance(row, dict) else None
+    if not isinstance(category, str) or "turns" not in row:
+        raise ValueError(f"{where}: a row of Spec-Bench has question_id, category and turns")
+    return "multi-turn" if category in MULTI_TURN else category
+
+
+def sample(chats: list[Chat], limit: int | None) -> list[Chat]:
+    """At most `limit` of the chats: those that `datasets` gives by shuffle(seed=0).select(range(limit)), which is how
+    the published figures were measured."""
+    if limit is None or len(chats) <= limit:
+        return chats
+    import numpy as np
+
+    return [chats[i] for i in np.random.default_rng(0).permutation(len(chats))[:limit]]

@@ -1,0 +1,245 @@
+"""Public question sets: rows of the public formats become the published prompts, the published choice of them."""
+
+import gzip
+import json
+
+import pytest
+
+from data.suites import BY_NAME, SETS, SuiteConfig, load_suite, sample
+
+# One made-up row in each set's public format (two of LiveCodeBench's and Alpaca's kinds), and what must be asked.
+REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+EXPERT = (
+    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a "
+    "correct Python program that matches the specification and passes all tests. You will NOT return anything except "
+    "for the program\n\n"
+)
+ROWS = {
+    "aime24": [
+        ({"id": 60, "problem": "Find $x_{1}$.", "solution": "It is 7.", "answer": "7"}, "Find $x_{1}$." + REASON)
+    ],
+    "aime25": [({"problem_idx": 1, "problem": "Count $n$.", "answer": 70}, "Count $n$." + REASON)],
+    "alpaca": [
+        (
+            {"instruction": "Translate.", "input": "Guten Tag", "output": "Hello", "text": "Below ..."},
+            "Translate.\n\nInput:\nGuten Tag",
+        ),
+        ({"instruction": "Tell a joke.", "input": "", "output": "No.", "text": "Below ..."}, "Tell a joke."),
+    ],
+    "gsm8k": [({"question": "2 + 2 {apples}?", "answer": "#### 4"}, "2 + 2 {apples}?" + REASON)],
+    "humaneval": [
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f(x):\n    '''{x}'''\n", "canonical_solution": "", "test": ""},
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            "```python\ndef f(x):\n    '''{x}'''\n\n```",
+        )
+    ],
+    "livecodebench": [
+        (
+            {"question_title": "A", "question_content": "Add two numbers.", "starter_code": "", "platform": "x"},
+            EXPERT + "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following format:\n"
+            "```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the provided format with backticks)",
+        ),
+        (
+            {"question_title": "B", "question_content": "Sort.", "starter_code": "class Solution:", "platform": "y"},
+            EXPERT + "### Question:\nSort.\n\n### Format: Use the following code structure:\n"
+            "```python\nclass Solution:\n```\n\n### Answer: (use the provided format with backticks)",
+        ),
+    ],
+    "math500": [
+        ({"problem": "Compute $1+1$.", "solution": "$2$", "answer": "2", "level": 1}, "Compute $1+1$." + REASON)
+    ],
+    "mbpp": [({"task_id": 2, "prompt": "Write a function.", "code": "", "test_list": []}, "Write a function.")],
+    "mt-bench": [
+        (
+            {"prompt_id": 81, "category": "writing", "prompt": ["Write.", "Rewrite."], "reference": []},
+            "Write.",
+            "Rewrite.",
+        )
+    ],
+    "swe-bench": [
+        (
+            {"instance_id": "a__b-1", "problem_statement": "It fails.", "patch": "", "repo": "a/b"},
+            "Problem Statement:\nIt fails.\nPlease fix the issue described above.",
+        )
+    ],
+}
+
+
+def asked(chats):
+    """The chats' texts; every message must be the user's."""
+    assert all(message["role"] == "user" for chat in chats for turn in chat for message in turn)
+    return [[message["content"] for turn in chat for message in turn] for chat in chats]
+
+
+def write_rows(folder, name: str, rows: list[dict]) -> None:
+    """A set's rows in one of the shapes that local copies come in."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name == "humaneval":
+        with gzip.open(folder / f"{name}.jsonl.gz", "wt") as file:
+            file.write(lines)
+    elif name == "math500":
+        import pyarrow
+        from pyarrow.parquet import write_table
+
+        write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    elif name == "alpaca":
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+    elif name == "livecodebench":  # as the hub's repository has it: several files
+        (folder / name).mkdir()
+        (folder / name / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
+        (folder / name / "test2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    else:
+        (folder / f"{name}.jsonl").write_text(lines)
+
+
+@pytest.fixture
+def copies(tmp_path):
+    for name, rows in ROWS.items():
+        write_rows(tmp_path, name, [row for row, *_ in rows])
+    return tmp_path
+
+
+def test_local_rows_become_the_published_prompts(copies):
+    config = SuiteConfig("ddtree", str(copies))
+    config.check()
+    suite = load_suite(config)
+    assert [one.name for one in suite] == list(ROWS) == list(BY_NAME)
+    for one in suite:
+        assert asked(one.chats) == [turns for _, *turns in ROWS[one.name]]
+
+
+def test_rows_of_the_hub_are_read_by_column(monkeypatch):
+    """`datasets` is asked for the published source, and gives rows with the public columns."""
+    import datasets
+
+    calls = []
+
+    def load_dataset(*arguments, **options):
+        calls.append((arguments, options))
+        return datasets.Dataset.from_list([row for row, *_ in ROWS["gsm8k"]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (one,) = load_suite(SuiteConfig("ddtree", sets=["gsm8k"]))
+    assert asked(one.chats) == [[ROWS["gsm8k"][0][1]]]
+    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **o: (_ for _ in ()).throw(ConnectionError("no network")))
+    with pytest.raises(ValueError, match=r"GSM8K \(openai/gsm8k\) cannot be had .*suite\.folder="):
+        load_suite(SuiteConfig("ddtree", sets=["gsm8k"]))
+
+
+def test_a_set_that_is_only_files_is_loaded_as_data(monkeypatch):
+    import datasets
+
+    calls = []
+
+    def load_dataset(*arguments, **options):
+        calls.append((arguments, options))
+        return datasets.Dataset.from_list([row for row, *_ in ROWS["livecodebench"]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (one,) = load_suite(SuiteConfig("ddtree", sets=["livecodebench"]))
+    assert asked(one.chats) == [turns for _, *turns in ROWS["livecodebench"]]
+    ((kind,), options) = calls[0]
+    assert kind == "json" and options["split"] == "train" and len(options["data_files"]) == 6
+    assert options["data_files"][0] == "hf://datasets/livecodebench/code_generation_lite/test.jsonl"
+
+
+def test_counts_are_the_papers():
+    counts = {one.name: one.count for one in SETS}
+    assert counts == dict.fromkeys(counts, 128) | {"aime24": 30, "aime25": 30, "humaneval": 164, "mt-bench": 80}
+
+
+def test_samples_are_those_that_datasets_would_shuffle_to_the_front(tmp_path):
+    from datasets import Dataset
+
+    rows = [{"question": f"q{i}", "answer": ""} for i in range(300)]
+    expected = Dataset.from_list(rows).shuffle(seed=0).select(range(128))["question"][:]
+    write_rows(tmp_path, "gsm8k", rows)
+    (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
+    assert [chat[0][0]["content"].split("\n")[0] for chat in one.chats] == expected
+    assert sample([[1], [2]], 2) == [[1], [2]]
+    (one,) = load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"], limit=3))
+    assert len(one.chats) == 3
+
+
+def test_spec_bench_by_category(tmp_path):
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": []},
+        {"question_id": 161, "category": "translation", "turns": ["Translate."]},
+        {"question_id": 90, "category": "coding", "turns": ["Code.", "Again."]},
+    ]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for folder in (tmp_path, tmp_path / "question.jsonl"):
+        suite = load_suite(SuiteConfig("specbench", str(folder)))
+        assert {one.name: asked(one.chats) for one in suite} == {
+            "multi-turn": [["Write.", "Rewrite."], ["Code.", "Again."]],
+            "translation": [["Translate."]],
+        }
+    (one,) = load_suite(SuiteConfig("specbench", str(tmp_path), ["translation"]))
+    assert one.name == "translation"
+    with pytest.raises(ValueError, match="qa is none of multi-turn, translation"):
+        load_suite(SuiteConfig("specbench", str(tmp_path), ["qa"]))
+    (tmp_path / "question.jsonl").write_text('{"turns": ["x"]}\n')
+    with pytest.raises(ValueError, match=r"question\.jsonl, line 1: a row of Spec-Bench"):
+        load_suite(SuiteConfig("specbench", str(tmp_path)))
+
+
+def test_own_files_are_a_set_each(tmp_path):
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello?"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "Nobody."},
+    ]
+    lines = [{"messages": chat}, {"prompt": "Go on: 1, 2,"}, {"turns": ["One.", "Two."]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "b.jsonl").write_text('{"text": "Once upon a time"}\n')
+    first, second = load_suite(SuiteConfig("files", str(tmp_path)))
+    assert (first.name, second.name) == ("a", "b")
+    assert first.chats[0] == [chat[:2], chat[3:4]]  # the model gives its own answers
+    assert asked([*first.chats[1:], *second.chats]) == [["Go on: 1, 2,"], ["One.", "Two."], ["Once upon a time"]]
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{", "no JSON"),
+        ("[]", "JSON object"),
+        ('{"turns": []}', "turns is a list"),
+        ('{"turns": "x"}', "turns is a list"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "no question of a user"),
+    ],
+)
+def test_broken_rows_are_named(tmp_path, line, words):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{words}"):
+        load_suite(SuiteConfig("files", str(tmp_path)))
+
+
+def test_a_missing_column_is_named(tmp_path):
+    (tmp_path / "gsm8k.jsonl").write_text('{"problem": "x"}\n')
+    with pytest.raises(ValueError, match=r"gsm8k\.jsonl, line 1: GSM8K has no column question"):
+        load_suite(SuiteConfig("ddtree", str(tmp_path), ["gsm8k"]))
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (SuiteConfig("nope"), r"suite\.name=nope"),
+        (SuiteConfig("specbench"), r"suite\.folder="),
+        (SuiteConfig("ddtree", "nowhere"), "no such file or folder"),
+        (SuiteConfig("ddtree", "."), r"no aime24\.jsonl"),
+        (SuiteConfig("ddtree", sets=["gsm9k"]), "gsm9k is none of aime24"),
+        (SuiteConfig("ddtree", sets=["gsm8k", "gsm8k"]), "once"),
+        (SuiteConfig("ddtree", limit=0), r"suite\.limit=0"),
+        (SuiteConfig("ddtree", temperatures=[]), r"suite\.temperatures"),
+        (SuiteConfig("ddtree", temperatures=[-1.0]), r"suite\.temperatures"),
+        (SuiteConfig(None, "."), "need a suite"),
+    ],
+)
+def test_suites_that_cannot_be_asked_are_refused(config, words):
+    with pytest.raises(ValueError, match=words):
+        config.check()

@@ -1,0 +1,119 @@
+"""Weights & Biases: what a run leaves there, offline, and that nothing there stops a run."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from train.config import TrackingConfig, TrainConfig
+from train.hooks import finish_report
+from train.tracking import Tracker
+
+METHODS = [
+    {"name": "plain", "budget": 0, "tau": 1.0, "speedup": 1.0, "rounds": 9, "histogram": [9], "identical": True},
+    {"name": "chain", "budget": 3, "tau": 1.8, "speedup": 1.2, "rounds": 5, "histogram": [1, 4], "identical": True},
+    {"name": "ddtree", "budget": 16, "tau": 2.5, "speedup": 1.5, "rounds": 4, "histogram": [0, 4], "identical": True},
+]
+FIGURES = {
+    "tau/plain": 1.0,
+    "speedup/plain": 1.0,
+    "tau/chain3": 1.8,
+    "speedup/chain3": 1.2,
+    "tau/ddtree16": 2.5,
+    "speedup/ddtree16": 1.5,
+}
+
+
+class Run:
+    """A run that remembers its artifacts; the artifacts are wandb's own."""
+
+    def __init__(self) -> None:
+        self.artifacts = []
+
+    def log_artifact(self, artifact, aliases) -> None:
+        self.artifacts.append((artifact, aliases))
+
+    def log(self, *arguments, **options) -> None:
+        pass
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run's folder with two evaluated checkpoints, the first of which is the better one."""
+    for step, more in ((3, 0.5), (6, 0.0)):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        for name in ("drafter", "evaluation", "state"):
+            (folder / name).mkdir(parents=True)
+        (folder / "drafter" / "config.json").write_text(json.dumps({"step": step}))
+        (folder / "drafter" / "model.safetensors").write_bytes(b"weights")
+        (folder / "state" / "state.safetensors").write_bytes(b"not for others")
+        methods = [method | {"tau": method["tau"] + more * bool(method["budget"])} for method in METHODS]
+        methods = [method | {"tokens_per_second": 100.0} for method in methods]
+        evaluation = {"step": step, "checkpoint": str(folder), "methods": methods, "block_size": 4, "samples": []}
+        evaluation |= {"target": "t", "device": "CPU", "dtype": "float32", "prompts": 2, "rows": 1}
+        evaluation |= {"prompt_tokens": 8, "max_new_tokens": 9, "temperature": 0.0}
+        (folder / "evaluation" / "evaluation.json").write_text(json.dumps(evaluation))
+    return tmp_path / "run"
+
+
+def tracker(run: object, artifacts: bool) -> Tracker:
+    config = TrainConfig(name="mine", tracking=TrackingConfig(wandb=True, artifacts=artifacts))
+    made = Tracker(config, Path("nowhere"), enabled=False)
+    made.run = run
+    return made
+
+
+def test_the_best_drafter_goes_there_with_its_numbers(finished):
+    run = Run()
+    finish_report(finished, tracker(run, artifacts=True))
+    ((artifact, aliases),) = run.artifacts
+    assert (artifact.name.split(":")[0], artifact.type, aliases) == ("mine", "model", ["best"])
+    better = {key: value + 0.5 * key.startswith(("tau/chain", "tau/dd")) for key, value in FIGURES.items()}
+    assert artifact.metadata == {"step": 3} | better
+    assert sorted(artifact.manifest.entries) == ["config.json", "model.safetensors"]
+    local = artifact.manifest.entries["config.json"].local_path
+    assert json.loads(Path(local).read_text()) == {"step": 3}
+
+
+def test_nothing_goes_there_unasked(finished):
+    run = Run()
+    finish_report(finished, tracker(run, artifacts=False))
+    assert run.artifacts == []
+    with pytest.raises(ValueError, match=r"tracking\.artifacts=true needs tracking=wandb"):
+        TrainConfig(tracking=TrackingConfig(artifacts=True)).check()
+
+
+def test_a_failure_there_stops_nothing(finished, capsys):
+    class Broken(Run):
+        def log_artifact(self, artifact, aliases):
+            raise OSError("disk full")
+
+    broken = tracker(Broken(), artifacts=True)
+    finish_report(finished, broken)
+    assert broken.run is None
+    output = capsys.readouterr().out
+    assert "wandb stopped working and is left out from here on: disk full" in output
+    assert "report.html" in output  # the run ends as it would have without
+    broken.artifact(finished / "gone", {"step": 1, "methods": METHODS})
+    broken.close()
+
+
+def test_offline_an_artifact_is_kept_for_later(tmp_path, monkeypatch):
+    """wandb itself, without a network."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"weights")
+    config = TrainConfig(name="mine", tracking=TrackingConfig(wandb=True, artifacts=True))
+    real = Tracker(config, tmp_path, enabled=True)
+    assert real.run is not None
+    real.artifact(tmp_path / "drafter", {"step": 3, "methods": METHODS})
+    assert real.run is not None, "wandb refused the artifact"
+    real.close()
+    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60  # another process of wandb's writes it
+    while b"model.safetensors" not in record.read_bytes():
+        assert time.monotonic() < deadline, "the artifact was not kept"
+        time.sleep(0.05)
