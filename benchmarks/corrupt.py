@@ -1,6 +1,6 @@
 """Damages every file that this project reads back, in every way, and looks what becomes of it.
 
-    python -m benchmarks.corrupt --cases 150 --checkpoint runs/embedded-dflash/checkpoints/best
+    python -m benchmarks.corrupt --cases 150
 
 Training checkpoint, drafter folder, stored features, n-gram file: bytes flipped, zeroed, cut off, added, files swapped,
 deleted or made links, headers that claim huge sizes and negative places, manifests that name files elsewhere. Each case
@@ -19,9 +19,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -30,12 +32,13 @@ from data.rows import DataConfig
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
 from infer.count_ngrams import count_ngrams
+from infer.drafter import Drafter
 from infer.families import new_drafter
 from infer.ngram import NGram
 from infer.target import Target
+from train import state
 from train.config import FeaturesConfig
 from train.features import StoredRows, identity, write_features
-from train.state import load, whole
 
 Reader = Callable[[Path], object]  # everything that a folder says, comparable with same(); or an error
 
@@ -56,12 +59,17 @@ def same(one: object, other: object) -> bool:
 # What is damaged: a folder is made once, and read after each case.
 
 
-def make_drafter(folder: Path) -> Reader:
+def tiny_drafter() -> Drafter:
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8}
     target = Target(Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, num_key_value_heads=2, **sizes)))
     drafter = new_drafter(DrafterConfig(block_size=4, mask_token_id=96), target)
     drafter.reset(torch.Generator().manual_seed(0))
+    return drafter
+
+
+def make_drafter(folder: Path) -> Reader:
+    drafter = tiny_drafter()
     save_drafter(drafter.config, drafter.state_dict(), folder)
 
     def read(folder: Path) -> object:
@@ -111,13 +119,22 @@ def make_ngrams(folder: Path) -> Reader:
     return read
 
 
-def make_checkpoint(folder: Path, source: Path) -> Reader:
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("evaluation"))
+def make_checkpoint(folder: Path) -> Reader:
+    drafter = tiny_drafter()
+    weights = dict(drafter.state_dict())
+    moments = {f"exp_avg/{name}": torch.rand_like(tensor) for name, tensor in weights.items()}
+    state.training_state = lambda engine: weights | moments  # as the engine of a run would give it
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saved = state.save(folder / "run", 1, SimpleNamespace(module=drafter), torch.bfloat16, 1)
+    dist.destroy_process_group()
+    for part in saved.iterdir():
+        part.rename(folder / part.name)
+    shutil.rmtree(folder / "run")
 
     def read(folder: Path) -> object:
-        if problem := whole(folder):
+        if problem := state.whole(folder):
             raise ValueError(f"{folder}: {problem}")
-        return {"state": load(folder), "drafter": load_file(folder / "drafter" / "model.safetensors")}
+        return {"state": state.load(folder), "drafter": load_file(folder / "drafter" / "model.safetensors")}
 
     return read
 
@@ -256,13 +273,10 @@ def case(read: Reader, original: Path, expected: object, dice: random.Random) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=150, help="of each kind of folder")
-    parser.add_argument("--checkpoint", type=Path, help="a training checkpoint, to be copied and damaged too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--margin", type=float, default=400.0)
     args = parser.parse_args()
-    makers = {"drafter": make_drafter, "ngrams": make_ngrams, "features": make_features}
-    if args.checkpoint:
-        makers["checkpoint"] = lambda folder: make_checkpoint(folder, args.checkpoint)
+    makers = {"drafter": make_drafter, "ngrams": make_ngrams, "features": make_features, "checkpoint": make_checkpoint}
     failed = False
     with tempfile.TemporaryDirectory() as place:
         for name, make in makers.items():

@@ -153,7 +153,7 @@ def read_manifest(folder: Path) -> dict:
         )
         if manifest["format"] != 1 or rows > manifest["rows"] or not sound:
             raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged, or was written by another version") from error
     return manifest
 
