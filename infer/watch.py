@@ -23,6 +23,7 @@ from infer.text import Text, text_end
 log = logging.getLogger(__name__)
 
 CHUNK = 64  # positions of a pass that checks: others wait no longer than that
+SINGLE = 8  # positions run one by one, to see what the shape of a pass changes
 MOST_WAITING = 64  # texts that wait to be checked; further ones are not
 
 
@@ -44,7 +45,8 @@ def explain(
     target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions
 ) -> Difference | None:
     """The first difference between a text's new tokens and what plain decoding wrote, or None. A tie: the target's
-    logits there need to move by no more than they are rounded for either token to be chosen."""
+    logits there need to move by no more than they are rounded for either token to be chosen. That is taken
+    to be two steps of the dtype at the largest logit, and twice what it changes there to run the last tokens singly."""
     if ids == expected:
         return None
     place = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), None)
@@ -52,13 +54,11 @@ def explain(
         place = min(len(ids), len(expected))
         written, wanted = (some[place] if place < len(some) else None for some in (ids, expected))
         return Difference(place, written, wanted, math.inf, "defect")
-    for start, logits in passes(target, prompt + ids[:place]):
-        last = start + logits.shape[1] - 1, logits[:, -1:]
-    position, logits = last
-    written, wanted = ids[place], expected[place]
-    chosen = Chosen(logits.float(), position, prompt + ids[:place], options)
+    prefix, written, wanted = prompt + ids[:place], ids[place], expected[place]
+    logits, again = (last_logits(target, prefix, single) for single in (0, SINGLE))
+    chosen = Chosen(logits, len(prefix) - 1, prefix, options)
     gap = abs(chosen.score(wanted) - chosen.score(written))
-    rounding = float(logits.abs().max()) * torch.finfo(target.dtype).eps
+    rounding = 2 * float(logits.abs().max()) * torch.finfo(target.dtype).eps + 2 * float((logits - again).abs().max())
     tie = all(chosen.possible(token, rounding) for token in (written, wanted))
     return Difference(place, written, wanted, gap, "tie" if tie else "defect")
 
@@ -97,11 +97,21 @@ class Chosen:
 
 
 @torch.no_grad()
-def passes(target: Target, ids: list[int]) -> Generator[tuple[int, torch.Tensor], None, None]:
-    """The target alone over a text, CHUNK positions at a time: (first position, logits (1, Q, V))."""
+def passes(target: Target, ids: list[int], single: int = 0) -> Generator[tuple[int, torch.Tensor], None, None]:
+    """The target alone over a text, CHUNK positions at a time, the last `single` ones one by one: (first position,
+    logits (1, Q, V))."""
+    many = max(0, len(ids) - single)
     with target.cache(1, len(ids)).add(1) as cache:
-        for start in range(0, len(ids), CHUNK):
-            yield start, target.head(target.extend([ids[start : start + CHUNK]], cache, ()).last)
+        for start in (*range(0, many, CHUNK), *range(many, len(ids))):
+            end = min(start + CHUNK, many) if start < many else start + 1
+            yield start, target.head(target.extend([ids[start:end]], cache, ()).last)
+
+
+def last_logits(target: Target, ids: list[int], single: int) -> torch.Tensor:
+    """What follows a text: (1, 1, V) float32."""
+    for _, logits in passes(target, ids, single):  # noqa: B007
+        pass
+    return logits[:, -1:].float()
 
 
 @torch.no_grad()
