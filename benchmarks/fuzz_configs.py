@@ -244,7 +244,9 @@ def fuzz(lines: int, seed: int) -> tuple[Counter, list[str]]:
     for name in SCHEMAS:  # what is there must go on working
         taken, wrong = judge(name, [], [True])
         faults += [f"{name}: {fault}" for fault in wrong]
-    for _ in range(lines):
+    for number in range(lines):
+        if number and number % 500 == 0:
+            print(f"{number} lines, {counts['taken']} taken, {len(faults)} faults", flush=True)
         name, line, known = typist.line()
         taken, wrong = judge(name, line, known)
         counts["taken" if taken else "refused"] += 1

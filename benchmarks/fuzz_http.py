@@ -506,7 +506,9 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
         await asyncio.sleep(0.3)
         memory.append(resident())
         print(f"{sum(seen.values())} answers, {memory[-1]:.0f} MB", flush=True)
-    await asyncio.sleep(options.patience + 6)  # kept connections are closed by now
+    ended = time.monotonic() + options.patience + 10  # by then every kept connection is closed
+    while server.server_state.connections and time.monotonic() < ended:
+        await asyncio.sleep(0.1)
     faults += [fault for client in everyone for fault in client.faults] + logs.messages + loop_faults
     if engine.cache.lengths or engine._began or engine.waiting or engine.writing:
         faults.append("the engine still holds rows")

@@ -65,9 +65,7 @@ def composed(name: str, schema: type, arguments: list[str]):
     """conf/<name>.yaml with the overrides as a checked `schema`, which has a `check()` that raises ValueError for
     impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
     import hydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     prepare(name, schema)
     try:
@@ -76,9 +74,12 @@ def composed(name: str, schema: type, arguments: list[str]):
         # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless
         plain = OmegaConf.to_container(config, resolve=True)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+    except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
+        raise ValueError(sentence(error)) from error
+    try:
         check_values(config)
         config.check()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(sentence(error)) from error
     return config
 
@@ -118,6 +119,8 @@ def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
 def sentence(error: BaseException) -> str:
     """The first line of an error and of its cause as one sentence, with the choices there are."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if type(error) is ValueError:  # ours: lines of a value, not of the message
+        lines = [" ".join(lines)]
     parts = [lines[0]]
     if error.__cause__ is not None and str(error.__cause__).strip():
         parts.append(str(error.__cause__).strip().splitlines()[0])
