@@ -121,7 +121,8 @@ def sentence(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if type(error) is ValueError:  # ours: lines of a value, not of the message
         lines = [" ".join(lines)]
-    parts = [lines[0]]
+    keys = [line.split(":", 1)[1].strip() for line in lines if line.strip().startswith("full_key:")]
+    parts = [key for key in keys if key and key not in lines[0]] + [lines[0]]
     if error.__cause__ is not None and str(error.__cause__).strip():
         parts.append(str(error.__cause__).strip().splitlines()[0])
     for i, line in enumerate(lines):
