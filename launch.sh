@@ -13,17 +13,18 @@ Usage: ./launch.sh [COMMAND] [KEY=VALUE ...]
   train      train a drafter and evaluate it (what happens without a command); on several GPUs one process each
   eval       decode held-out prompts with a checkpoint: ./launch.sh eval checkpoint=runs/...
              suite=ddtree asks the public question sets of DDTree's Table 1, and prints it with the paper's figures
+             or with a masked diffusion model, which drafts for itself: ./launch.sh eval target.path=...
   compare    several checkpoints with every tree: ./launch.sh compare checkpoints=[runs/...,runs/...]
   ngram      count n-grams of a data set, for trees that judge paths by them: ./launch.sh ngram data=stdlib out=...
   generate   continue a text with a checkpoint: ./launch.sh generate checkpoint=runs/...
-  diffuse    let a masked diffusion model fill in a text, drafting for itself: ./launch.sh diffuse checkpoint=...
-             evaluate=true prints what draft lengths and orders save on held-out prompts
+             or with a masked diffusion model: ./launch.sh generate target.path=... decoding=ssd
   serve      answer over HTTP as OpenAI's API does: ./launch.sh serve checkpoint=runs/...
   chat       talk to such a server: ./launch.sh chat url=http://127.0.0.1:8000
   regenerate let the target rewrite the answers of a data set, to train on: ./launch.sh regenerate data=jsonl ...
   export     write a drafter for vLLM, SGLang or speculators: ./launch.sh export checkpoint=... format=dflash out=...
   check      say which engines would load a drafter's folder, and why not: ./launch.sh check path=...
   features   store what the target says of the training rows, to train without it: ./launch.sh features out=...
+  replay     a step that a run skipped because it was not finite, once more, layer by layer: ./launch.sh replay run=...
   plan       what a run would take, before anything is loaded: ./launch.sh plan +model=qwen3-8b (NPROC=8 for 8 GPUs)
   pretrain   make the embedded target model anew
   diffusion  train a masked diffusion model, bidirectional, from a causal one: ./launch.sh diffusion out=runs/mine
@@ -163,7 +164,7 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | compare | ngram | generate | diffuse | serve | chat | regenerate | export | check | features | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
+train | eval | compare | ngram | generate | serve | chat | regenerate | export | check | features | replay | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
 *) die "unknown command '$command': ./launch.sh help names the commands." ;;
 esac
@@ -178,7 +179,7 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 case $command in
 train) train "$@" ;;
-eval | compare | ngram | generate | diffuse | serve | chat | regenerate | export | check) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
-features | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
+eval | compare | ngram | generate | serve | chat | regenerate | export | check) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
+features | replay | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
 esac

@@ -25,12 +25,13 @@ from dataclasses import fields, is_dataclass
 
 from infer.entry import CONF, entry, values
 from infer.main import COMMANDS
-from train.config import FeaturesConfig, TrainConfig
+from train.config import FeaturesConfig, ReplayConfig, TrainConfig
 from train.diffusion import DiffusionConfig
 from train.pretrain import PretrainConfig
 
 SCHEMAS = {name: schema for name, (schema, _) in COMMANDS.items()}
 SCHEMAS |= {"train": TrainConfig, "features": FeaturesConfig, "diffusion": DiffusionConfig, "pretrain": PretrainConfig}
+SCHEMAS["replay"] = ReplayConfig
 SECRET = "secret-7f3a"
 GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "tracking", "decoding", "model"]
 

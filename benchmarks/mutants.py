@@ -16,6 +16,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
+TARGETS = "tests/infer/test_families.py"
 CONTINUITY = "tests/infer/test_continuity.py"
 # name, file, (what is there, what is put there) ..., tests to run
 MUTANTS = [
@@ -142,6 +143,46 @@ MUTANTS = [
         "infer/rejection.py",
         ("gumbel_noise(seed ^ _DRAFT", "gumbel_noise(seed"),
         "tests/infer/test_rejection.py",
+    ),
+    (
+        "a window is one position too long",
+        "infer/masks.py",
+        ("positions[..., None] - window)", "positions[..., None] - window - 1)"),
+        TARGETS,
+    ),
+    (
+        "windows count places in the cache",
+        "infer/masks.py",
+        (".expand(len(ends), -1).scatter(1, new, positions)", ".expand(len(ends), -1)"),
+        TARGETS,
+    ),
+    (
+        "all kinds of layers get one mask",
+        "infer/target.py",
+        ("return masks if len(masks) > 1 else masks.popitem()[1]", "return masks.popitem()[1]"),
+        TARGETS,
+    ),
+    ("logits are not capped", "infer/target.py", ("return self.scale(", "return ("), TARGETS),
+    (
+        "the cap has no slope",
+        "train/objective.py",
+        ("delta *= slope", "pass"),
+        "tests/train/test_objective.py -k scaled_logits",
+    ),
+    (
+        "a drafter starts as a layer that looks alike",
+        "infer/drafter.py",
+        ("return bool((found - expected)", "return True or bool((found - expected)"),
+        TARGETS,
+    ),
+    (
+        "padding behind a row's text is looked at",
+        "infer/masks.py",
+        (
+            "before = torch.arange(extent, device=ends.device) < ends[:, None]",
+            "before = torch.arange(extent, device=ends.device) < ends.max()",
+        ),
+        TARGETS,
     ),
 ]
 

@@ -3,12 +3,14 @@
     python benchmarks/ssd.py runs/embedded-diffusion/model [--parts identical tables]
 
 "identical" decodes many held-out prompts with both cache policies, several block lengths, and drafts of 1 to 5 tokens,
-in float32, and counts texts that differ from step by step's in any write; exit code 1 if there are any. "tables" are
-those of `./launch.sh diffuse evaluate=true`, for the first block length.
+in float32, one text at a time and many side by side, and counts texts that differ from step by step's, one at a time,
+in any write; exit code 1 if there are any. docs/results/ssd.txt has "--parts identical --length 16 --prompt-tokens 24".
+"tables" are those of `./launch.sh eval target.path=<the model>`, for the first block length.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,56 +18,62 @@ import torch
 
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
-from infer.config import MaskedOptions
-from infer.evaluate_masked import Way, evaluate_masked, measure, table
+from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
+from infer.diffusion import MaskedEngine
+from infer.evaluate_masked import Way, evaluate_masked, masked_options, measure, table
 from infer.masked import MaskedModel, load_masked
-from infer.masked_pass import DualCache, Rows
+from infer.masked_pass import Task
 
 
 @torch.inference_mode()
-def rounding(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> float:
+def rounding(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> float:
     """The largest difference between a state's logits alone and among seven others."""
-    ids = torch.tensor(prompt + [model.mask_token_id] * options.length, device=model.device)
-    passes = (Rows if options.cache == "none" else DualCache)(model, options, ids)
-    start, masked = len(prompt), list(range(len(prompt), len(ids)))
-    passes.run([frozenset()], passes.plan(masked, start))
-    ids[start] = prompt[-1]
-    passes.wrote(1)
-    plan = passes.plan(masked[1:], start)
-    states = [frozenset([(masked[1], token)]) for token in range(3, 10)]
-    alone, among = (passes.run([frozenset(), *others], plan).logits[0] for others in ([], states))
-    return (alone - among).nan_to_num().abs().max().item()
+    engine = MaskedEngine(model, replace(options, method="steps", rows=1), len(prompt) + options.max_new_tokens)
+    text = engine.submit(prompt, options)
+    engine.step()
+    plan = engine.passes.plan(text)
+    states = [frozenset([(plan.masked[0], token)]) for token in range(3, 10)]
+
+    def logits(among: list) -> torch.Tensor:
+        chosen = [frozenset(), *among]
+        asked = engine.passes.asked(text, plan, chosen)
+        return engine.passes.run([Task(text, plan, chosen, asked)])[: len(asked[0])]
+
+    return (logits([]) - logits(states)).nan_to_num().abs().max().item()
 
 
-def ways_to_compare(options: MaskedOptions, every: bool) -> list[Way]:
-    """Chains of 1 to 5 drafts, swapped drafts, trees; or some of them."""
-    kinds = [("greedy", 2), ("guided", 4)]
-    if every:
-        kinds = [("greedy", length) for length in (1, 2, 3, 4, 5)] + [("mixed", 4), ("tree", 4), ("guided", "auto")]
+def ways_to_compare(options: DecodeOptions, rows: Sequence[int]) -> list[Way]:
+    """Chains of 1 to 5 drafts, swapped drafts, trees, with so many texts side by side."""
+    kinds = [("greedy", length) for length in (1, 2, 3, 4, 5)] + [("mixed", 4), ("tree", 4), ("guided", "auto")]
     ssd = replace(options, method="ssd", nodes=8)
-    return [Way(order, replace(ssd, order=order, draft_length=length)) for order, length in kinds]
+    return [Way(order, replace(ssd, order=order, draft_length=x, rows=count)) for count in rows for order, x in kinds]
 
 
 def progress(done: int, total: int) -> None:
     print(f"\r{done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def identical(model: MaskedModel, prompts: list[list[int]], policies: list[MaskedOptions]) -> int:
-    """How many texts differ from step by step's; prints a line for every policy."""
-    print("blocks  cache   prompts  tokens  ways  texts  differ  rounding of logits", flush=True)
+def identical(model: MaskedModel, prompts: list[list[int]], policies: list[DecodeOptions], rows: Sequence[int]) -> int:
+    """How many texts differ from step by step's, which are written alone; prints lines for every policy."""
+    print("blocks  cache   rows  prompts  tokens  ways  texts  differ  rounding of logits", flush=True)
     differ = 0
     for options in policies:
-        ways = ways_to_compare(options, options.block_length == policies[0].block_length)
+        ways = ways_to_compare(options, rows)
         plain = measure(model, prompts, ways, options, progress)
-        wrong = sum(a.writes != b.writes for way in ways for a, b in zip(way.texts, plain.texts, strict=True))
-        differ += wrong
         noise = max(rounding(model, prompt, options) for prompt in prompts[:8])
-        tokens = int(plain.total("steps"))
-        print(
-            f"{options.block_length:>6}  {options.cache:<6}{len(prompts):>9}{tokens:>8}{len(ways):>6}"
-            f"{len(ways) * len(prompts):>7}{wrong:>8}{noise:>20.1e}",
-            flush=True,
-        )
+        for count in rows:
+            some, wrong = [way for way in ways if way.options.rows == count], 0
+            for way in some:
+                for index, (done, steps) in enumerate(zip(way.texts, plain.texts, strict=True)):
+                    if done.writes != steps.writes:
+                        wrong += 1
+                        print(f"prompt {index} differs with {way.options}", flush=True)
+            print(
+                f"{options.block_length:>6}  {options.cache:<6}{count:>6}{len(prompts):>9}"
+                f"{int(plain.total('written')):>8}{len(some):>6}{len(some) * len(prompts):>7}{wrong:>8}{noise:>20.1e}",
+                flush=True,
+            )
+            differ += wrong
     return differ
 
 
@@ -81,17 +89,19 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 4, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of drafts, in the tables")
     parser.add_argument("--orders", nargs="+", default=["greedy", "mixed", "tree", "guided"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], help="texts side by side, for identical")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--source", default="embedded", help="of the prompts: embedded or stdlib")
     args = parser.parse_args()
     model = load_masked(args.model, dtype="float32")
     count = max(args.prompts if "identical" in args.parts else 0, args.table_prompts)
     prompts = held_out_prompts(DataConfig(source=args.source), model.tokenizer, count, args.prompt_tokens)
+    evaluation = EvaluationConfig(max_new_tokens=args.length, temperature=args.temperature)
     policies = [
-        MaskedOptions(args.length, block, args.temperature, cache=cache)
+        masked_options(evaluation, MaskedConfig(block_length=block, cache=cache))
         for block, cache in product(args.blocks, args.caches)
     ]
-    differ = identical(model, prompts[: args.prompts], policies) if "identical" in args.parts else 0
+    differ = identical(model, prompts[: args.prompts], policies, args.rows) if "identical" in args.parts else 0
     for options in policies[: len(args.caches) if "tables" in args.parts else 0]:
         some = prompts[: args.table_prompts]
         result = evaluate_masked(model, some, options, args.lengths, args.orders, progress=progress)

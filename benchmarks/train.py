@@ -32,8 +32,9 @@ from infer.dflash import DFlash, drafter_config
 from infer.evaluate import describe_device, synchronised_clock
 from infer.masks import block_mask_mod, dense
 from infer.target import Target
+from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
-from train.loop import block_loss, draft_states, draw_blocks, score
+from train.loop import block_loss, draft_states, score
 from train.objective import position_weights
 from train.optim import make_optimizer
 from train.plan import matmul_rate, shape_of, step_memory, step_operations
@@ -130,7 +131,7 @@ def steps(args) -> dict:
         began = clock()
         with half:
             if args.way == "ours":
-                loss, _ = block_loss(drafter, target, rows, blocks, config)
+                loss = block_loss(drafter, target, rows, blocks, config).loss
             else:
                 loss = reference_loss(drafter, target, rows, blocks, config)
         (loss / blocks.supervised.sum()).backward()

@@ -90,6 +90,8 @@ def raw_rows(config: DataConfig) -> "Dataset":
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None
+        if isinstance(error.__cause__, OSError):  # names the file
+            raise ValueError(f"training rows cannot be read: {error.__cause__}") from None
         raise
 
 

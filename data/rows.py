@@ -125,10 +125,13 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
         from pyarrow.parquet import ParquetFile
 
         number = 0
-        for part in ParquetFile(file).iter_batches():
-            for row in part.to_pylist():
-                number += 1
-                yield f"{file}, row {number}", row
+        try:
+            for part in ParquetFile(file).iter_batches():
+                for row in part.to_pylist():
+                    number += 1
+                    yield f"{file}, row {number}", row
+        except (ValueError, OSError) as error:  # pyarrow's errors are among them
+            raise ValueError(f"{file}: no sound Parquet file, after row {number} ({error})") from error
     elif file.suffix == ".json":  # one list, as ShareGPT came
         try:
             rows = json.loads(file.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
 """Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`; and of masked diffusion
-models that draft for themselves: `load_masked`, `generate_masked`.
+models that draft for themselves: `load_masked`, `generate`.
 
 Needs torch, transformers and safetensors only. Names are imported on first use, so that `infer.config` stays light.
 """
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from infer.api import Generation, generate, stream
     from infer.checkpoint import load_drafter, save_drafter
-    from infer.config import DecodeOptions, DrafterConfig, EngineConfig, MaskedOptions
+    from infer.config import DecodeOptions, DrafterConfig, EngineConfig
     from infer.dart import DART
-    from infer.decode import Engine
+    from infer.decode import Engine, open_engine
     from infer.dflash import DFlash
-    from infer.diffusion import Filled, generate_masked
     from infer.masked import MaskedModel, load_masked
     from infer.target import Target, load_target
     from infer.text import DecodeStats
@@ -29,12 +28,10 @@ _HOME = {
     "DecodeOptions": "infer.config",
     "DrafterConfig": "infer.config",
     "EngineConfig": "infer.config",
-    "MaskedOptions": "infer.config",
     "DecodeStats": "infer.text",
     "Engine": "infer.decode",
+    "open_engine": "infer.decode",
     "DFlash": "infer.dflash",
-    "Filled": "infer.diffusion",
-    "generate_masked": "infer.diffusion",
     "MaskedModel": "infer.masked",
     "load_masked": "infer.masked",
     "Target": "infer.target",
@@ -48,16 +45,14 @@ __all__ = [
     "DrafterConfig",
     "Engine",
     "EngineConfig",
-    "Filled",
     "Generation",
     "MaskedModel",
-    "MaskedOptions",
     "Target",
     "generate",
-    "generate_masked",
     "load_drafter",
     "load_masked",
     "load_target",
+    "open_engine",
     "save_drafter",
     "stream",
 ]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from jinja2 import TemplateError
 
 from infer.config import DecodeOptions, TextOptions
-from infer.decode import Engine, decode
+from infer.decode import AnyEngine, decode, open_engine
 from infer.drafter import Drafter
-from infer.target import Target
+from infer.masked import AnyTarget
 from infer.text import DecodeStats, Processor, Text, TokenLogprob
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
@@ -23,13 +23,13 @@ class Generation:
     ids: list[int]
     prompt_ids: list[int]
     finish_reason: str  # "stop" or "length"
-    commits: list[int]  # how many of `ids` each round committed, the prefill's one first
+    commits: list[int]  # how many of `ids` each round committed, the prefill's one first (a masked model has none)
     logprobs: list[TokenLogprob]  # one a token, if asked for
     stats: DecodeStats
 
 
 def generate(
-    target: Target,
+    target: AnyTarget,
     drafter: Drafter | None,
     prompts: Prompt | Sequence[Prompt],
     options: DecodeOptions | None = None,
@@ -41,6 +41,8 @@ def generate(
     through the tokenizer's chat template. Options are those of `DecodeOptions`, as one object or by name:
     `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7, seed=1)`.
 
+    A masked diffusion model (`load_masked`) is decoded with method "ssd" or "steps" and None as its drafter.
+
     The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text for the same seed,
     whatever the method, budget and drafter. `processors` are Hugging Face logits processors; each sees the true prefix
     of every token it judges. Raises ValueError for options or prompts that make no sense.
@@ -49,14 +51,14 @@ def generate(
     one = is_prompt(prompts)
     ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
     for prompt in ids:
-        check_length(target, len(prompt) + options.max_new_tokens)
+        check_length(target, len(prompt) + options.room(options.max_new_tokens))
     done = decode(target, drafter, ids, options, clock, processors=processors)
     answers = [generation(target, text) for text in done]
     return answers[0] if one else answers
 
 
 def stream(
-    target: Target,
+    target: AnyTarget,
     drafter: Drafter | None,
     prompt: Prompt,
     options: DecodeOptions | None = None,
@@ -66,14 +68,13 @@ def stream(
     """Continues one prompt and yields its text as rounds commit it: the pieces joined are `generate(...).text`."""
     options = settings(options, overrides)
     ids = encode(target, prompt)
-    length = len(ids) + options.max_new_tokens
-    check_length(target, length)
-    engine = Engine(target, drafter, replace(options, rows=1), length)
+    check_length(target, len(ids) + options.room(options.max_new_tokens))
+    engine = open_engine(target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens)
     text = engine.submit(ids, options, processors)
     return _pieces(engine, text, TextStream(target, text))
 
 
-def _pieces(engine: Engine, text: Text, pieces: "TextStream") -> Iterator[str]:
+def _pieces(engine: AnyEngine, text: Text, pieces: "TextStream") -> Iterator[str]:
     while engine.busy:
         engine.step()
         piece = pieces.next()
@@ -85,7 +86,7 @@ class TextStream:
     """The text of a `Text` that grows: `next()` gives what is new and certain. Held back are characters whose bytes are
     not all there yet, and ends that may turn out to begin a stop string."""
 
-    def __init__(self, target: Target, text: Text) -> None:
+    def __init__(self, target: AnyTarget, text: Text) -> None:
         if target.tokenizer is None:
             raise ValueError("this target has no tokenizer: there is no text to stream")
         self.target, self.text = target, text
@@ -133,14 +134,14 @@ def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> Dec
     return options
 
 
-def check_length(target: Target, positions: int) -> None:
+def check_length(target: AnyTarget, positions: int) -> None:
     """Raises ValueError when the target has fewer positions than prompt and answer may take."""
     limit = getattr(target.config, "max_position_embeddings", None)
     if limit is not None and positions > limit:
         raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
 
 
-def encode(target: Target, prompt: Prompt) -> list[int]:
+def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
     """A prompt's token ids; messages through the chat template. Raises ValueError where there is none."""
     tokenizer = target.tokenizer
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
@@ -160,13 +161,13 @@ def encode(target: Target, prompt: Prompt) -> list[int]:
         raise ValueError(f"the prompt cannot be read: {error}") from error
 
 
-def generation(target: Target, text: Text) -> Generation:
+def generation(target: AnyTarget, text: Text) -> Generation:
     """A finished text as an answer."""
     words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
     return Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
 
 
-def answer_text(target: Target, ids: list[int], options: TextOptions) -> str:
+def answer_text(target: AnyTarget, ids: list[int], options: TextOptions) -> str:
     """The answer without special tokens, cut before the first stop string."""
     text = target.tokenizer.decode(ids, skip_special_tokens=True)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]

@@ -66,7 +66,7 @@ def vllm(folder: Folder, reading: Reading) -> list[str]:
         return problems
     keys = Keys(folder.config, problems)
     architectures(keys)
-    if "mask_token_id" not in keys.part("dflash_config").raw:
+    if keys.part("dflash_config").raw.get("mask_token_id") is None:
         keys.note("dflash_config.mask_token_id", "is missing, which vLLM looks for there")
     if folder.config.get("model_type") != "qwen3":
         keys.note("model_type", f"is {folder.config.get('model_type')!r}, expected 'qwen3'")
@@ -91,9 +91,9 @@ def sglang(folder: Folder, reading: Reading) -> list[str]:
     keys = Keys(folder.config, problems)
     architectures(keys)
     part = keys.part("dflash_config")
-    if "block_size" not in keys.raw and "block_size" not in part.raw:
+    if keys.raw.get("block_size") is None and part.raw.get("block_size") is None:
         keys.note("block_size", "is missing")
-    if "num_target_layers" not in keys.raw and "num_target_layers" not in part.raw:
+    if keys.raw.get("num_target_layers") is None and part.raw.get("num_target_layers") is None:
         keys.note("num_target_layers", "is missing: SGLang would take the drafter's own number of layers for it")
     kinds, causal = reading.options["layer_types"], reading.options["dflash_config"].get("causal")
     if part.raw.get("use_swa"):

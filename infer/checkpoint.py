@@ -29,7 +29,6 @@ KEYS = (  # of config.json, in this order
     "layer_types",
     "use_sliding_window",
     "sliding_window",
-    "max_window_layers",
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -53,7 +52,7 @@ def config_dict(config: Qwen3Config) -> dict:
     everything |= {"architectures": config.architectures, "auto_map": getattr(config, "auto_map", None)}
     everything["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     if "sliding_attention" not in config.layer_types:
-        for key in ("use_sliding_window", "sliding_window", "max_window_layers"):
+        for key in ("use_sliding_window", "sliding_window"):
             everything[key] = None
     return {key: everything[key] for key in KEYS if everything.get(key) is not None}
 

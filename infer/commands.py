@@ -6,13 +6,14 @@ from pathlib import Path
 from data.rows import DataConfig
 from data.suites import SuiteConfig
 from infer.config import (
+    MASKED_METHODS,
+    MASKED_METHODS,
     DecodeOptions,
     EngineConfig,
     EvaluationConfig,
-    MaskedOptions,
+    MaskedConfig,
     ServerConfig,
     TargetConfig,
-    check_device,
 )
 
 
@@ -24,7 +25,8 @@ def run_name(checkpoint: str) -> str:
 
 @dataclass
 class EvalCommand:
-    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets."""
+    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets; of a masked diffusion
+    model, which has no drafter, what drafting for itself saves."""
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # a drafter folder or a training checkpoint
     out: str = "runs/evaluation"  # where numbers and pictures go
@@ -32,10 +34,11 @@ class EvalCommand:
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)  # instead of `data`; how: evaluation, but for its prompts
+    masked: MaskedConfig = field(default_factory=MaskedConfig)  # where the target is a masked diffusion model
 
     def check(self) -> None:
         """Raises ValueError for what cannot be evaluated."""
-        for part in (self.target, self.data, self.evaluation, self.suite):
+        for part in (self.target, self.data, self.evaluation, self.suite, self.masked):
             part.check()
 
 
@@ -103,32 +106,6 @@ class GenerateCommand:
 
 
 @dataclass
-class DiffuseCommand:
-    """Lets a masked diffusion model fill in a text, or measures on held-out prompts what self drafting saves it."""
-
-    checkpoint: str = "runs/embedded-diffusion/model"  # a folder of ours, or LLaDA or Dream: a folder or its name
-    prompt: str = "import os\n\ndef main():\n"
-    evaluate: bool = False  # print the table of draft lengths and orders instead
-    prompts: int = 16  # held-out prompts of that table
-    prompt_tokens: int = 64  # of them, at most
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
-    trust_remote_code: bool = False  # run the modelling code that LLaDA and Dream come with
-    data: DataConfig = field(default_factory=DataConfig)
-    decoding: MaskedOptions = field(default_factory=MaskedOptions)
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be decoded."""
-        self.data.check()
-        self.decoding.check()
-        check_device("device", self.device)
-        if self.prompts < 1 or self.prompt_tokens < 1:
-            raise ValueError("prompts and prompt_tokens are at least 1")
-        if not self.prompt:
-            raise ValueError("prompt: at least one character")
-
-
-@dataclass
 class ServeCommand:
     """Serves a target and its drafter over HTTP."""
 
@@ -141,6 +118,8 @@ class ServeCommand:
         """Raises ValueError for what cannot be served."""
         for part in (self.target, self.decoding, self.server):
             part.check()
+        if self.server.verify and self.decoding.method in MASKED_METHODS:
+            raise ValueError(f"server.verify={self.server.verify}: for causal targets, not for {self.decoding.method}")
 
 
 @dataclass
@@ -162,7 +141,7 @@ class RegenerateCommand:
         """Raises ValueError for what cannot be asked for."""
         for part in (self.target, self.data, self.decoding):
             part.check()
-        if self.server is None and self.checkpoint is None and self.decoding.method != "plain":
+        if self.server is None and self.checkpoint is None and self.decoding.method not in ("plain", *MASKED_METHODS):
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         if min(self.at_once, self.prompt_tokens) < 1:
             raise ValueError("at_once and prompt_tokens are at least 1")
@@ -179,7 +158,7 @@ class ExportCommand:
     out: str = "runs/export"  # a folder that is not there yet, or empty
     push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
     license: str | None = None  # of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
-    base_model: str | None = None  # the target's name on the hub, for the card; null: target.path, if that is a name
+    base_model: str | None = None  # the target's name on the hub, for others to read; null: target.path
     target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
 
     def check(self) -> None:
@@ -193,6 +172,9 @@ class ExportCommand:
             raise ValueError(f"out={self.out}: that folder is not empty, choose another")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
+        local = self.target.path == "embedded" or Path(self.target.path).exists()
+        if self.push_to_hub is not None and self.format == "speculators" and self.base_model is None and local:
+            raise ValueError("format=speculators stores where the target is: give its name on the hub, base_model=...")
 
 
 @dataclass

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
-METHODS = ("plain", "chain", "ddtree", "continuity", "static")
+MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
+METHODS = ("plain", "chain", "ddtree", "continuity", "static", *MASKED_METHODS)
 
 
 def check_device(key: str, device: str) -> None:
@@ -101,20 +102,56 @@ class TextOptions:
             raise ValueError(f"logprobs={self.logprobs}: 0 to 20 alternatives, or none at all")
 
 
+def check_masked_text(options: TextOptions) -> None:
+    """Raises ValueError for what a masked diffusion model cannot follow: it writes in no order, and a token is the
+    likeliest one of its position, or drawn from the whole distribution there."""
+    neutral = TextOptions()
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs"):
+        value = getattr(options, name)
+        if value != getattr(neutral, name):
+            raise ValueError(f"{name}={value}: masked diffusion decoding cannot follow it, leave it out")
+
+
+@dataclass(kw_only=True)
+class MaskedConfig:
+    """How a masked diffusion model's text comes about. Unlike the rest of an engine, this decides what is written."""
+
+    block_length: int = 8  # a block is finished before the next one begins; an answer is whole blocks, then cut
+    cache: str = "none"  # none: every pass computes the whole row; dual: keys and values outside the block are kept
+    refresh: int = 8  # cache=dual: the kept ones are made anew after so many tokens, and when a block begins
+
+    def check(self) -> None:
+        """Raises ValueError for a way of decoding that does not exist."""
+        for name in ("block_length", "refresh"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.cache not in ("none", "dual"):
+            raise ValueError(f"cache={self.cache}: use none or dual")
+
+
 @dataclass
-class EngineConfig:
+class EngineConfig(MaskedConfig):
     """How texts are decoded. All of this changes the speed, never the text."""
 
-    method: str = "ddtree"  # plain, chain, ddtree, continuity or static: docs/methods.md
+    method: str = "ddtree"  # plain, chain, ddtree, continuity or static; of masked models steps or ssd: docs/methods.md
     budget: int | str = 64  # drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
     continuity: str | None = None  # n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
     continuity_weight: float = 1.0  # of the n-gram model against the drafter, for ddtree
     width: int = 2  # children of every node of a static tree
     rows: int = 16  # texts decoded side by side at most; others wait
     compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
+    draft_length: int | str = 4  # ssd: tokens drafted each round, 1 to 8; or auto: as many as are likely enough
+    order: str = "guided"  # ssd: greedy is a chain by confidence; mixed: two drafts may swap; tree: the likeliest
+    # states; guided: the same, with what the text has shown of itself so far: docs/methods.md
+    nodes: int = 8  # ssd, tree and guided: states verified each round, the text as it is among them
+
+    def room(self, tokens: int) -> int:
+        """Positions that an answer of so many tokens takes: a masked model's is whole blocks."""
+        return tokens + -tokens % self.block_length if self.method in MASKED_METHODS else tokens
 
     def check(self) -> None:
         """Raises ValueError for a way of decoding that does not exist."""
+        MaskedConfig.check(self)
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
         if isinstance(self.budget, str) and self.budget != "auto":
@@ -135,6 +172,12 @@ class EngineConfig:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: at least 1 text at a time")
+        if self.order not in ("greedy", "mixed", "tree", "guided"):
+            raise ValueError(f"order={self.order}: use greedy, mixed, tree or guided")
+        if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):
+            raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
+        if self.nodes < 1:
+            raise ValueError(f"nodes={self.nodes}: at least 1 state a round")
 
 
 @dataclass
@@ -145,46 +188,8 @@ class DecodeOptions(EngineConfig, TextOptions):
         """Raises ValueError for options that cannot be followed."""
         TextOptions.check(self)
         EngineConfig.check(self)
-
-
-@dataclass
-class MaskedOptions:
-    """How a masked diffusion model writes a text. Method, draft length, order and nodes change the speed, never the
-    text; the rest decides what is written."""
-
-    length: int = 128  # new tokens, all of them masks at first
-    block_length: int = 8  # a block is finished before the next one begins; divides the length
-    temperature: float = 0.0  # 0: the likeliest token of every position
-    seed: int = 0  # of sampling; the same seed gives the same text, whatever the method
-    cache: str = "none"  # none: every pass computes the whole row; dual: keys and values outside the block are kept
-    refresh: int = 8  # cache=dual: the kept ones are made anew after so many tokens, and when a block begins
-    method: str = "ssd"  # steps: one token a pass; ssd: drafted by the model itself, and verified
-    draft_length: int | str = 4  # tokens drafted each round, 1 to 8; or auto: as many as are likely enough
-    order: str = "guided"  # greedy: a chain by confidence; mixed: two drafts may swap; tree: the likeliest states;
-    # guided: the same, with what the text has shown of itself so far: docs/methods.md
-    nodes: int = 8  # of tree and guided: states verified each round, the text as it is among them
-
-    def check(self) -> None:
-        """Raises ValueError for options that cannot be followed."""
-        for name in ("length", "block_length", "refresh", "nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
-        if self.length % self.block_length:
-            raise ValueError(
-                f"block_length={self.block_length} does not divide length={self.length}: a text is whole blocks"
-            )
-        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: 0 for the likeliest tokens, or at least 0.001")
-        choices = {
-            "cache": ("none", "dual"),
-            "method": ("steps", "ssd"),
-            "order": ("greedy", "mixed", "tree", "guided"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)}: use {' or '.join(known)}")
-        if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):
-            raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
+        if self.method in MASKED_METHODS:
+            check_masked_text(self)
 
 
 @dataclass

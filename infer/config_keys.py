@@ -37,7 +37,7 @@ MOST = {"num_hidden_layers": 1024, "block_size": 4096, "draft_length": 4096}
 
 @dataclass
 class Keys:
-    """One level of a config.json. What is missing or wrong is noted in `problems`."""
+    """One level of a config.json, where null is as good as nothing. What is missing or wrong is noted in `problems`."""
 
     raw: dict
     problems: list[str]
@@ -48,7 +48,7 @@ class Keys:
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> int | None:
         """A whole number of at least `least`; without a default it must be there."""
-        value = self.raw.get(key, default)
+        value = default if self.raw.get(key) is None else self.raw[key]
         if value is None:
             self.note(key, "is missing")
         elif not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -61,7 +61,7 @@ class Keys:
 
     def real(self, key: str, default: float) -> float:
         """A number above 0."""
-        value = self.raw.get(key, default)
+        value = default if self.raw.get(key) is None else self.raw[key]
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             self.note(key, f"is {value!r}, expected a number above 0")
             return default
@@ -109,7 +109,7 @@ def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
         keys.note("target_hidden_size", f"is {keys.raw['target_hidden_size']}, expected hidden_size, {hidden}")
     if keys.raw.get("head_dim") is None and hidden and heads and hidden % heads:
         keys.note("head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads")
-    groups = keys.number("num_key_value_heads", heads)
+    groups = keys.number("num_key_value_heads", heads or 1)
     if heads and groups and heads % groups:
         keys.note("num_key_value_heads", f"is {groups}, which does not divide num_attention_heads, {heads}")
     options = {
@@ -127,7 +127,7 @@ def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
     }
     if options["head_dim"] and options["head_dim"] % 2:
         keys.note("head_dim", f"is {options['head_dim']}, expected an even number")
-    return options | sliding(keys, options["num_hidden_layers"] or 0)
+    return options | sliding(keys, options["num_hidden_layers"])
 
 
 def rope(keys: Keys) -> dict[str, Any]:
@@ -139,17 +139,18 @@ def rope(keys: Keys) -> dict[str, Any]:
     if kind not in ROPES:
         part.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
     for key in ROPES.get(kind, ()):
-        if key in part.raw:
-            part.real(key, 1.0)
-        else:
+        if part.raw.get(key) is None:
             part.note(key, f"is missing, which {kind} needs")
+        part.real(key, 1.0)
     rest = {key: value for key, value in part.raw.items() if key not in ("type", "rope_type", "rope_theta")}
     return {"rope_type": kind, "rope_theta": theta} | (rest if kind != "default" else {})
 
 
-def sliding(keys: Keys, layers: int) -> dict[str, Any]:
+def sliding(keys: Keys, layers: int | None) -> dict[str, Any]:
     """Which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
     types, on = keys.raw.get("layer_types"), keys.flag("use_sliding_window")
+    if layers is None:  # noted already
+        layers = len(types) if isinstance(types, list) else 1
     if types is None:
         first = keys.number("max_window_layers", layers, 0) or 0
         types = ["sliding_attention" if on and i >= first else "full_attention" for i in range(layers)]

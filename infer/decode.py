@@ -16,13 +16,15 @@ import torch
 
 from infer.budget import BudgetRule, calibrate
 from infer.cache import KVCache
-from infer.config import DecodeOptions, EngineConfig, TextOptions
+from infer.config import MASKED_METHODS, DecodeOptions, EngineConfig, TextOptions
+from infer.diffusion import MaskedEngine
 from infer.drafter import Drafter, DraftState
+from infer.masked import AnyTarget, MaskedModel
 from infer.ngram import NGram, open_ngram
 from infer.rejection import decide, draw
 from infer.sampling import adjust, choose, round_noise, seen_at_nodes, seen_tokens, steer
 from infer.target import Target, pad_ids
-from infer.text import STAGES, Processor, Text, TokenLogprob
+from infer.text import STAGES, Processor, Text, TokenLogprob, check_prompt, check_text
 from infer.trees import DraftTree, chain, continuity, ddtree, guided_ddtree, root_only, static_depth
 from infer.trees.fixed import StaticDraft, static_nodes
 from infer.verify import Accepted, walk
@@ -49,6 +51,8 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         EngineConfig.check(options)
+        if options.method in MASKED_METHODS:
+            raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
         self.target, self.drafter, self.options, self.clock = target, drafter, options, clock
         self.static = target.device.type == "cuda" if options.compile is None else options.compile
         method, self.drafts = options.method, options.method != "plain"
@@ -84,20 +88,16 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting or self.writing)
 
+    def check_text(self, options: TextOptions) -> None:
+        """Raises ValueError for options of a text that cannot be followed."""
+        check_text(options, self.target)
+
     def submit(self, prompt: list[int], options: TextOptions, processors: Sequence[Processor] = ()) -> Text:
         """Queues a text. Raises ValueError for options or lengths that make no sense."""
-        options.check()
-        if not prompt:
-            raise ValueError("every prompt needs at least one token")
+        self.check_text(options)
+        check_prompt(prompt, options, self.capacity)
         if processors and self.options.method == "static" and options.temperature > 0:
             raise ValueError("logits processors: a sampled static tree needs whole distributions; use another method")
-        if options.stop and self.target.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: load the target with load_target")
-        if len(prompt) + options.max_new_tokens > self.capacity:
-            raise ValueError(
-                f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "
-                f"there are {self.capacity}: shorten either"
-            )
         text = Text(prompt, options, processors)
         self.waiting.append(text)
         return text
@@ -350,8 +350,26 @@ class Engine:
                 text.logprobs.append(TokenLogprob(of_chosen[row][i], list(ranked)[: text.options.logprobs]))
 
 
+AnyEngine = Engine | MaskedEngine
+
+
+def open_engine(
+    target: AnyTarget,
+    drafter: Drafter | None,
+    options: EngineConfig,
+    capacity: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> AnyEngine:
+    """The engine that decodes this kind of model. Raises ValueError where options or drafter do not fit it."""
+    if not isinstance(target, MaskedModel):
+        return Engine(target, drafter, options, capacity, clock)
+    if drafter is not None:
+        raise ValueError(f"{target.name} is a masked diffusion model and drafts for itself: give None as its drafter")
+    return MaskedEngine(target, options, capacity, clock)
+
+
 def decode(
-    target: Target,
+    target: AnyTarget,
     drafter: Drafter | None,
     prompts: list[list[int]],
     options: DecodeOptions,
@@ -365,7 +383,7 @@ def decode(
     if not prompts:
         return []
     longest = max(map(len, prompts)) + options.max_new_tokens
-    engine = Engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
+    engine = open_engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
     texts = [
         engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
         for i, prompt in enumerate(prompts)

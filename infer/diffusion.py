@@ -5,138 +5,154 @@ surest of, among the masks of the first unfinished block (SSD section 3.1, LLaDA
 SSD computes several states of the text in one pass, and takes as many steps as it finds computed (Algorithm 1).
 Step by step is the round that computes the text as it is and nothing else: one loop for both.
 
-N states, T positions of a row, P positions of a window, V vocabulary.
+Q outputs asked for, V vocabulary.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from infer.api import Prompt, check_length, encode, is_prompt
-from infer.config import MaskedOptions
-from infer.habits import Habits
+from infer.config import MASKED_METHODS, EngineConfig, TextOptions, check_masked_text
 from infer.masked import MaskedModel
-from infer.masked_pass import DualCache, Rows
+from infer.masked_pass import DualCache, Rows, Task
+from infer.masked_text import MaskedText
 from infer.sampling import gumbel_noise
-from infer.selfdraft import LONGEST, Guesses, State, Write, pick, read, walk
+from infer.selfdraft import Guesses, as_guesses, pick, read, walk
+from infer.text import Processor, check_prompt, check_text
 
 
-@dataclass
-class MaskedStats:
-    """What one text took. `passes` of the model, each over one or more states; `steps` is what step-by-step decoding
-    takes, one pass a token."""
+class MaskedEngine:
+    """Writes texts of a masked model side by side, as `infer.decode.Engine` does those of a causal one: every row with
+    its own length, drafts and end; a row that ends makes room for the next waiting text.
 
-    steps: int
-    passes: int = 0
-    full: int = 0  # passes over the whole row
-    states: int = 0  # computed, all passes together
-    histogram: list[int] = field(default_factory=lambda: [0] * (LONGEST + 1))  # [i]: passes with i accepted drafts
-    valid: int = 0  # tokens before the first end token
-    seconds: float = 0.0
-
-    def note(self, states: Sequence[State], written: int, full: bool) -> None:
-        """Counts a round."""
-        self.passes += 1
-        self.full += full
-        self.states += len(states)
-        self.histogram[written - 1] += 1
-
-    @property
-    def step_reduction(self) -> float:
-        """The share of forward passes saved against step by step (the paper's Step↓)."""
-        return 1 - self.passes / self.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Valid tokens a second, as the paper counts them."""
-        return self.valid / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A text that a masked model wrote. `writes` are its steps: (position in the answer, token), in order."""
-
-    text: str | None  # up to the first end token; None when the model has no tokenizer
-    ids: list[int]  # all `length` of them
-    prompt_ids: list[int]
-    writes: list[Write]
-    stats: MaskedStats
-    trace: list[Guesses]  # if asked for: what each round left to draft from
-
-
-def generate_masked(
-    model: MaskedModel,
-    prompts: Prompt | Sequence[Prompt],
-    options: MaskedOptions | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[Filled]:
-    """Continues one prompt or many (a string, token ids, or chat messages), one after the other, by `options.length`
-    tokens each. The text is step-by-step decoding's, write for write, whatever method, draft length, order and nodes.
-
-    Raises ValueError for options or prompts that make no sense, and for a cache with a model that takes none.
+    `capacity` is the number of positions a row may take, prompt and answer; an answer's last block may go beyond it. A
+    text does not depend on what is written beside it, nor on anything that is drafted (float32; lower precisions round
+    differently in other batch shapes). `ranks` likeliest tokens of every position are looked at. Raises ValueError
+    where the options do not fit the model.
     """
-    options = options or MaskedOptions()
-    options.check()
-    rows = [encode(model, prompt) for prompt in ([prompts] if is_prompt(prompts) else prompts)]
-    for ids in rows:
-        if not ids:
-            raise ValueError("every prompt needs at least one token")
-        check_length(model, len(ids) + options.length)
-    return [fill(model, ids, options, clock) for ids in rows]
 
+    def __init__(
+        self,
+        model: MaskedModel,
+        options: EngineConfig,
+        capacity: int,
+        clock: Callable[[], float] = time.perf_counter,
+        ranks: int = 2,
+    ) -> None:
+        EngineConfig.check(options)
+        if options.method not in MASKED_METHODS:
+            raise ValueError(
+                f"{model.name} is a masked diffusion model, which method={options.method} cannot decode: use "
+                f"method={' or '.join(MASKED_METHODS)}"
+            )
+        self.target, self.options, self.clock, self.ranks = model, options, clock, ranks
+        self.capacity = capacity
+        self.reset()
 
-@torch.inference_mode()
-def fill(
-    model: MaskedModel,
-    prompt: list[int],
-    options: MaskedOptions,
-    clock: Callable[[], float] = time.perf_counter,
-    ranks: int = 2,
-    trace: bool = False,
-) -> Filled:
-    """One text from a prompt's token ids. `ranks` likeliest tokens of every position are looked at; `trace` keeps what
-    every round left to draft from."""
-    began, start = clock(), len(prompt)
-    stats, writes, said = MaskedStats(options.length), [], []
-    ids = torch.tensor(prompt + [model.mask_token_id] * options.length, device=model.device)  # (T,)
-    masked = list(range(start, len(ids)))
-    passes = (Rows if options.cache == "none" else DualCache)(model, options, ids)
-    habits = Habits(dict(enumerate(prompt)))
-    guesses: Guesses = {}  # the newest of every position: where drafts come from
+    def reset(self) -> None:
+        """Forgets all texts. The cache is made anew: after an error nobody knows what it holds."""
+        options = self.options
+        spare = options.room(1) - 1
+        self.passes = (
+            Rows(self.target, options)
+            if options.cache == "none"
+            else DualCache(self.target, options, options.rows, self.capacity + spare)
+        )
+        self.waiting: deque[MaskedText] = deque()
+        self.writing: list[MaskedText] = []
+        self.free = list(range(options.rows))
 
-    def guess(logits: torch.Tensor, window: list[int]) -> list[Guesses]:
-        noise = None
-        if options.temperature > 0:
-            seed, places = (torch.tensor(values, device=model.device) for values in ([options.seed], [window]))
-            noise = gumbel_noise(seed, places, logits.shape[-1])
-        return read(logits, options.temperature, noise, ranks, window)
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.writing)
 
-    while masked:
-        plan = passes.plan(masked, start)
-        states = [frozenset()]
-        if options.method == "ssd":
-            states = pick(guesses, plan, options.order, options.draft_length, options.nodes, habits)
-        done = passes.run(states, plan)
-        found = guess(done.logits, done.window)
-        walked = walk(states, found, plan)
-        if done.ahead is not None:
-            guesses.update(guess(done.ahead, done.ahead_window)[0])
-        guesses.update(found[walked.last])  # for free: the last write was chosen by them
+    def check_text(self, options: TextOptions) -> None:
+        """Raises ValueError for options of a text that cannot be followed."""
+        check_text(options, self.target)
+        check_masked_text(options)
 
-        written = [position for position, _ in walked.writes]
-        ids[torch.tensor(written, device=ids.device)] = torch.tensor([token for _, token in walked.writes]).to(ids)
-        masked = [position for position in masked if position not in written]
-        passes.wrote(len(written))
-        habits.wrote(walked.writes)
-        writes += [(position - start, token) for position, token in walked.writes]
-        stats.note(states, len(written), done.full)
-        if trace:
-            said.append(dict(guesses))
-    answer = ids[start:].tolist()
-    stats.valid = next((at for at, token in enumerate(answer) if token in model.end_ids), len(answer))
-    stats.seconds = clock() - began
-    tokenizer = model.tokenizer
-    text = None if tokenizer is None else tokenizer.decode(answer[: stats.valid], skip_special_tokens=True)
-    return Filled(text, answer, prompt, writes, stats, said)
+    def submit(self, prompt: list[int], options: TextOptions, processors: Sequence[Processor] = ()) -> MaskedText:
+        """Queues a text. Raises ValueError for options or lengths that make no sense."""
+        self.check_text(options)
+        if processors:
+            raise ValueError("logits processors: masked diffusion decoding has no prefixes that they could see")
+        check_prompt(prompt, options, self.capacity)
+        text = MaskedText(prompt, options)
+        self.waiting.append(text)
+        return text
+
+    @torch.inference_mode()
+    def step(self) -> list[MaskedText]:
+        """Lets waiting texts in, runs one round for all rows, and returns the texts that grew or ended."""
+        changed = [text for text in (*self.waiting, *self.writing) if text.cancelled]
+        for text in changed:
+            text.finish = "cancelled"
+        self.waiting = deque(text for text in self.waiting if not text.cancelled)
+        self._release()
+        while self.waiting and self.free:
+            text = self.waiting.popleft()
+            text.slot, text.began = self.free.pop(), self.clock()
+            text.begin(self.target, self.options.room(text.options.max_new_tokens))
+            self.writing.append(text)
+        if self.writing:
+            before = {text: len(text.ids) for text in self.writing}
+            self._round()
+            changed += [text for text, length in before.items() if text.finish or len(text.ids) > length]
+            self._release()
+        return changed
+
+    def _round(self) -> None:
+        """One round of all rows: a pass over the states of all texts, or one for each kind of step."""
+        options, tasks = self.options, []
+        for text in self.writing:
+            plan, states = self.passes.plan(text), [frozenset()]
+            if options.method == "ssd":
+                drafting = options.order, options.draft_length, options.nodes
+                states = pick(text.guesses, plan, *drafting, text.habits)
+            tasks.append(Task(text, plan, states, self.passes.asked(text, plan, states)))
+        for group in self.passes.groups(tasks):
+            found = self._read(group, self.passes.run(group))
+            for task, said in zip(group, found, strict=True):
+                self._walk(task, said)
+
+    def _read(self, tasks: Sequence[Task], logits: torch.Tensor) -> list[list[Guesses]]:
+        """What logits (Q, V) say, task by task and state by state. One copy to the host."""
+        sizes = [sum(map(len, task.asked)) for task in tasks]
+        parts = []
+        for task, part in zip(tasks, logits.split(sizes), strict=True):
+            temperature, noise = task.text.options.temperature, None
+            if temperature > 0:
+                every = task.asked[0]  # of all states: noise is made once a position
+                index = {position: at for at, position in enumerate(every)}
+                seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
+                which = [index[position] for positions in task.asked for position in positions]
+                noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
+            parts.append(read(part, temperature, noise, self.ranks))
+        rows = iter(torch.cat(parts).tolist())
+        return [[as_guesses([next(rows) for _ in asked], asked) for asked in task.asked] for task in tasks]
+
+    def _walk(self, task: Task, found: list[Guesses]) -> None:
+        """Takes the steps that were computed."""
+        text, stats = task.text, task.text.stats
+        walked = walk(task.states, found, task.plan)
+        text.guesses.update(found[0])
+        text.guesses.update(found[walked.last])  # for free: the last write was chosen by them
+        stats.rounds += 1
+        stats.written += len(walked.writes)
+        stats.histogram[len(walked.writes) - 1] += 1
+        stats.states += len(task.states)
+        stats.full += text.full
+        text.drafted.append(len(task.states) - 1)
+        text.write(walked.writes, self.target)
+
+    def _release(self) -> None:
+        """Takes finished texts out."""
+        now = self.clock()
+        for text in self.writing:
+            if text.finish is not None:
+                text.end(self.target.end_ids, now)
+                text.row = None
+                self.free.append(text.slot)
+        self.writing = [text for text in self.writing if text.finish is None]

@@ -10,6 +10,8 @@ from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from infer.redact import redact_text
+
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
 _HYDRA_FLAGS = (
     "--cfg",
@@ -26,14 +28,19 @@ _HYDRA_FLAGS = (
 )
 LONGEST_SENTENCE = 500  # characters
 LARGEST = 2**62  # of a whole number: seeds and counts are 64 bits
+STOPPED = 3  # exit code of what was begun and could not go on
+
+
+class Stopped(Exception):
+    """What was begun has to end, for the reason that the message says in one sentence."""
 
 
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
     """Composes conf/<name>.yaml with the overrides, checks it against the dataclass `schema`, and calls `run(config)`.
 
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
-    goes for a ValueError or FileNotFoundError out of `run` (a missing model, say). Hydra's own flags (`--cfg job`,
-    `--help`) work as usual.
+    goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped.
+    Hydra's own flags (`--cfg job`, `--help`) work as usual.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
@@ -47,6 +54,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
+    except Stopped as error:
+        fail(str(error), STOPPED)
 
 
 def prepare(name: str, schema: type) -> None:
@@ -133,6 +142,6 @@ def sentence(error: BaseException) -> str:
     return whole if len(whole) <= LONGEST_SENTENCE else f"{whole[: LONGEST_SENTENCE // 2]} ... {whole[-100:]}"
 
 
-def fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+def fail(message: str, code: int = 2) -> None:
+    print(f"error: {redact_text(message)}", file=sys.stderr)
+    raise SystemExit(code)

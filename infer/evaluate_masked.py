@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from infer.config import MaskedOptions
-from infer.diffusion import Filled, fill
+from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
+from infer.diffusion import MaskedEngine
 from infer.evaluate import describe_device, synchronised_clock
 from infer.masked import MaskedModel
-from infer.selfdraft import Plan
+from infer.masked_text import MaskedText
+from infer.selfdraft import Guesses, Plan
 
 RANKS = 5  # likeliest tokens of a position that the limits look at (table 2)
 
@@ -21,70 +22,113 @@ class Way:
     """One way of decoding, and what came of it on all prompts."""
 
     name: str
-    options: MaskedOptions
-    texts: list[Filled] = field(default_factory=list)
+    options: DecodeOptions
+    texts: list[MaskedText] = field(default_factory=list)
+    seconds: float = 0.0
 
     def total(self, name: str) -> float:
         """The sum of a statistic over the texts."""
         return sum(getattr(text.stats, name) for text in self.texts)
 
 
-def full_steps(options: MaskedOptions) -> list[bool]:
+@dataclass(frozen=True)
+class Traced:
+    """A text that was written step by step, and what a draft could have known after each step."""
+
+    text: MaskedText
+    said: list[Guesses]
+
+
+def masked_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> DecodeOptions:
+    """How an evaluation's texts are decoded: whole blocks, and on past end tokens, so that all texts are as long."""
+    options = DecodeOptions(
+        method="ssd",
+        temperature=evaluation.temperature,
+        seed=evaluation.seed,
+        rows=evaluation.rows,
+        ignore_eos=True,
+        block_length=masked.block_length,
+        cache=masked.cache,
+        refresh=masked.refresh,
+    )
+    return replace(options, max_new_tokens=options.room(evaluation.max_new_tokens))
+
+
+def full_steps(options: DecodeOptions) -> list[bool]:
     """Which steps of a text are full passes that a draft may not reach beyond."""
+    length = options.max_new_tokens
     if options.cache == "none":
-        return [False] * options.length
+        return [False] * length
     full, since = [], options.refresh
-    for at in range(options.length):
+    for at in range(length):
         full.append(at % options.block_length == 0 or since >= options.refresh)
         since = 1 if full[-1] else since + 1
     return full
 
 
-def fewest_passes(steps: Filled, options: MaskedOptions, draft_length: int, ranks: int) -> int:
+def fewest_passes(steps: Traced, options: DecodeOptions, draft_length: int, ranks: int) -> int:
     """Passes that SSD cannot go below, whatever states it computes, when drafts are among the `ranks` likeliest tokens
     of the pass before (section 5.1), from a trace of step-by-step decoding. Where a round ends is free, so that this is
     a bound and no estimate."""
-    full, start = full_steps(options), len(steps.prompt_ids)
-    passes = [0] * (options.length + 1)
-    for at in reversed(range(options.length)):
+    full, start, length = full_steps(options), len(steps.text.prompt), options.max_new_tokens
+    passes = [0] * (length + 1)
+    for at in reversed(range(length)):
         passes[at] = 1 + passes[at + 1]
         for drafted in range(1, draft_length + 1):
             step = at + drafted - 1  # whose write is the next draft; the step behind it needs a computed state
-            if at == 0 or step + 1 >= options.length or full[step + 1]:
+            if at == 0 or step + 1 >= length or full[step + 1]:
                 break
-            position, token = steps.writes[step]
-            if token not in steps.trace[at - 1][start + position].tokens[:ranks]:
+            position, token = steps.text.writes[step]
+            if token not in steps.said[at - 1][start + position].tokens[:ranks]:
                 break
             passes[at] = min(passes[at], 1 + passes[step + 2])
     return passes[0]
+
+
+def run(model: MaskedModel, prompts: Sequence[Sequence[int]], way: Way, clock: Callable[[], float]) -> None:
+    """Decodes prompts in one way, `options.rows` side by side."""
+    began, longest = clock(), max(map(len, prompts)) + way.options.max_new_tokens
+    engine = MaskedEngine(model, replace(way.options, rows=min(way.options.rows, len(prompts))), longest, clock)
+    way.texts += [engine.submit(list(prompt), way.options) for prompt in prompts]
+    while engine.busy:
+        engine.step()
+    way.seconds += clock() - began
 
 
 def measure(
     model: MaskedModel,
     prompts: Sequence[Sequence[int]],
     ways: Sequence[Way],
-    steps: MaskedOptions,
+    options: DecodeOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Way:
     """Decodes every prompt step by step and in every way, in turns, so that a noisy machine is equally noisy for all.
-    Returns step by step, with its traces; the ways hold their texts."""
+    Returns step by step; the ways hold their texts."""
     clock = synchronised_clock(model.device)
-    plain = Way("steps", replace(steps, method="steps"))
+    plain = Way("steps", replace(options, method="steps"))
+    rows = max(way.options.rows for way in (plain, *ways))
     for way in (plain, *ways):  # warm-up: first calls pay for allocations and kernels
-        fill(model, list(prompts[0]), replace(way.options, length=way.options.block_length), clock)
-    for done, prompt in enumerate(prompts, 1):
+        short = replace(way.options, max_new_tokens=options.block_length)
+        run(model, prompts[:rows], Way(way.name, short), clock)
+    for first in range(0, len(prompts), rows):
         for way in (plain, *ways):
-            way.texts.append(fill(model, list(prompt), way.options, clock))
-        progress(done, len(prompts))
+            run(model, prompts[first : first + rows], way, clock)
+        progress(min(first + rows, len(prompts)), len(prompts))
     return plain
 
 
-def traced(model: MaskedModel, prompts: Sequence[Sequence[int]], steps: MaskedOptions) -> list[Filled]:
-    """Step-by-step texts with what a draft could have known. Slower: for limits, not for times."""
-    return [fill(model, list(prompt), replace(steps, method="steps"), ranks=RANKS, trace=True) for prompt in prompts]
+def traced(model: MaskedModel, prompt: Sequence[int], options: DecodeOptions) -> Traced:
+    """Step by step, with what a draft could have known. Slower: for limits, not for times."""
+    steps = replace(options, method="steps", rows=1)
+    engine = MaskedEngine(model, steps, len(prompt) + options.max_new_tokens, ranks=RANKS)
+    text, said = engine.submit(list(prompt), steps), []
+    while engine.busy:
+        engine.step()
+        said.append(dict(text.guesses))
+    return Traced(text, said)
 
 
-def ways_of(options: MaskedOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Way]:
+def ways_of(options: DecodeOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Way]:
     """Drafts of every length: a chain, swapped drafts, trees of as many states as either; for the longest drafts trees
     of `nodes` states; and what is as long as it is likely."""
     ssd = replace(options, method="ssd")
@@ -98,14 +142,14 @@ def ways_of(options: MaskedOptions, lengths: Sequence[int], orders: Sequence[str
     return ways + [Way(order, replace(ssd, order=order, draft_length="auto")) for order in ("greedy", *trees[-1:])]
 
 
-def smallest_gaps(traces: Sequence[Filled], options: MaskedOptions) -> tuple[float, float]:
+def smallest_gaps(traces: Sequence[Traced], options: DecodeOptions) -> tuple[float, float]:
     """How near a step ever came to a tie: between the two surest positions of a block (log-odds), and between the two
     likeliest tokens of a position (log-probability). Rounding in another batch shape must stay below these."""
     positions, tokens = math.inf, math.inf
-    for text in traces:
-        start = len(text.prompt_ids)
-        left = list(range(start, start + options.length))
-        for said, (position, _) in zip(text.trace, text.writes, strict=True):
+    for trace in traces:
+        start = len(trace.text.prompt)
+        left = list(range(start, start + options.max_new_tokens))
+        for said, (position, _) in zip(trace.said, trace.text.writes, strict=True):
             open_ = Plan(left, start, options.block_length, 0).open(frozenset())
             guesses = [said[position] for position in open_]
             tokens = min(tokens, *(guess.log_shares[0] - guess.log_shares[1] for guess in guesses))
@@ -118,20 +162,20 @@ def smallest_gaps(traces: Sequence[Filled], options: MaskedOptions) -> tuple[flo
 def evaluate_masked(
     model: MaskedModel,
     prompts: Sequence[Sequence[int]],
-    options: MaskedOptions,
+    options: DecodeOptions,
     lengths: Sequence[int] = (1, 2, 3, 4, 5),
     orders: Sequence[str] = ("greedy", "mixed", "tree", "guided"),
     nodes: int = 16,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Every prompt in every way: what `table` prints."""
+    """Every prompt in every way: what `table` prints. The options are such as `masked_options` makes."""
     ways = ways_of(options, lengths, orders, nodes)
     plain = measure(model, prompts, ways, options, progress)
-    traces = traced(model, prompts, options)
-    all_steps = plain.total("steps")
+    traces = [traced(model, prompt, options) for prompt in prompts]
+    all_steps = plain.total("written")
     rows = []
     for way in ways:
-        passes, seconds = way.total("passes"), way.total("seconds")
+        passes, seconds = way.total("rounds"), way.seconds
         histogram = [sum(counts) for counts in zip(*(text.stats.histogram for text in way.texts), strict=True)]
         rows.append(
             {
@@ -143,7 +187,7 @@ def evaluate_masked(
                 "histogram": histogram,
                 "seconds": seconds,
                 "tokens_per_second": way.total("valid") / seconds,
-                "speedup": plain.total("seconds") / seconds,
+                "speedup": plain.seconds / seconds,
                 "differ": sum(text.writes != other.writes for text, other in zip(way.texts, plain.texts, strict=True)),
             }
         )
@@ -159,14 +203,16 @@ def evaluate_masked(
         "device": describe_device(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": len(prompts),
-        "length": options.length,
+        "rows": options.rows,
+        "length": options.max_new_tokens,
         "block_length": options.block_length,
         "cache": options.cache,
         "refresh": options.refresh,
         "temperature": options.temperature,
         "steps": all_steps,
         "gaps": smallest_gaps(traces, options),
-        "tokens_per_second": plain.total("valid") / plain.total("seconds"),
+        "valid": plain.total("valid"),
+        "tokens_per_second": plain.total("valid") / plain.seconds,
         "ways": rows,
         "limits": limits,
     }
@@ -178,7 +224,8 @@ def table(result: dict) -> str:
     plain = {"draft_length": "-", "name": "steps", "states": 1, "passes": result["steps"], "step_reduction": 0}
     plain |= {"tokens_per_second": result["tokens_per_second"], "speedup": 1, "differ": 0}
     lines = [
-        f"{result['device']}, {result['dtype']}: {result['prompts']} prompts, {result['length']} tokens each",
+        f"{result['device']}, {result['dtype']}: {result['prompts']} prompts, {result['rows']} at a time, "
+        f"{result['length']} tokens each, {result['valid'] / result['prompts']:.1f} of them before an end",
         f"blocks of {result['block_length']}, {policy}, temperature {result['temperature']:g}",
         "",
         "drafts  order      states  passes  step reduction  tokens/s  speedup  differ",

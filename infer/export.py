@@ -20,17 +20,23 @@ from infer.target import Target
 FORMATS = ("dflash", "speculators", "dart")
 
 
+@torch.no_grad()
+def embeddings(target: Target) -> torch.Tensor:
+    """(V, D): what enters the target's first layer for every token. Some targets scale their embeddings."""
+    return target.embed(torch.arange(len(target.embedding.weight), device=target.device))
+
+
 def drop_copies(drafter: Drafter, target: Target) -> None:
-    """Takes a DFlash drafter's own embedding and head away where they are the target's, bit for bit in the drafter's
-    dtype. Raises ValueError where they are others, or of a part of the vocabulary."""
+    """Takes a DFlash drafter's own embedding and head away where they are the target's, bit for bit in the dtype of one
+    of the two. Raises ValueError where they are others, or of a part of the vocabulary."""
     if isinstance(drafter, DART):
         return
     if drafter.d2t is not None:
         raise ValueError(f"its head has {len(drafter.d2t)} of {drafter.config.vocab_size} tokens (draft_vocab_size)")
-    theirs = {"embed_tokens": target.embedding.weight, "lm_head": target.head_weight}
+    theirs = {"embed_tokens": embeddings(target), "lm_head": target.head_weight}
     for name, weight in theirs.items():
         own = getattr(drafter, name)
-        if own is not None and not torch.equal(own.weight.to(weight), weight):
+        if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
             raise ValueError(f"its own {name} is not the target's")
         setattr(drafter, name, None)
         setattr(drafter.config, f"has_{name}", False)
@@ -91,7 +97,7 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
 
 def write_speculators(drafter: Drafter, target: Target | None, out: Path) -> None:
     """speculators' layout, with the embedding and the head that the drafter uses. Raises ValueError for drafters that
-    it has no words for."""
+    it has no words for. `target.name` is written down: where the engine finds the target."""
     if isinstance(drafter, DART):
         raise ValueError("format=speculators: this is a DART drafter, which speculators does not have")
     if target is None:
@@ -102,7 +108,7 @@ def write_speculators(drafter: Drafter, target: Target | None, out: Path) -> Non
         raise ValueError("format=speculators: layers that see all are never causal there (dflash_config.causal)")
     weights = {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
     kind = drafter.norm.weight.dtype
-    for name, weight in (("embed_tokens", target.embedding.weight), ("lm_head", target.head_weight)):
+    for name, weight in (("embed_tokens", embeddings(target)), ("lm_head", target.head_weight)):
         weights.setdefault(f"{name}.weight", weight.detach().to("cpu", kind))
     if drafter.d2t is not None:
         weights["t2d"] = marked(drafter)

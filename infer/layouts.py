@@ -40,10 +40,10 @@ def ends(folder: Folder, options: dict[str, Any], keys: Keys) -> set[str]:
     """Embedding, head and draft vocabulary of a drafter's own, as vLLM takes them; returns the tensors that say nothing
     new: `t2d` follows from `d2t`, which is not needed for a whole vocabulary."""
     vocabulary = options["vocab_size"]
-    rows = keys.number("draft_vocab_size", vocabulary)
-    if rows and vocabulary and rows > vocabulary:
+    rows = keys.number("draft_vocab_size", vocabulary or 1)
+    pruned = vocabulary is not None and rows != vocabulary
+    if rows and pruned and rows > vocabulary:
         keys.note("draft_vocab_size", f"is {rows}, more than vocab_size, {vocabulary}")
-    pruned = rows != vocabulary
     options["has_embed_tokens"] = "embed_tokens.weight" in folder.tensors
     options["has_lm_head"] = pruned or "lm_head.weight" in folder.tensors
     if pruned:
@@ -53,7 +53,7 @@ def ends(folder: Folder, options: dict[str, Any], keys: Keys) -> set[str]:
 
 def known_layers(keys: Keys, target_layers: int | None) -> int | None:
     """How many layers the target has, if the config says so, or the caller."""
-    return keys.number("num_target_layers") if "num_target_layers" in keys.raw else target_layers
+    return target_layers if keys.raw.get("num_target_layers") is None else keys.number("num_target_layers")
 
 
 def tapped(keys: Keys, key: str, layers: int | None, first: int = 0) -> list[int]:
@@ -81,7 +81,7 @@ def read_dflash(folder: Folder, target_layers: int | None) -> Reading:
     """The public layout, and DeepSpec's flat form."""
     problems: list[str] = []
     keys = Keys(folder.config, problems)
-    flat = "dflash_config" not in folder.config and "target_layer_ids" in folder.config
+    flat = keys.raw.get("dflash_config") is None and keys.raw.get("target_layer_ids") is not None
     part = keys if flat else keys.part("dflash_config")
     if not flat:
         part.plain()
@@ -89,12 +89,13 @@ def read_dflash(folder: Folder, target_layers: int | None) -> Reading:
     layers = known_layers(keys, target_layers)
     count = options["num_hidden_layers"] or 1
     own: dict[str, Any] = {
-        "mask_token_id": mask_token(part if "mask_token_id" in part.raw else keys, options["vocab_size"]),
+        "block_size": None,
+        "mask_token_id": mask_token(keys if part.raw.get("mask_token_id") is None else part, options["vocab_size"]),
         "target_layer_ids": tapped(part, "target_layer_ids", layers),  # no formula: many published ones have others
     }
-    where = keys if "block_size" in keys.raw else part
+    where = part if keys.raw.get("block_size") is None else keys
     options["block_size"] = own["block_size"] = where.number("block_size", least=2 - flat)
-    if "block_size" in keys.raw and part.raw.get("block_size", options["block_size"]) != options["block_size"]:
+    if part.raw.get("block_size") not in (None, options["block_size"]):
         part.note("block_size", f"is {part.raw['block_size']}, and {options['block_size']} outside")
     if part.raw.get("use_swa") and "sliding_attention" not in options["layer_types"]:  # all slide, and see all
         window = part.number("swa_window_size", keys.raw.get("sliding_window"))
@@ -134,6 +135,7 @@ def read_speculators(folder: Folder, target_layers: int | None) -> Reading:
     options = transformer(part, None)
     layers = known_layers(keys, target_layers)
     own: dict[str, Any] = {
+        "block_size": None,
         "mask_token_id": mask_token(keys, options["vocab_size"]),
         "target_layer_ids": tapped(keys, "aux_hidden_state_layer_ids", layers, first=1),
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 from infer.commands import (
     CheckCommand,
     CompareCommand,
-    DiffuseCommand,
     EvalCommand,
     ExportCommand,
     GenerateCommand,
@@ -17,23 +16,34 @@ from infer.commands import (
     ServeCommand,
     run_name,
 )
-from infer.config import ChatConfig, TargetConfig
+from infer.config import MASKED_METHODS, ChatConfig, TargetConfig
 from infer.entry import entry
 
 
-def load(target: TargetConfig, checkpoint: str):
+def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
     """Target and drafter, the drafter in the target's dtype. The drafter is looked at first: it is the cheaper one. An
-    n-gram file is a drafter too: of its pairs."""
-    from infer import load_drafter, load_target
+    n-gram file is a drafter too: of its pairs. A masked diffusion model has none. Raises ValueError, before weights are
+    loaded, where the method is for the other kind of model."""
+    from infer import load_drafter, load_masked, load_target
     from infer.bigram import Bigram
+    from infer.masked import is_masked
     from infer.ngram import open_ngram
     from infer.target import load_config
 
+    if method in MASKED_METHODS:
+        return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
+    if is_masked(place.path):
+        raise ValueError(
+            f"target.path={place.path}: a masked diffusion model has no drafter, and method={method} cannot decode it: "
+            "use decoding.method=ssd"
+        )
     drafter = None
-    if not Path(checkpoint).is_file():
-        theirs = load_config(target.path, target.trust_remote_code).get_text_config()
+    if checkpoint is not None and not Path(checkpoint).is_file():
+        theirs = load_config(place.path, place.trust_remote_code).get_text_config()
         drafter = load_drafter(checkpoint, target_layers=theirs.num_hidden_layers)
-    model = load_target(target.path, target.dtype, target.device, target.trust_remote_code)
+    model = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+    if checkpoint is None:
+        return model, None
     if drafter is None:
         counts, vocabulary = open_ngram(checkpoint, model), len(model.head_weight)
         if counts.vocabulary != vocabulary:
@@ -52,8 +62,11 @@ def run_eval(config: EvalCommand) -> None:
         return run_suite(config)
     from data.prompts import held_out_prompts
     from infer.evaluate import evaluate
+    from infer.masked import is_masked
     from infer.report import table, write_report
 
+    if is_masked(config.target.path):
+        return run_eval_masked(config)
     target, drafter = load(config.target, config.checkpoint)
     options = config.evaluation
     prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
@@ -65,6 +78,20 @@ def run_eval(config: EvalCommand) -> None:
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     print(f"\nreport      {write_report(out, [result])}")
+
+
+def run_eval_masked(config: EvalCommand) -> None:
+    from data.prompts import held_out_prompts
+    from infer.evaluate_masked import evaluate_masked, masked_options, table
+
+    model, _ = load(config.target, None, "ssd")
+    options = config.evaluation
+    prompts = held_out_prompts(config.data, model.tokenizer, options.prompts, options.prompt_tokens)
+    result = evaluate_masked(model, prompts, masked_options(options, config.masked), progress=progress)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
 
 
 def run_suite(config: EvalCommand) -> None:
@@ -134,8 +161,8 @@ def run_ngram(config: NgramCommand) -> None:
 def run_generate(config: GenerateCommand) -> None:
     from infer import generate
 
-    target, drafter = load(config.target, config.checkpoint)
     options = config.decoding
+    target, drafter = load(config.target, config.checkpoint, options.method)
     answer = generate(target, drafter, config.prompt, options)
     stats = answer.stats
     print(config.prompt + answer.text)
@@ -146,38 +173,15 @@ def run_generate(config: GenerateCommand) -> None:
     )
 
 
-def run_diffuse(config: DiffuseCommand) -> None:
-    from infer.diffusion import generate_masked
-    from infer.masked import load_masked
-
-    model = load_masked(config.checkpoint, config.dtype, config.device, config.trust_remote_code)
-    options = config.decoding
-    if config.evaluate:
-        from data.prompts import held_out_prompts
-        from infer.evaluate_masked import evaluate_masked, table
-
-        prompts = held_out_prompts(config.data, model.tokenizer, config.prompts, config.prompt_tokens)
-        print(table(evaluate_masked(model, prompts, options, progress=progress)))
-        return
-    answer = generate_masked(model, config.prompt, options)[0]
-    stats = answer.stats
-    print(config.prompt + answer.text)
-    print(
-        f"\n[{options.method}: {stats.steps} tokens in {stats.passes} passes, {stats.step_reduction:.0%} fewer "
-        f"than step by step, {stats.tokens_per_second:.0f} tokens/s, {stats.valid} tokens before an end]",
-        file=sys.stderr,
-    )
-
-
 def run_serve(config: ServeCommand) -> None:
-    from infer import Engine
+    from infer import open_engine
     from infer.server import serve
 
-    target, drafter = load(config.target, config.checkpoint)
     decoding, server = config.decoding, config.server
+    target, drafter = load(config.target, config.checkpoint, decoding.method)
     positions = getattr(target.config, "max_position_embeddings", None) or server.max_length
-    capacity = min(server.max_length, positions)
-    engine = Engine(target, drafter, decoding, capacity)
+    capacity = min(server.max_length, positions - decoding.room(1) + 1)  # an answer's last block is a whole one
+    engine = open_engine(target, drafter, decoding, capacity)
     print(
         f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat",
@@ -189,14 +193,14 @@ def run_serve(config: ServeCommand) -> None:
 
 def run_regenerate(config: RegenerateCommand) -> None:
     from data.rows import questions
-    from infer import load_drafter, load_target
     from infer.api import encode
     from infer.regenerate import Row, by_engine, by_server, options_of, regenerate
     from infer.target import load_tokenizer
 
     place = config.target
     if config.server is None:
-        target = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+        method = config.decoding.method
+        target, drafter = load(place, None if method == "plain" else config.checkpoint, method)
         tokenizer = target.tokenizer
     else:  # the server has the model
         tokenizer = load_tokenizer(place.path, place.trust_remote_code)
@@ -210,11 +214,6 @@ def run_regenerate(config: RegenerateCommand) -> None:
     if config.server is not None:
         answers = by_server(config.server, config.model, config.decoding, config.at_once)
     else:
-        drafter = None
-        if config.decoding.method != "plain":
-            layers = target.config.num_hidden_layers
-            drafter = load_drafter(config.checkpoint, target.dtype, target.device, layers)
-            drafter.check_target(target)
         longest = max(len(encode(target, row.prompt)) for row in rows)
         answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)
     settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}
@@ -229,14 +228,22 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
 
 def run_export(config: ExportCommand) -> None:
+    from infer import load_drafter, load_target
     from infer.card import write_card
     from infer.check import check_folder
     from infer.export import WRITERS, check_token, push
+    from infer.target import load_config, resolve_path
 
     if config.push_to_hub is not None:
         check_token()
-    out = Path(config.out)
-    target, drafter = load(config.target, config.checkpoint)
+    place, out, layers, target = config.target, Path(config.out), None, None
+    if config.format != "dflash":
+        layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
+    drafter = load_drafter(config.checkpoint, target_layers=layers)
+    if config.format != "dflash" or drafter.embed_tokens is not None or drafter.lm_head is not None:
+        target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
+        drafter.check_target(target)
+        target.name = config.base_model or resolve_path(place.path)
     WRITERS[config.format](drafter, target, out)
     write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
@@ -266,7 +273,6 @@ COMMANDS = {
     "compare": (CompareCommand, run_compare),
     "ngram": (NgramCommand, run_ngram),
     "generate": (GenerateCommand, run_generate),
-    "diffuse": (DiffuseCommand, run_diffuse),
     "serve": (ServeCommand, run_serve),
     "chat": (ChatConfig, run_chat),
     "regenerate": (RegenerateCommand, run_regenerate),

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from infer.config import DecodeOptions
+from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
 
 LARGEST_RESPONSE = 32 << 20  # bytes of what a server answers
 
@@ -38,9 +38,9 @@ class Answer:
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callable[[Iterable[Row]], Iterator[Answer]]:
     """Answers by our engine, `options.rows` side by side, handed out in order."""
     from infer.api import answer_text, encode
-    from infer.decode import Engine
+    from infer.decode import open_engine
 
-    engine = Engine(target, drafter, options, capacity)
+    engine = open_engine(target, drafter, options, capacity)
 
     def answers(rows: Iterable[Row]) -> Iterator[Answer]:
         rows, queue = iter(rows), []  # [(row, text or error)] in order
@@ -180,4 +180,7 @@ def _whole_lines(path: Path) -> list[dict]:
 
 def options_of(options: DecodeOptions) -> dict:
     """What an answer depends on: not how fast it is decoded."""
-    return {key: value for key, value in asdict(options).items() if key not in ("method", "budget", "rows", "compile")}
+    speed = {"method", "budget", "rows", "compile", "draft_length", "order", "nodes"}
+    if options.method not in MASKED_METHODS:
+        speed |= MaskedConfig.__dataclass_fields__.keys()
+    return {key: value for key, value in asdict(options).items() if key not in speed}

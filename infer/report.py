@@ -6,6 +6,7 @@ Works on the dictionaries that `infer.evaluate.evaluate` returns; matplotlib is 
 import base64
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 # told apart by colour-blind readers too
@@ -213,8 +214,8 @@ GLOSSARY = (
 )
 
 
-def write_report(folder: Path, evaluations: list[dict]) -> Path:
-    """Writes the pictures and report.html into `folder`; returns the page's path.
+def write_report(folder: Path, evaluations: list[dict], notes: Sequence[str] = ()) -> Path:
+    """Writes the pictures and report.html into `folder`; returns the page's path. `notes` stand at its top.
 
     The evaluation with the highest acceptance length is shown in detail; if there are several, ordered by step, τ over
     training is drawn too.
@@ -235,11 +236,11 @@ def write_report(folder: Path, evaluations: list[dict]) -> Path:
         encoded = base64.b64encode(data).decode()
         parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{encoded}">')
     page = folder / "report.html"
-    page.write_text(_page(best, parts), encoding="utf-8")
+    page.write_text(_page(best, parts, notes), encoding="utf-8")
     return page
 
 
-def _page(evaluation: dict, pictures: list[str]) -> str:
+def _page(evaluation: dict, pictures: list[str], notes: Sequence[str]) -> str:
     escape = html.escape
     best = fastest(evaluation)
     rows = "".join(
@@ -269,6 +270,7 @@ def _page(evaluation: dict, pictures: list[str]) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>Drafter report</title><style>{STYLE}</style></head><body>
 <h1>What this drafter gains</h1>
 <p class="lead">{escape(headline(evaluation))}</p>
+{"".join(f"<p><strong>{escape(note)}</strong></p>" for note in notes)}
 <table><thead><tr><th>method</th><th>τ</th><th>rounds</th><th>tokens/s</th><th>speedup</th><th>same output</th></tr>
 </thead><tbody>{rows}</tbody></table>
 {"".join(pictures)}

@@ -8,7 +8,7 @@ the state it comes to is one that was computed. So whatever is picked, the text 
 A chain of drafts is the picking of the paper's section 3.2; swapped drafts are its section 5.2; the trees are ours.
 States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
 
-N states, P positions of a window, K likeliest tokens of a position, V vocabulary.
+P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
 """
 
 import math
@@ -63,30 +63,30 @@ class Plan:
         return (position - self.start) // self.block_length
 
 
-def read(
-    logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int, positions: Sequence[int]
-) -> list[Guesses]:
-    """What logits (N, P, V) say of the positions, for every state: the `ranks` likeliest tokens of each, with the noise
-    (1, P, V) of a sampled text, and how sure the model is of the first of them.
+def read(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int) -> torch.Tensor:
+    """What logits (P, V) say of their positions, with the noise (P, V) of a sampled text: (P, 1 + 2 * ranks) float64,
+    still on the device. `as_guesses` knows what the columns are.
 
     Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same order, but
-    probabilities next to 1 stay apart, and rounding errors of the logits are not magnified. One copy to the host.
+    probabilities next to 1 stay apart, and rounding errors of the logits are not magnified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
-    top, tokens = scores.topk(ranks, dim=-1)  # (N, P, K)
+    top, tokens = scores.topk(ranks, dim=-1)  # (P, K)
     shares = top - scores.logsumexp(-1, keepdim=True)
-    first = tokens[..., :1]
+    first = tokens[:, :1]
     others = logits.scatter(-1, first, -math.inf).logsumexp(-1, keepdim=True)
-    confidence = logits.gather(-1, first) - others  # (N, P, 1)
-    host = torch.cat([confidence, shares, tokens.double()], -1).tolist()
-    return [
-        {
-            position: Guess([int(token) for token in row[1 + ranks :]], row[1 : 1 + ranks], row[0])
-            for position, row in zip(positions, rows, strict=True)
-        }
-        for rows in host
-    ]
+    confidence = logits.gather(-1, first) - others  # (P, 1)
+    return torch.cat([confidence, shares, tokens.double()], -1)
+
+
+def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Guesses:
+    """Rows of `read`, on the host, as what is said of these positions."""
+    ranks = len(rows[0]) // 2 if rows else 0
+    return {
+        position: Guess([int(token) for token in row[1 + ranks :]], row[1 : 1 + ranks], row[0])
+        for position, row in zip(positions, rows, strict=True)
+    }
 
 
 def step(guesses: Guesses, choices: Sequence[int]) -> Write:

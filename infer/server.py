@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.api import TextStream, encode
 from infer.config import ServerConfig, TextOptions
-from infer.decode import Engine
+from infer.decode import AnyEngine
 from infer.guard import Guard, Refused, network
 from infer.protocol import (
     Chat,
@@ -51,7 +51,9 @@ class Ticket:
     options: TextOptions
     loop: asyncio.AbstractEventLoop
     pieces: "asyncio.Queue[Piece]" = field(default_factory=asyncio.Queue)
-    text: Text | None = None  # the engine thread's
+    text: Text | None = None  # the engine thread's, like what was told of it so far
+    tokens: int = 0
+    rounds: int = 0
     cancelled: bool = False
 
     def tell(self, piece: Piece) -> None:
@@ -86,12 +88,12 @@ class Metrics:
 class Worker(threading.Thread):
     """Runs the engine as long as there is something to write."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, verify: float) -> None:
+    def __init__(self, engine: AnyEngine, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine, self.metrics = engine, metrics
         self.watch = Watch(engine.target, verify, self._checked)
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self.open: dict[Text, tuple[Ticket, TextStream, int]] = {}  # with how many tokens were told
+        self.open: dict[Text, tuple[Ticket, TextStream]] = {}
 
     def run(self) -> None:
         while True:
@@ -122,16 +124,16 @@ class Worker(threading.Thread):
         except ValueError:
             log.exception("a text was let in that the engine refuses")
             return ticket.tell(Piece("", [], [], "error"))
-        self.open[text] = ticket, TextStream(self.engine.target, text), 0
+        self.open[text] = ticket, TextStream(self.engine.target, text)
 
     def _step(self) -> None:
-        for text, (ticket, _, _) in self.open.items():
+        for text, (ticket, _) in self.open.items():
             text.cancelled = ticket.cancelled
         try:
             changed = self.engine.step()
         except Exception:  # one bad round must not leave everybody waiting
             log.exception("a round failed; all texts in work are given up")
-            for ticket, _, _ in self.open.values():
+            for ticket, _ in self.open.values():
                 ticket.tell(Piece("", [], [], "error"))
             self.open.clear()
             self.engine.reset()
@@ -142,30 +144,27 @@ class Worker(threading.Thread):
         self.metrics.waiting.set(len(self.engine.waiting))
 
     def _tell(self, text: Text) -> None:
-        ticket, pieces, told = self.open[text]
-        new = text.ids[told:]
-        drafted = text.drafted[-1] if text.drafted and new else 0
+        ticket, pieces = self.open[text]
+        new, rounds = text.ids[ticket.tokens :], text.drafted[ticket.rounds :]
         rejected = text.rejected[-1] if text.rejected else None
-        ticket.tell(Piece(pieces.next(), new, text.logprobs[told:], text.finish, drafted, rejected))
-        if told == 0 and new:
+        ticket.tell(Piece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected))
+        if ticket.tokens == 0 and new:
             self.metrics.prompt_tokens.inc(len(text.prompt))
         self.metrics.tokens.inc(len(new))
-        self.metrics.rounds.inc(drafted > 0)
-        self.metrics.drafted.inc(drafted)
-        if text.finish is None:
-            self.open[text] = ticket, pieces, len(text.ids)
-        else:
+        self.metrics.rounds.inc(len(rounds))
+        self.metrics.drafted.inc(sum(rounds))
+        ticket.tokens, ticket.rounds = len(text.ids), len(text.drafted)
+        if text.finish is not None:
             del self.open[text]
-            if (
-                self.engine.options.method != "static" or text.options.temperature == 0
-            ):  # else: the same law, another text
+            drawn = self.engine.options.method == "static" and text.options.temperature > 0
+            if not drawn:  # a sampled static tree writes another text, of the same distribution
                 self.watch.offer(text)
 
 
 class Service:
     """The event loop's side: the texts in work, from the moment they are let in until their request has ended."""
 
-    def __init__(self, engine: Engine, options: ServerConfig) -> None:
+    def __init__(self, engine: AnyEngine, options: ServerConfig) -> None:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.metrics = Metrics()
@@ -208,7 +207,7 @@ class Service:
             raise ValueError(f"the prompt has {len(ids)} tokens, prompt and answer may have {capacity} together")
         most, logprobs = body.limits()
         settings = body.text_options(capacity - len(ids) if most is None else most, logprobs, index)
-        settings.check()
+        self.engine.check_text(settings)
         if len(ids) + settings.max_new_tokens > capacity:
             raise ValueError(
                 f"prompt ({len(ids)} tokens) and max_tokens ({settings.max_new_tokens}) may be {capacity} together"
@@ -288,7 +287,7 @@ class Stream(StreamingResponse):
             self.after()
 
 
-def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
+def create_app(engine: AnyEngine, options: ServerConfig) -> FastAPI:
     """The application around an engine; starting it starts the engine's thread, stopping it ends the thread."""
     service = Service(engine, options)
     began = int(time.time())
@@ -369,6 +368,6 @@ async def disconnected(request: Request) -> None:
         await asyncio.sleep(0.1)
 
 
-def serve(engine: Engine, options: ServerConfig) -> None:
+def serve(engine: AnyEngine, options: ServerConfig) -> None:
     """Serves until interrupted."""
     uvicorn.Server(network(create_app(engine, options), options)).run()

@@ -296,6 +296,8 @@ def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torc
                 tensor = weights.get_tensor(name).to(device, dtype)
             owner, _, attribute = leaf.rpartition(".")
             setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
     model.tie_weights()
 
 
@@ -345,10 +347,8 @@ def without_memory(config: "PretrainedConfig", **options: object) -> nn.Module:
     SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
     from transformers import AutoModelForCausalLM
 
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     with torch.device("meta"):
         try:
-            way = "eager" if capped else "sdpa"
-            return AutoModelForCausalLM.from_config(config, attn_implementation=way, **options)
-        except ValueError:
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
+        except ValueError:  # the model's class says so
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)

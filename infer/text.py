@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infer.config import TextOptions
-from infer.target import Target
+from infer.masked import AnyTarget
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
 
@@ -65,7 +65,7 @@ class Text:
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
 
-    def take(self, new: list[int], target: Target) -> None:
+    def take(self, new: list[int], target: AnyTarget) -> None:
         """Adds a round's tokens up to the end of the text."""
         before = len(self.ids)
         self.ids += new
@@ -77,7 +77,25 @@ class Text:
         self.commits.append(len(self.ids) - before)
 
 
-def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -> tuple[int, str] | None:
+def check_text(options: TextOptions, target: AnyTarget) -> None:
+    """Raises ValueError for options that cannot be followed with this target."""
+    options.check()
+    if options.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: load the target with load_target")
+
+
+def check_prompt(prompt: list[int], options: TextOptions, capacity: int) -> None:
+    """Raises ValueError for a prompt that is empty, or too long for an engine's rows of so many positions."""
+    if not prompt:
+        raise ValueError("every prompt needs at least one token")
+    if len(prompt) + options.max_new_tokens > capacity:
+        raise ValueError(
+            f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "
+            f"there are {capacity}: shorten either"
+        )
+
+
+def text_end(ids: list[int], first: int, options: TextOptions, target: AnyTarget) -> tuple[int, str] | None:
     """Where a text ends, looking at its tokens from `first` on: (length to keep, reason) or None. An end token is kept,
     a stop string's tokens up to the one that completes it (the text is cut before it later)."""
     limit = min(len(ids), options.max_new_tokens)

@@ -82,3 +82,34 @@ def ngrams(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("ngrams") / "tiny.ngrams"
     count_ngrams(documents, 97, 3, path, "0" * 64, workers=1)
     return path
+
+
+@pytest.fixture(scope="session")
+def make_masked():
+    """A factory of random bidirectional models of 64 tokens, sharp enough that positions differ in confidence."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from infer.masked import MaskedModel
+
+    def make(shifted: bool = False, seed: int = 2) -> MaskedModel:
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            initializer_range=0.4,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+        body = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+        for layer in body.model.layers:
+            layer.self_attn.o_proj.weight *= 0.25  # what stands elsewhere matters, but not so much that no draft holds
+        return MaskedModel(body, None, 60, shifted, "tiny")
+
+    return make

@@ -9,11 +9,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from infer.main import COMMANDS
-from train.config import FeaturesConfig, TrainConfig
+from train.config import FeaturesConfig, ReplayConfig, TrainConfig
 from train.diffusion import DiffusionConfig
 from train.pretrain import PretrainConfig
 
 SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig, "features": FeaturesConfig, "diffusion": DiffusionConfig}
+SCHEMAS["replay"] = ReplayConfig
 SCHEMAS |= {name: schema for name, (schema, _) in COMMANDS.items()}
 
 

@@ -113,6 +113,39 @@ class TrackingConfig:
 
 
 @dataclass
+class GuardsConfig:
+    """What a run watches itself for; see docs/training.md, "What happens when"."""
+
+    most_skipped: int = 5  # steps in a row with a loss or gradient that is not finite; that many end the run
+    spike: float = 3.0  # a loss so many times the median of the steps before it is reported with its rows
+    self_check: bool = True  # compare the first batch with a slow plain computation before training
+    stall_minutes: float = 30.0  # without any progress, in steps and evaluations; then the run ends
+
+    def check(self) -> None:
+        """Raises ValueError for limits that nothing could keep."""
+        if self.most_skipped < 1:
+            raise ValueError(f"guards.most_skipped={self.most_skipped}: at least 1")
+        if not self.spike > 1:
+            raise ValueError(f"guards.spike={self.spike}: above 1")
+        if not self.stall_minutes > 0:
+            raise ValueError(f"guards.stall_minutes={self.stall_minutes}: above 0")
+
+
+@dataclass
+class ReplayConfig:
+    """What `./launch.sh replay` computes again."""
+
+    run: str = "runs/embedded-dflash"  # the run's folder
+    step: int | None = None  # which skipped step; None: the last one
+    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
+
+    def check(self) -> None:
+        """Raises ValueError for a step that no run has; whether this one has it is seen when it is looked for."""
+        if self.step is not None and self.step < 1:
+            raise ValueError(f"step={self.step}: steps are counted from 1")
+
+
+@dataclass
 class FeaturesConfig:
     """What `./launch.sh features` stores, and where."""
 
@@ -157,9 +190,10 @@ class TrainConfig:
     anchors: int = 64  # blocks per packed row
     checkpoints: int = 2  # evenly spread over the run, the last at its end; each is evaluated
     keep_states: int = 2  # newest checkpoints that keep their training state (drafters and evaluations always stay)
+    save_minutes: float | None = 10.0  # between them, how often the training state is saved; None: never
     compile: bool | None = None  # the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
     recompute: bool = False  # compute the drafter's layers again in the backward pass: less memory, a third more work
-    log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA
+    log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA (one stays)
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -167,16 +201,19 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def check(self) -> None:
         """Raises ValueError, one sentence, for anything that could not work."""
-        parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "tracking")
+        parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "guards", "tracking")
         for part in parts:
             getattr(self, part).check()
         for name in ("anchors", "checkpoints", "keep_states", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise ValueError(f"save_minutes={self.save_minutes}: above 0, or null to save at checkpoints only")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"

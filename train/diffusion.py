@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from data.rows import DataConfig
 from infer.entry import entry
+from infer.redact import redact
 
 if TYPE_CHECKING:
     import torch
@@ -288,7 +289,7 @@ def prepare(config: DiffusionConfig, out: Path) -> None:
     """Makes the run's folder. Raises ValueError if it holds a run of another configuration."""
     from train.state import write_aside
 
-    options, text = out / "options.json", json.dumps(asdict(config), indent=1) + "\n"
+    options, text = out / "options.json", json.dumps(redact(asdict(config)), indent=1) + "\n"
     if options.exists() and options.read_text() != text:
         theirs, ours = json.loads(options.read_text()), json.loads(text)
         names = [name for name in ours if theirs.get(name) != ours[name]]
@@ -306,7 +307,7 @@ def train(config: DiffusionConfig) -> dict:
     from train.config import OptimConfig
     from train.optim import make_optimizer
     from train.pretrain import rate
-    from train.state import trim_log
+    from train.state import disk, trim_log
 
     out = Path(config.out)
     model, tokenizer = begin(config)
@@ -360,8 +361,9 @@ def train(config: DiffusionConfig) -> dict:
                 recent.clear()
             if done % config.save_every == 0 or done == config.steps:
                 figures = measure(done)
-                save_model(out / "model", model, tokenizer)
-                save_state(out / "state.safetensors", model, optimizer, done)
+                with disk(str(out)):
+                    save_model(out / "model", model, tokenizer)
+                    save_state(out / "state.safetensors", model, optimizer, done)
     return figures
 
 

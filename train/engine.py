@@ -1,33 +1,12 @@
 """DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same for every ZeRO
 stage and number of processes."""
 
-import os
-import socket
-
 import torch
 import torch.distributed as dist
 
 from infer.drafter import Drafter
 from train.config import TrainConfig
 from train.optim import make_optimizer
-
-
-def start_processes(device: torch.device) -> None:
-    """Joins the process group that torchrun announced, or founds one of a single process."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
-    import deepspeed
-
-    # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and g++.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in alone.items()})
-    if not dist.is_initialized():
-        deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
@@ -86,13 +65,18 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
 
 def take_step(engine) -> torch.Tensor:
     """After a backward pass: the optimiser's step, if it is the last pass of one. Returns the gradient's norm before
-    clipping, () (NaN where there was no step)."""
-    norm = None
-    if engine.zero_optimization_stage() == 0 and engine.is_gradient_accumulation_boundary():
+    clipping, () (NaN where there was no step). Where the norm is not finite, weights and moments stay as they were, in
+    all processes: with sharded states DeepSpeed sees to it."""
+    sharded, last = engine.zero_optimization_stage() > 0, engine.is_gradient_accumulation_boundary()
+    norm, optimizer = None, engine.basic_optimizer
+    if last and not sharded:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)  # DeepSpeed tells it of sharded gradients only
+        if not torch.isfinite(norm):
+            optimizer.step = lambda: None  # the engine counts the step and drops the gradients as ever
     engine.step()
-    if norm is None:
+    vars(optimizer).pop("step", None)
+    if norm is None and not (sharded and last and engine.optimizer.overflow):
         norm = engine.get_global_grad_norm()
     return torch.as_tensor(float("nan") if norm is None else norm)
 

@@ -6,7 +6,11 @@
         context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K), last_scale (n, T)
 
 n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then listed: a run that
-was stopped goes on after the last listed one. Rows are checked whenever they are read.
+was stopped goes on after the last listed one.
+
+Nothing is believed: the manifest carries its own SHA-256; a shard's size is compared when the folder is opened, which
+costs nothing; and every row is compared with its CRC-32 whenever it is read, about a second a gigabyte, in the
+thread that reads ahead. A digest of whole shards would have to read them all before the first step.
 """
 
 import hashlib
@@ -20,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from data.packing import packed_rows, tokenizer_digest
+from infer.redact import redact
 from infer.target import Features, Target, weight_files
 from train.config import FeaturesConfig, TrainConfig
-from train.state import sync, write_aside
+from train.state import disk, sync, write_aside
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
@@ -62,7 +67,7 @@ def fingerprint(path: str) -> str:
 
 def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
     """What stored features depend on; training from them is refused where one of these is another."""
-    return {
+    known = {
         "target": {
             "path": config.target.path,
             "weights": fingerprint(config.target.path),
@@ -72,6 +77,7 @@ def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple
         "layers": list(layers),
         "data": json.loads(json.dumps(asdict(config.data))),
     }
+    return redact(known)
 
 
 def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
@@ -105,13 +111,14 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
         ]
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
-        save_file(tensors, out / f".{name}")
-        (out / f".{name}").chmod(0o644)
-        sync(out / f".{name}")
-        (out / f".{name}").rename(out / name)
+        with disk(f"{name} of {out}"):
+            save_file(tensors, out / f".{name}")
+            (out / f".{name}").chmod(0o644)
+            sync(out / f".{name}")
+            (out / f".{name}").rename(out / name)
         entry = {"file": name, "rows": len(rows), "bytes": (out / name).stat().st_size}
         manifest["shards"].append(entry | {"checksums": [checksum(row) for row in rows]})
-        write_aside(out / MANIFEST, json.dumps(manifest) + "\n")
+        write_manifest(out, manifest)
         done += len(rows)
         advance(done, len(dataset))
     return out
@@ -139,6 +146,18 @@ def checksum(row: dict[str, torch.Tensor]) -> int:
     return value
 
 
+def digest_of(manifest: dict) -> str:
+    """SHA-256 of what a manifest says."""
+    said = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Writes the manifest with its own digest, whole or not at all."""
+    with disk(f"{MANIFEST} of {folder}"):
+        write_aside(folder / MANIFEST, json.dumps(manifest | {"sha256": digest_of(manifest)}) + "\n")
+
+
 def read_manifest(folder: Path) -> dict:
     """The manifest, checked for what everything else relies on. Raises ValueError or FileNotFoundError."""
     file = folder / MANIFEST
@@ -151,7 +170,9 @@ def read_manifest(folder: Path) -> dict:
             len(shard["checksums"]) == shard["rows"] and Path(shard["file"]).name == shard["file"]
             for shard in manifest["shards"]
         )
-        if manifest["format"] != 1 or rows > manifest["rows"] or not sound:
+        if manifest["format"] != 1 or manifest.get("sha256", digest_of(manifest)) != digest_of(manifest):
+            raise ValueError
+        if rows > manifest["rows"] or not sound:
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged, or was written by another version") from error
@@ -197,6 +218,8 @@ class StoredRows:
                 self._open[number] = safe_open(file, "pt")
             opened = self._open[number]
             row = {name: opened.get_slice(name)[i] for name in opened.keys()}  # noqa: SIM118
+            if not {*COLUMNS, "context", "last"} <= row.keys():
+                raise ValueError(f"its columns are {', '.join(row)}")
         except (SafetensorError, OSError, IndexError, ValueError) as error:
             raise ValueError(f"{file} is truncated or altered ({error})") from error
         if checksum(row) != shard["checksums"][i]:

@@ -7,35 +7,40 @@ position.
 B rows, T packed length, N anchors, K block size, L = K - 1, D hidden size.
 """
 
-import json
 import math
 import os
 import resource
 import signal
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from data.packing import batch, packed_rows
 from infer.drafter import Drafter
 from infer.families import warm_layers
 from infer.target import Features, Target, load_target, resolve_device, resolve_dtype
-from train.blocks import Blocks, block_mask, draw_anchors, lay_out
+from train.batches import Drawn, Prefetch, draw_blocks, prepared_rows
+from train.blocks import Blocks, block_mask
 from train.config import OptimConfig, TrainConfig
-from train.engine import build_engine, compute_dtype, micro_batch, restore, start_processes, take_step
+from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step
 from train.features import StoredRows, identity, stored_features
+from train.guards import Skips, Spikes, finite
 from train.hooks import evaluate_checkpoint, finish_report
 from train.initial import initial_drafter, settled
 from train.objective import RowLoss, divergence, position_weights
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
+from train.processes import Watch, first_only, start_processes
 from train.progress import Progress
-from train.state import checkpoint_folder, load, newest, save, seeded, step_of, trim_log
+from train.run_folder import add_lines, logged, look, open_run
+from train.selfcheck import SelfCheck
+from train.state import checkpoint_folder, load, newest, save, save_rolling, step_of, trim_log
 from train.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -53,17 +58,15 @@ class StepMetrics:
 
     def numbers(self) -> dict:
         return {
-            "loss": self.loss.item(),
+            "loss": finite(self.loss.item()),
             "prefix": self.prefix.item(),
             "agreement": self.agreement.tolist(),
-            "grad_norm": float(self.grad_norm),
+            "grad_norm": finite(self.grad_norm.item()),
         }
 
 
-def block_loss(
-    drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, config: TrainConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed weighted divergence of a batch's blocks, and where the drafter agrees with the target: (B, N, L) bool.
+def block_loss(drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, config: TrainConfig) -> RowLoss:
+    """The objective on a batch's blocks, G = B * N of them.
 
     drafter: the drafter, or the engine around it; rows: columns (B, T), and stored features if there are.
     """
@@ -73,8 +76,7 @@ def block_loss(
         layers = getattr(drafter, "module", drafter).layer_ids
         features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
     head = getattr(drafter, "module", drafter).head_weight(target)
-    result = score(draft_states(drafter, target, rows, blocks, features), head, target, blocks, features, config)
-    return result.loss, result.agree.view(blocks.supervised.shape)
+    return score(draft_states(drafter, target, rows, blocks, features), head, target, blocks, features, config)
 
 
 def draft_states(
@@ -114,49 +116,16 @@ def score(
     )
 
 
-def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
-    """Anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them. Anchors belong to a
-    draw, not to a batch: the same ones come out however the rows are spread over processes and micro-steps."""
-    count = len(rows["ids"])
-    jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.stack(jitter).to(rows["ids"].device))
-    return lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size)
-
-
-class Prefetch:
-    """The rows of every step, each read by another thread while the step before is computed."""
-
-    def __init__(self, dataset, config: TrainConfig, pinned: bool) -> None:
-        self.dataset, self.config, self.pinned = dataset, config, pinned
-        self.thread = ThreadPoolExecutor(1)
-        self.ahead: tuple[int, Future] | None = None
-
-    def _read(self, step: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
-        """(draw, rows on the host) of a step's passes: a pure function of the step, so that resuming needs no more."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        count, passes = micro_batch(self.config, world)
-        read = []
-        for i in range(passes):
-            draw = step * self.config.optim.batch + (i * world + rank) * count
-            rows = batch(self.dataset, draw, count, self.config.seed)
-            read.append((draw, {k: v.pin_memory() for k, v in rows.items()} if self.pinned else rows))
-        return read
-
-    def __call__(self, step: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
-        """The rows of this step; those of the next one are begun."""
-        future = self.ahead[1] if self.ahead and self.ahead[0] == step else self.thread.submit(self._read, step)
-        rows = future.result()
-        self.ahead = (step + 1, self.thread.submit(self._read, step + 1))
-        return rows
-
-
 def train_step(
-    engine, target: Target, drawn: list[tuple[int, dict[str, torch.Tensor]]], config: TrainConfig
+    engine, target: Target, drawn: Drawn, config: TrainConfig, beat: Callable[[int, str], None]
 ) -> StepMetrics:
-    """One optimiser step over the rows that `Prefetch` has drawn. The loss is divided by the weights of all blocks of
-    all passes and processes, so that it depends neither on their number nor on how the blocks fell among them."""
+    """One optimiser step over the rows that `Prefetch` has drawn; `beat(number, what)` hears what begins. The loss is
+    divided by the weights of all blocks of all passes and processes, so that it depends neither on their number nor on
+    how the blocks fell among them. A loss that is not finite in any process makes every gradient so, and the step is
+    skipped by all."""
     world, passes = dist.get_world_size(), len(drawn)
     device, length = target.device, config.drafter.block_size - 1
+    beat(1, "laying out its blocks")
     micro = []
     for draw, rows in drawn:
         rows = {name: column.to(device, non_blocking=True) for name, column in rows.items()}
@@ -168,11 +137,16 @@ def train_step(
 
     loss_sum, agree_sum = torch.zeros((), device=device), torch.zeros(length, device=device)
     prefix_sum = torch.zeros(2, device=device)
-    for rows, blocks in micro:
-        loss, agree = block_loss(engine, target, rows, blocks, config)
-        engine.backward(loss * (world * passes / total))  # DeepSpeed averages over both
+    for i, (rows, blocks) in enumerate(micro):
+        beat(3 * i + 2, "the forward pass")
+        result = block_loss(engine, target, rows, blocks, config)
+        loss = result.loss
+        poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
+        beat(3 * i + 3, "the backward pass")
+        engine.backward(poison * loss * (world * passes / total))  # DeepSpeed averages over both
+        beat(3 * i + 4, "the optimiser's step")
         norm = take_step(engine)
-        agree = agree & blocks.supervised  # (B, N, L)
+        agree = result.agree.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
         loss_sum += loss.detach()
         agree_sum += agree.sum((0, 1))
         prefix_sum += torch.stack([agree.long().cumprod(-1).sum() + blocks.valid.sum(), blocks.valid.sum()])
@@ -194,43 +168,6 @@ def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
     return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-# what may be another when a run goes on: nothing here changes what is learnt, beyond rounding
-FREE = ("resume", "runs_dir", "keep_states", "log_every", "tracking", "evaluation", "deepspeed", "optim.micro")
-FREE += ("compile", "recompute", "target.shard", "target.device")
-
-
-def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
-    """The dotted keys under which two configurations are not the same."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        keys = dict.fromkeys((*wanted, *known))
-        return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
-    return [] if known == wanted else [prefix.removesuffix(".")]
-
-
-def open_run(config: TrainConfig) -> Path:
-    """The run's folder with its resolved config; an existing run is gone on with or refused, never overwritten.
-
-    Raises ValueError when the folder holds a run of another configuration, or any run and resume=never.
-    """
-    run = Path(config.runs_dir) / config.name
-    wanted = json.loads(json.dumps(asdict(config)))
-    file = run / "config.json"
-    existed = file.exists()
-    dist.barrier()  # all have looked before the first process writes
-    if existed:
-        if config.resume == "never":
-            raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
-        changed = [key for key in differences(json.loads(file.read_text()), wanted) if not key.startswith(FREE)]
-        if changed:
-            raise ValueError(
-                f"{run} holds a run with another configuration ({', '.join(changed)} differ): choose another name="
-            )
-    elif dist.get_rank() == 0:
-        run.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(wanted, indent=1) + "\n")
-    return run
-
-
 def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | None = None) -> Target:
     """The target, on the device; on the host for now if it is to be sharded; only its ends, and the layers that the
     drafter starts as, if its features are stored."""
@@ -243,14 +180,6 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     return load_target(options.path, dtype, place, options.trust_remote_code, layers)
 
 
-def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
-    """The packed rows: one process of each machine makes them, the others find them in the cache."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    rows = packed_rows(config.data, target.tokenizer) if first else None
-    dist.barrier()
-    return rows if first else packed_rows(config.data, target.tokenizer)
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes: the allocator's most on CUDA, the process's most elsewhere."""
     if device.type == "cuda":
@@ -258,111 +187,161 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """All that a run stands on."""
+
+    run: Path
+    target: Target
+    stored: StoredRows | None
+    dataset: "StoredRows | Dataset"
+    engine: object  # DeepSpeed's, around the drafter
+    done: int  # steps
+    notes: list[str]  # what the user should know
+
+
+def prepare(config: TrainConfig, device: torch.device, held: ExitStack) -> Prepared:
+    """Loads everything; the run's folder is held by `held`."""
+    micro_batch(config, dist.get_world_size())  # refuses, before anything is loaded, what the processes cannot share
+    first_only(lambda: look(config))
+    stored = StoredRows(config.features) if config.features else None
+    target = load_frozen(config, device, stored)
+    drafter = initial_drafter(config, target)
+    if stored is not None:
+        stored.check(identity(config, target, drafter.layer_ids))
+    run = first_only(lambda: held.enter_context(open_run(config)))
+    if config.target.shard:
+        target.shard(device)
+    if stored is not None:
+        target.body.layers.to("meta")
+    folder, notes = newest(run)
+    state = load(folder) if folder is not None else {}
+    if state:
+        drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
+    dataset = stored if stored is not None else prepared_rows(config, target)
+    check = SelfCheck(drafter.to(device), target, dataset, config) if config.guards.self_check else None
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    engine = build_engine(drafter, config, device)
+    if check is not None:
+        notes.append(check(block_loss(engine, target, check.rows, check.blocks, config)))
+    if state:
+        restore(engine, state)
+    done = step_of(folder) if state else 0
+    notes.append(
+        f"{config.name}: {parameters:,} trainable parameters, "
+        f"{len(dataset):,} packed rows of {config.data.length} tokens, {total_steps(config, len(dataset))} steps"
+        + (f"; going on after step {done}" if done else "")
+    )
+    dist.barrier()  # all have looked what there is
+    first_only(lambda: trim_log(run / "metrics.jsonl", done))
+    return Prepared(run, target, stored, dataset, engine, done, notes)
+
+
 def train(config: TrainConfig) -> Path:
     """Trains a drafter from a checked configuration; returns the run's folder.
 
-    Raises ValueError or FileNotFoundError with a sentence for what the user can mend.
+    Raises ValueError or FileNotFoundError with a sentence for what the user can mend before anything is begun, Stopped
+    for what ends a run that was begun.
     """
     device = resolve_device(config.target.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     start_processes(device)
-    micro_batch(config, dist.get_world_size())  # refuses, before anything is loaded, what the processes cannot share
     config = replace(config, drafter=settled(config.drafter, config.target))
-    stored = StoredRows(config.features) if config.features else None
-    target = load_frozen(config, device, stored)
-    drafter = initial_drafter(config, target)
-    if stored is not None:
-        stored.check(identity(config, target, drafter.layer_ids))
-    run = open_run(config)
-    if config.target.shard:
-        target.shard(device)
-    if stored is not None:
-        target.body.layers.to("meta")
-    folder, skipped = newest(run)
-    state = load(folder) if folder is not None else {}
-    if state:
-        drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    engine = build_engine(drafter, config, device)
-    if state:
-        restore(engine, state)
-    done = step_of(folder) if state else 0
-    del state
-    dataset = stored if stored is not None else prepared_rows(config, target)
-    first = dist.get_rank() == 0
-    total = total_steps(config, len(dataset))
-    stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}
+    with ExitStack() as held:
+        all_there = prepare(config, device, held)
+        watch = Watch(config.guards.stall_minutes)
+        held.callback(watch.close)
+        return run_steps(config, device, all_there, watch)
 
+
+def run_steps(config: TrainConfig, device: torch.device, all_there: Prepared, watch: Watch) -> Path:
+    """The steps that are not done yet, with their checkpoints, evaluations and log."""
+    run, target, engine, done = all_there.run, all_there.target, all_there.engine, all_there.done
+    first, rows = dist.get_rank() == 0, len(all_there.dataset)
+    total = total_steps(config, rows)
+    stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}
     progress = Progress(total, enabled=first)
-    for line in skipped:
+    for line in all_there.notes:
         progress.say(line)
-    progress.say(
-        f"{config.name}: {parameters:,} trainable parameters, "
-        f"{len(dataset):,} packed rows of {config.data.length} tokens, {total} steps"
-        + (f"; going on after step {done}" if done else "")
-    )
-    dist.barrier()  # all have looked what there is
-    if first:
-        trim_log(run / "metrics.jsonl", done)
     tracker = Tracker(config, run, enabled=first)
 
     def evaluate(step: int) -> None:
-        whole = target if stored is None else load_frozen(config, device)  # in memory while it is needed
-        evaluate_checkpoint(run, checkpoint_folder(run, step), whole, config, progress, tracker)
+        def whole() -> Target:  # with stored features, it is in memory while it is needed
+            return target if all_there.stored is None else load_frozen(config, device)
 
-    if done and not (folder / "evaluation" / "evaluation.json").exists():
+        def alive() -> None:
+            watch.beat(step - 1, 10**6, "an evaluation")  # the last thing of the step before
+
+        alive()
+        evaluate_checkpoint(run, checkpoint_folder(run, step), whole, config, progress, tracker, alive)
+
+    if done in stops and not (checkpoint_folder(run, done) / "evaluation" / "evaluation.json").exists():
         evaluate(done)  # the run was stopped between saving and evaluating
     stopping = catch_signals()
 
-    prefetch = Prefetch(dataset, config, pinned=device.type == "cuda")
+    prefetch = Prefetch(all_there.dataset, config, done, total, pinned=device.type == "cuda")
+    spikes, skips = Spikes(config, rows, logged(run)), Skips(run, config)
     rate_of_device = matmul_rate(device, compute_dtype(config, device))
     operations = step_operations(shape_of(config, target.config))
-    if stored is not None:
+    if all_there.stored is not None:
         operations.pop("target")
     share = sum(operations.values()) / dist.get_world_size()  # of a step's work
     pending: list[tuple[int, StepMetrics, float]] = []
-    began = time.perf_counter()
+    began = saved_at = time.perf_counter()
     for step in range(done, total):
+        watch.beat(step, 0, "reading its rows")
+        drawn = prefetch()
         rate = learning_rate(config.optim, step, total)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        pending.append((step + 1, train_step(engine, target, prefetch(step), config), rate))
-        stop = False
+        metrics = train_step(engine, target, drawn, config, partial(watch.beat, step))
+        if not metrics.grad_norm.isfinite():
+            progress.say(skips({"step": step + 1, "lr": rate, **metrics.numbers()}, drawn, engine))
+        pending.append((step + 1, metrics, rate))
+        stop = due = False
         if (step + 1) % config.log_every == 0 or step + 1 in stops:
-            flag = torch.tensor(float(stopping.is_set), device=device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX)  # all processes stop after the same step
-            stop = bool(flag.item())
+            old = config.save_minutes is not None and time.perf_counter() - saved_at > 60 * config.save_minutes
+            flags = torch.tensor([float(stopping.is_set), float(first and old)], device=device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX)  # all processes stop, or save, after the same step
+            stop, due = (bool(flag) for flag in flags.tolist())
             seconds = (time.perf_counter() - began) / len(pending)
             cost = {
                 "tokens_per_second": config.optim.batch * config.data.length / seconds,
                 "mfu": share / seconds / rate_of_device,  # of this machine's large matrix products
                 "peak_gb": peak_memory(device) / 1e9,
             }
-            for number, metrics, rate in pending:
-                line = {"step": number, "lr": rate, **cost, **metrics.numbers()}
-                if first:
-                    with (run / "metrics.jsonl").open("a") as log:
-                        log.write(json.dumps(line) + "\n")
-                    tracker.log(line, number)
+            lines = [{"step": number, "lr": lr, **cost, **metrics.numbers()} for number, metrics, lr in pending]
+            if first:
+                add_lines(run, lines)
+                for line in lines:
+                    tracker.log(line)
                     progress.step(line)
+                    if spike := spikes(line):
+                        progress.say(spike)
             pending.clear()
             began = time.perf_counter()
-        if step + 1 in stops or stop:
-            saved = save(run, step + 1, engine, target.dtype, config.keep_states)
+        if step + 1 in stops or stop or due:
+            watch.beat(step, 10**5, "saving")
             if step + 1 in stops:
+                saved = save(run, step + 1, engine, target.dtype, config.keep_states)
                 evaluate(step + 1)
+            else:
+                saved = save_rolling(run, step + 1, engine)
             dist.barrier()
-            began = time.perf_counter()
+            began = saved_at = time.perf_counter()
         if stop:
             progress.say(
                 f"stopped by a signal after step {step + 1}; saved {saved}; the same command goes on from there"
             )
             break
+    watch.close()
     progress.close()
-    if first:
-        finish_report(run, tracker)
+    lost = sum(line["grad_norm"] is None for line in logged(run)) if first else 0
+    if lost:
+        progress.say(f"{lost} of {total} steps were skipped, as their loss or gradient was not finite")
+    first_only(lambda: finish_report(run, tracker))
     tracker.close()
     dist.barrier()
     return run

@@ -2,8 +2,10 @@
 
 import os
 import sys
+import traceback
 
-from infer.entry import entry
+from infer.entry import STOPPED, Stopped, entry
+from infer.redact import redact_text
 from train.config import TrainConfig
 from train.sweep import sweep
 
@@ -11,11 +13,22 @@ from train.sweep import sweep
 def run(config: TrainConfig) -> None:
     from train.loop import train  # torch and friends load only once the configuration is known to be good
 
-    train(config)
-    # A finished gloo process sometimes aborts in its exit handlers; all is written, so it leaves without them.
+    code = 0
+    try:
+        train(config)
+    except Stopped as error:
+        print(f"error: {redact_text(str(error))}", file=sys.stderr)
+        code = STOPPED
+    except (ValueError, FileNotFoundError):
+        raise  # `entry` says it
+    except Exception:  # noqa: BLE001
+        print(redact_text(traceback.format_exc()), file=sys.stderr)
+        code = 1
+    # A finished gloo process sometimes aborts in its exit handlers, and one that failed may wait there for a hanging
+    # thread; all is written, so it leaves without them.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

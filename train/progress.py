@@ -27,10 +27,8 @@ class Progress:
     def step(self, line: dict) -> None:
         """One step's metrics, as they are written to metrics.jsonl."""
         agreement = " ".join(f"{100 * share:.0f}" for share in line["agreement"][:8])
-        note = (
-            f"loss {line['loss']:.3f}  agree {agreement} %  prefix {line['prefix']:.2f}  "
-            f"{line['tokens_per_second']:,.0f} tok/s"
-        )
+        loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
+        note = f"loss {loss}  agree {agreement} %  prefix {line['prefix']:.2f}  {line['tokens_per_second']:,.0f} tok/s"
         if self.live:
             if self.task is None:
                 self.bar.start()

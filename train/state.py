@@ -4,26 +4,33 @@
         drafter/        config.json, model.safetensors: the public layout, what serving engines read
         state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever processes and
                         ZeRO stage wrote it; manifest.json: step, size and sha256 of every file of the checkpoint
-        evaluation/     evaluation.json and pictures, written after the checkpoint
+        evaluation/     evaluation.json and pictures, written after the checkpoint; failed.txt if that did not work
+    <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
-A checkpoint is written into a hidden sibling folder, synced, given its manifest and renamed, so that a kill at any
-moment leaves either none or a whole one. There is no other state: data order, anchors and learning rate are
-pure functions of seed and step.
+Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training state and
+nothing else; the next one of either kind takes its place. Each is written into a hidden sibling folder, synced, given
+its manifest and renamed, so that a kill at any moment leaves either none or a whole one. There is no other state: data
+order, anchors and learning rate are pure functions of seed and step.
 """
 
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from infer.checkpoint import save_drafter
+from infer.entry import Stopped
 from train.engine import training_state
+from train.processes import first_only
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 
@@ -37,8 +44,27 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
+def rolling(run: Path) -> list[Path]:
+    """The training states between them, oldest first, whole or not."""
+    return sorted((run / "checkpoints").glob("rolling-*"))
+
+
 def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    return int(folder.name.split("-")[-1])
+
+
+@contextmanager
+def disk(what: str) -> Iterator[None]:
+    """Around writing: a disk that is full, read-only or gone ends the run in one sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        where = f" ({error.filename})" if getattr(error, "filename", None) else ""
+        why = getattr(error, "strerror", None) or str(error)
+        raise Stopped(
+            f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
+            "from there"
+        ) from error
 
 
 def _digest(path: Path) -> dict:
@@ -49,8 +75,13 @@ def _digest(path: Path) -> dict:
 def write_aside(path: Path, text: str) -> None:
     """Writes a file that is there whole or as it was before, whenever the process is killed."""
     fresh = path.with_name(f".{path.name}")
-    fresh.write_text(text)
-    fresh.replace(path)
+    try:
+        fresh.write_text(text)
+        sync(fresh)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:
@@ -63,28 +94,70 @@ def sync(path: Path) -> None:
 
 
 def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
-    """Saves the training state and the drafter (in `dtype`); returns the finished folder. Called by every process."""
-    final = checkpoint_folder(run, step)
-    partial = final.parent / f".{final.name}"
+    """Saves a checkpoint: the training state and the drafter (in `dtype`); returns the finished folder. Called by every
+    process. Raises Stopped in all of them if it cannot be written; nothing half-written is left then."""
     state = training_state(engine)
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "state").mkdir(parents=True)
-        save_file(state, partial / "state" / STATE)
-        weights = {name: tensor.to(dtype) for name, tensor in state.items() if "/" not in name}
-        save_drafter(engine.module.config, weights, partial / "drafter")
-        files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-        manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
-        (partial / "state" / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1) + "\n")
-        for path in partial.rglob("*"):
-            sync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        sync(final.parent)
+    config = engine.module.config
+
+    def write() -> Path:
+        folder = _write(checkpoint_folder(run, step), step, state, (config, dtype))
         for old in checkpoints(run)[:-keep_states]:
             shutil.rmtree(old / "state", ignore_errors=True)
-    dist.barrier()
+        for old in rolling(run):
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    return first_only(write)
+
+
+def save_rolling(run: Path, step: int, engine) -> Path:
+    """Saves the training state only, in the place of the rolling one before. As `save` otherwise."""
+    state = training_state(engine)
+
+    def write() -> Path:
+        folder = _write(run / "checkpoints" / f"rolling-{step:08d}", step, state, None)
+        for old in rolling(run):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    return first_only(write)
+
+
+def _write(
+    final: Path, step: int, state: dict[str, torch.Tensor], drafter: tuple[Qwen3Config, torch.dtype] | None
+) -> Path:
+    """The folder `final` with a training state, a drafter if its configuration and dtype are given, and a manifest."""
+    partial = final.parent / f".{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk(f"{final.name} of {final.parent.parent}"):
+            final.parent.mkdir(exist_ok=True)  # but not the run's folder: where that vanished, the run ends
+            (partial / "state").mkdir(parents=True)
+            save_file(state, partial / "state" / STATE)
+            if drafter is not None:
+                config, dtype = drafter
+                weights = {name: tensor.to(dtype) for name, tensor in state.items() if "/" not in name}
+                save_drafter(config, weights, partial / "drafter")
+            files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+            manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
+            (partial / "state" / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1) + "\n")
+            log = final.parent.parent / "metrics.jsonl"  # has all steps up to this one: on the disk before it
+            for path in (*partial.rglob("*"), *[log] * log.exists()):
+                sync(path)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync(final.parent)
+    except Stopped:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
+
+
+def sweep_up(run: Path) -> None:
+    """Removes what a killed run left half-written."""
+    for partial in (*(run / "checkpoints").glob(".step-*"), *(run / "checkpoints").glob(".rolling-*")):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def whole(folder: Path) -> str | None:
@@ -109,9 +182,9 @@ def whole(folder: Path) -> str | None:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, or None, and a sentence about every newer one that was skipped."""
+    """The newest whole checkpoint or rolling state, or None, and a sentence about every newer one that was skipped."""
     skipped = []
-    for folder in reversed(checkpoints(run)):
+    for folder in sorted((*checkpoints(run), *rolling(run)), key=step_of, reverse=True):
         problem = whole(folder)
         if problem is None:
             return folder, skipped
@@ -144,7 +217,8 @@ def trim_log(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):
             continue
-    write_aside(path, "".join(line + "\n" for line in kept))
+    with disk(str(path)):
+        write_aside(path, "".join(line + "\n" for line in kept))
 
 
 def seeded(*parts: int) -> torch.Generator:

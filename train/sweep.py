@@ -79,7 +79,10 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
     from infer.report import label as method_label
     from train.hooks import evaluations_of
 
-    best = {name: max(evaluations_of(run), key=best_tau) for name, run in runs.items()}
+    evaluated = {name: found for name, run in runs.items() if (found := evaluations_of(run))}
+    if not evaluated:
+        return
+    best = {name: max(found, key=best_tau) for name, found in evaluated.items()}
     names = [method_label(method) for method in next(iter(best.values()))["methods"][1:]]  # the first is plain
     shown = range(min(6, *(len(result["accuracy"]) for result in best.values())))
     heads = [f"α-{i + 1}" for i in shown] + [f"τ {name}" for name in names]  # α: DART table 4's accuracy by position

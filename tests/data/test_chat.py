@@ -163,6 +163,22 @@ def test_a_mixed_set_with_broken_rows_trains(tokenizer, tmp_path, capsys):
     assert tokenizer.decode(prompts[0]).rstrip().endswith(("assistant", "<|end_header|>"))
 
 
+def test_a_damaged_parquet_file_and_a_closed_one_are_named(tokenizer, tmp_path):
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    file = tmp_path / "a.parquet"
+    write_table(Table.from_pylist([{"text": f"some text {i} " * 40} for i in range(400)]), file, compression="none")
+    good = file.read_bytes()
+    file.write_bytes(good[:-9])
+    with pytest.raises(ValueError, match=r"a\.parquet: no sound Parquet file, after row 0"):
+        packed_rows(DataConfig(source="jsonl", path=str(file), length=64), tokenizer)
+    (tmp_path / "b.jsonl").mkdir()  # a folder cannot be read, whoever asks
+    with pytest.raises(ValueError, match=r"cannot be read: .*b\.jsonl"):
+        file.unlink()
+        packed_rows(DataConfig(source="jsonl", path=str(tmp_path), length=64), tokenizer)
+
+
 def test_the_library_and_the_answers_are_all_good(capsys):
     from data.rows import training_rows
 

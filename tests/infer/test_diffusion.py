@@ -1,26 +1,23 @@
 """Masked diffusion decoding: every way of drafting writes what a plain step-by-step loop writes, write for write."""
 
-import json
 import math
-import shutil
 from dataclasses import replace
 from itertools import permutations, product
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from infer.config import MaskedOptions
-from infer.diffusion import fill, generate_masked
-from infer.evaluate_masked import fewest_passes
+from infer.config import DecodeOptions
+from infer.diffusion import MaskedEngine
+from infer.evaluate_masked import fewest_passes, traced
 from infer.habits import Habits, Rate
-from infer.main import DiffuseCommand, run_diffuse
-from infer.masked import MaskedModel, load_masked
+from infer.masked import MaskedModel
+from infer.masked_text import MaskedText
 from infer.sampling import gumbel_noise
 from infer.selfdraft import (
     Guess,
     Plan,
+    as_guesses,
     chain,
     drafts,
     mixed,
@@ -36,38 +33,27 @@ MASK = 60
 
 
 @pytest.fixture(scope="module")
-def model() -> MaskedModel:
-    return tiny()
+def model(make_masked) -> MaskedModel:
+    return make_masked()
 
 
 @pytest.fixture(scope="module")
-def shifted() -> MaskedModel:
-    return tiny(shifted=True)
+def shifted(make_masked) -> MaskedModel:
+    return make_masked(shifted=True)
 
 
-def tiny(shifted: bool = False, seed: int = 2) -> MaskedModel:
-    """A random bidirectional model of 64 tokens, sharp enough that positions differ in confidence."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def options_of(length: int = 16, block_length: int = 8, **more) -> DecodeOptions:
+    settings = {"method": "ssd", "ignore_eos": True, "max_new_tokens": length, "block_length": block_length} | more
+    return DecodeOptions(**settings)
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.4,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    body = Qwen3ForCausalLM(config).eval().requires_grad_(False)
-    for layer in body.model.layers:
-        layer.self_attn.o_proj.weight *= 0.25  # what stands elsewhere matters, but not so much that no draft holds
-    return MaskedModel(body, None, MASK, shifted, "tiny")
+
+def fill(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> MaskedText:
+    """One text, alone."""
+    engine = MaskedEngine(model, replace(options, rows=1), len(prompt) + options.max_new_tokens)
+    text = engine.submit(prompt, options)
+    while engine.busy:
+        engine.step()
+    return text
 
 
 class Kept:
@@ -91,9 +77,9 @@ class Kept:
 
 
 @torch.no_grad()
-def reference(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> list[tuple[int, int]]:
+def reference(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> list[tuple[int, int]]:
     """One token a pass, with nothing of ours but the noise."""
-    ids = torch.tensor([prompt + [MASK] * options.length])
+    ids = torch.tensor([prompt + [MASK] * options.max_new_tokens])
     width, kept, since, writes, shift = ids.shape[1], Kept(), 0, [], int(model.shifted)
 
     def run(begin: int, end: int) -> torch.Tensor:
@@ -147,11 +133,12 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
     model = request.getfixturevalue(kind)
     accepted = [0] * 9
     for prompt, (cache, refresh) in zip(PROMPTS, POLICIES, strict=True):
-        options = MaskedOptions(16, block_length, temperature, seed=4, cache=cache, refresh=refresh, method="steps")
+        policy = {"temperature": temperature, "seed": 4, "cache": cache, "refresh": refresh}
+        options = options_of(16, block_length, method="steps", **policy)
         expected = reference(model, prompt, options)
         plain = fill(model, prompt, options)
         assert plain.writes == expected
-        assert plain.stats.passes == plain.stats.steps == 16 and plain.stats.histogram[0] == 16
+        assert plain.stats.rounds == plain.stats.written == 16 and plain.stats.histogram[0] == 16
         for order, length in WAYS:
             way = replace(options, method="ssd", order=order, draft_length=length, nodes=9)
             done = fill(model, prompt, way)
@@ -162,11 +149,13 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_statistics_add_up_and_no_way_beats_the_limit(model, cache):
-    options = MaskedOptions(32, 8, cache=cache, refresh=5, nodes=24)
-    steps = fill(model, PROMPTS[1], replace(options, method="steps"), ranks=5, trace=True)
+    options = options_of(32, cache=cache, refresh=5, nodes=24)
+    steps = traced(model, PROMPTS[1], options)
+    assert len(steps.said) == 32 and steps.text.stats.rounds == 32
     model_with_end = MaskedModel(model.model, None, MASK, False)
-    model_with_end.end_ids = frozenset([steps.ids[9]])
-    assert fill(model_with_end, PROMPTS[1], options).stats.valid == steps.ids.index(steps.ids[9])
+    ids = steps.text.ids
+    model_with_end.end_ids = frozenset([ids[9]])
+    assert fill(model_with_end, PROMPTS[1], options).stats.valid == ids.index(ids[9])
     fewest = {}
     for length in (1, 2, 4, 8):
         fewest[length] = [fewest_passes(steps, options, length, ranks) for ranks in range(1, 6)]
@@ -174,17 +163,17 @@ def test_statistics_add_up_and_no_way_beats_the_limit(model, cache):
         assert fewest[length][-1] >= 32 / (length + 1)
         for order, ranks in (("greedy", 1), ("mixed", 1), ("tree", 2), ("guided", None)):
             stats = fill(model, PROMPTS[1], replace(options, order=order, draft_length=length)).stats
-            assert sum(stats.histogram) == stats.passes
-            assert sum((drafts + 1) * count for drafts, count in enumerate(stats.histogram)) == stats.steps == 32
+            assert sum(stats.histogram) == stats.rounds
+            assert sum((drafts + 1) * count for drafts, count in enumerate(stats.histogram)) == stats.written == 32
             assert not any(stats.histogram[length + 1 :])
             assert (
-                stats.passes
+                stats.rounds
                 <= stats.states
-                <= stats.passes * {"greedy": length + 1, "mixed": 2 * length}.get(order, 24)
+                <= stats.rounds * {"greedy": length + 1, "mixed": 2 * length}.get(order, 24)
             )
-            assert stats.step_reduction == 1 - stats.passes / 32
-            assert stats.passes >= (fewest[length][ranks - 1] if ranks else 32 / (length + 1)), (order, length)
-            assert stats.full == stats.passes if cache == "none" else stats.full == 8  # 4 blocks, 1 refresh in each
+            assert stats.step_reduction == 1 - stats.rounds / 32
+            assert stats.rounds >= (fewest[length][ranks - 1] if ranks else 32 / (length + 1)), (order, length)
+            assert stats.full == stats.rounds if cache == "none" else stats.full == 8  # 4 blocks, 1 refresh in each
     assert fewest[8][1] < fewest[1][1]
 
 
@@ -287,8 +276,8 @@ def test_a_guided_tree_follows_them_as_far_as_they_were_right():
 
 def test_confidences_next_to_one_stay_apart():
     """As probabilities in float32 both are 1: which position comes first would be chance."""
-    logits = torch.tensor([[[40.0, 1.0, 2.0], [41.0, 1.0, 2.0]]])  # (N, P, V)
-    (guesses,) = read(logits, 0.0, None, 2, [7, 8])
+    logits = torch.tensor([[[40.0, 1.0, 2.0], [41.0, 1.0, 2.0]]])  # (1, P, V)
+    guesses = as_guesses(read(logits[0], 0.0, None, 2).tolist(), [7, 8])
     assert logits[0].softmax(-1).max(-1).values.tolist() == [1.0, 1.0]
     assert guesses[8].confidence - guesses[7].confidence == pytest.approx(1.0)
     assert guesses[7].tokens == [0, 2]
@@ -305,153 +294,7 @@ def test_a_model_sees_both_sides_its_mask_and_no_padding(model, shifted):
     every = real[:, None] & real[:, :, None]  # (B, T, T)
     for allowed in (real, every):
         assert torch.allclose(model.logits(padded, allowed)[:, :12], logits, atol=1e-5)
-    some = torch.tensor([3, 11])
-    assert torch.allclose(model.logits(ids, positions=some), logits[:, some], atol=1e-5)
+    at = torch.tensor([1, 0, 0]), torch.tensor([3, 11, 3])
+    assert torch.allclose(model.logits(ids, at=at), logits[at], atol=1e-5)
     twin = MaskedModel(shifted.model, None, MASK, shifted=False)
     assert torch.allclose(shifted.logits(ids)[:, 1:], twin.logits(ids)[:, :-1], atol=1e-5)
-
-
-MODELLING = """
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-
-class FakeConfig(PretrainedConfig):
-    model_type = "{kind}"
-
-class FakeModel(PreTrainedModel):
-    config_class = FakeConfig
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = torch.nn.Embedding(64, 16)
-        self.out = torch.nn.Linear(16, 64, bias=False)
-        self.post_init()
-    def get_input_embeddings(self):
-        return self.embed
-    def get_output_embeddings(self):
-        return self.out
-    def forward(self, input_ids=None, **kwargs):
-        x = self.embed(input_ids)
-        place = torch.arange(x.shape[1], device=x.device)
-        near = torch.exp(-0.5 * (place[:, None] - place).abs()) * (1 + 0.1 * torch.sign(place[:, None] - place))
-        return CausalLMOutput(logits=self.out(torch.tanh(near.to(x.dtype) @ x)))
-"""
-
-
-def foreign_folder(folder: Path, embedded: Path, kind: str) -> Path:
-    """A folder that loads as LLaDA and Dream do: a model with code of its own, far smaller."""
-    folder.mkdir()
-    names = ("tokenizer.json", "tokenizer_config.json")
-    for name in names:
-        shutil.copy(embedded / name, folder)
-    (folder / "modeling_fake.py").write_text(MODELLING.replace("{kind}", kind))
-    config = {"model_type": kind, "mask_token_id": MASK, "vocab_size": 64, "architectures": ["FakeModel"]}
-    config["auto_map"] = {"AutoConfig": "modeling_fake.FakeConfig", "AutoModel": "modeling_fake.FakeModel"}
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(1)
-    weights = {f"{name}.weight": torch.randn(64, 16, generator=generator) for name in ("embed", "out")}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize("kind, shifted", [("llada", False), ("Dream", True)])
-def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch, kind, shifted):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = foreign_folder(tmp_path / f"tiny-{kind.lower()}", repo / "data" / "embedded", kind)
-    with pytest.raises(ValueError, match="run code that comes with them.*trust_remote_code=true"):
-        load_masked(str(folder), "float32", "cpu")
-    model = load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
-    assert model.shifted is shifted and model.mask_token_id == MASK
-    ids = torch.tensor([[5, 6, MASK, 8]])
-    theirs = model.model(input_ids=ids).logits
-    assert torch.equal(model.logits(ids)[0, 2, :MASK], theirs[0, 2 - shifted, :MASK])
-    expected = fill(model, [5, 6], MaskedOptions(16, 8, method="steps")).writes
-    for order in ("greedy", "mixed", "tree", "guided"):
-        assert fill(model, [5, 6], MaskedOptions(16, 8, order=order)).writes == expected
-    with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
-        fill(model, [5, 6], MaskedOptions(16, 8, cache="dual"))
-    with pytest.raises(ValueError, match="takes no padding"):
-        model.logits(ids, torch.tensor([[True, True, True, False]]))
-
-
-@pytest.fixture
-def folder(tmp_path, repo) -> Path:
-    """Two layers of the embedded causal model, said to be a masked one: of no use but for loading."""
-    copy = tmp_path / "model"
-    shutil.copytree(repo / "data" / "embedded", copy, ignore=shutil.ignore_patterns("answers.jsonl"))
-    edit(copy, mask_token_id=1, masked_diffusion={"shifted": True}, num_hidden_layers=2)
-    edit(copy, layer_types=["full_attention"] * 2)
-    return copy
-
-
-def edit(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in config.items() if value is not None})
-    )
-
-
-def test_the_command_fills_in_a_text_and_prints_the_table(folder, capsys):
-    config = DiffuseCommand(str(folder), "import os", dtype="float32", device="cpu", prompts=1, prompt_tokens=8)
-    config.decoding = MaskedOptions(8, 8, cache="dual")
-    config.check()
-    run_diffuse(config)
-    written = capsys.readouterr()
-    model = load_masked(str(folder), "float32", "cpu")
-    answer = generate_masked(model, "import os", replace(config.decoding, method="steps"))[0]
-    assert written.out == f"import os{answer.text}\n" and "8 tokens in" in written.err
-    together = generate_masked(model, ["import os", [5, 6, 7]], config.decoding)
-    assert [done.ids for done in together][0] == answer.ids and together[1].prompt_ids == [5, 6, 7]
-    config.evaluate = True
-    run_diffuse(config)
-    lines = capsys.readouterr().out.splitlines()
-    ways = [line.split() for line in lines if line.endswith(" 0") and line[:1] in "-12345a"]
-    assert [(way[0], way[1]) for way in ways[:4]] == [("-", "steps"), ("1", "greedy"), ("1", "mixed"), ("1", "tree")]
-    assert len(ways) == 1 + 5 * 4 + 2 + 2  # and none differs from step by step
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"mask_token_id": None}, "this model has no mask token: its config.json needs mask_token_id"),
-        ({"mask_token_id": 512}, "mask_token_id=512 is no token of its vocabulary of 512"),
-        ({"masked_diffusion": None}, "was not trained to fill masks"),
-        ({"model_type": "llama"}, "a llama model that was not trained to fill masks"),
-    ],
-)
-def test_what_is_no_masked_model_is_refused_in_one_sentence(folder, changes, words):
-    edit(folder, **changes)
-    with pytest.raises(ValueError, match=words) as caught:
-        load_masked(str(folder))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_model_that_is_not_there_is_named():
-    with pytest.raises(FileNotFoundError, match="no/such/model: found neither as a model's folder nor"):
-        load_masked("no/such/model")
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"length": 20}, "block_length=8 does not divide length=20"),
-        ({"length": 0}, "length=0: at least 1"),
-        ({"refresh": 0}, "refresh=0: at least 1"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"method": "ddtree"}, "method=ddtree: use steps or ssd"),
-        ({"cache": "prefix"}, "cache=prefix: use none or dual"),
-        ({"order": "random"}, "order=random: use greedy or mixed or tree or guided"),
-        ({"draft_length": 9}, "draft_length=9: 1 to 8 tokens, or auto"),
-        ({"draft_length": "long"}, "draft_length=long: 1 to 8 tokens, or auto"),
-    ],
-)
-def test_options_that_cannot_be_followed_are_refused(model, changes, words):
-    with pytest.raises(ValueError, match=words):
-        generate_masked(model, [1, 2], MaskedOptions(**{"length": 16} | changes))
-
-
-def test_prompts_that_cannot_be_continued_are_refused(model):
-    with pytest.raises(ValueError, match="every prompt needs at least one token"):
-        generate_masked(model, [[]], MaskedOptions(16))
-    with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
-        generate_masked(model, [1] * 113, MaskedOptions(16))

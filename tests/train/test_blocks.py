@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from infer.config import DrafterConfig
 from infer.dart import DART
+from infer.families import new_drafter
 from infer.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
+from tests.infer.test_families import tiny
 from train.blocks import block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
-from train.loop import block_loss
+from train.loop import block_loss, draft_states
 
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, family):
     assert blocks.valid.any(1).all()
     assert not blocks.supervised.all()
 
-    loss, _ = block_loss(drafter, target, rows, blocks, config(divergence))
+    loss = block_loss(drafter, target, rows, blocks, config(divergence)).loss
     loss.backward()
     fast = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad()
@@ -174,7 +177,7 @@ def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
     target, drafter = make_tiny(block_size=K)
     rows = packed([[10]], total=16)
     rows["loss"][:] = False
-    loss, _ = block_loss(drafter, target, rows, some_blocks(rows, 4), config())
+    loss = block_loss(drafter, target, rows, some_blocks(rows, 4), config()).loss
     loss.backward()
     assert loss.item() == 0
     assert all(torch.isfinite(p.grad).all() and not p.grad.any() for p in drafter.parameters() if p.grad is not None)
@@ -360,3 +363,29 @@ def test_packed_rows_give_the_target_what_single_documents_give(make_tiny):
         begin += length
     mask = dense(packed_causal_mod(rows["documents"]), 1, 26, 26, torch.device("cpu"))
     assert mask.any(-1).all()
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_training_sees_the_logits_that_decoding_sees(family):
+    """Of a target with sliding windows and soft-capped logits: the loss is that of logits after the cap, from states
+    whose context came through the windows."""
+    target = tiny("gemma 2")
+    options = DrafterConfig(family=family, layers=1, target_layer_ids=[0, 1, 2], block_size=K, mask_token_id=96)
+    drafter = new_drafter(options, target)
+    drafter.start(target, torch.Generator().manual_seed(1), warm=True)
+    rows = packed([[12, 11]], total=25)
+    blocks, settings = some_blocks(rows, 5), config()
+    loss = block_loss(drafter, target, rows, blocks, settings).loss
+    features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
+    states = draft_states(drafter, target, rows, blocks, features)
+    products = states @ drafter.head_weight(target).T
+    log_q = (3 * torch.tanh(products / 3)).log_softmax(-1).unflatten(0, blocks.labels.shape)
+    rows_of_teacher, begin = [], 0
+    for length in (12, 11):
+        rows_of_teacher.append(target.model(rows["ids"][:, begin : begin + length]).logits[0])
+        begin += length
+    log_p = torch.cat(rows_of_teacher).log_softmax(-1)[blocks.teacher_rows.clamp(max=22)]
+    worth = blocks.supervised * settings.objective.gamma ** torch.arange(K - 1)
+    expected = ((log_p.exp() * (log_p - log_q)).sum(-1) * worth).sum()
+    assert blocks.supervised.sum() > 6
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)

@@ -11,9 +11,10 @@ from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
 from infer.dflash import DFlash, drafter_config, warm_layers
+from train.batches import draw_blocks
 from train.config import FeaturesConfig, TrainConfig
-from train.features import StoredRows, identity, quantise, stored_features, write_features
-from train.loop import block_loss, draw_blocks
+from train.features import StoredRows, identity, quantise, stored_features, write_features, write_manifest
+from train.loop import block_loss
 from train.state import seeded
 
 LAYERS = (3, 8)
@@ -57,9 +58,10 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
         for source in (dataset, rows):
             columns = batch(source, draw, 1, seed=0)
             drafter.zero_grad()
-            loss, agree = block_loss(drafter, half, columns, draw_blocks(columns, options, draw), options)
-            loss.backward()
-            results.append((loss.detach(), agree, *(parameter.grad.clone() for parameter in drafter.parameters())))
+            result = block_loss(drafter, half, columns, draw_blocks(columns, options, draw), options)
+            result.loss.backward()
+            gradients = (parameter.grad.clone() for parameter in drafter.parameters())
+            results.append((result.loss.detach(), result.agree, *gradients))
         assert all(torch.equal(online, cached) for online, cached in zip(*results, strict=True))
         assert results[0][0] > 0
 
@@ -138,9 +140,14 @@ def test_every_damage_is_named(stored, tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
         StoredRows(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    text = (folder / "manifest.json").read_text()
+    for was, now in (('"rows": 12', '"rows": 8'), ("checksums", "checksuns"), ('"store"', '"stone"'), ("}", "")):
+        (folder / "manifest.json").write_text(text.replace(was, now, 1))
+        with pytest.raises(ValueError, match="manifest.json is damaged"):
+            StoredRows(folder)
+    manifest = json.loads(text)
     manifest["shards"][0]["file"] = "../elsewhere"
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
     with pytest.raises(ValueError, match="manifest.json is damaged"):
         StoredRows(folder)
 

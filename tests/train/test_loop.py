@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from train.config import OptimConfig
 from train.loop import learning_rate
-from train.state import newest, trim_log, whole
+from train.state import checkpoints, newest, trim_log, whole
 
 SMALL = [
     "data=stdlib",
@@ -95,9 +95,10 @@ def test_killed_and_resumed_run_has_the_same_losses(repo, whole_run):
     assert "going on after step" in output
     keys = ("step", *KEYS)
     assert [[line[k] for k in keys] for line in lines(run)] == [[line[k] for k in keys] for line in lines(whole_run)]
-    for name in ("config.json", "model.safetensors"):
-        paths = (Path("checkpoints/step-00000060/drafter") / name,) * 2
-        assert (run / paths[0]).read_bytes() == (whole_run / paths[1]).read_bytes()
+    for folder in (run / "checkpoints", whole_run / "checkpoints"):  # no more and no fewer of them, either
+        assert [path.name for path in checkpoints(folder.parent)] == [f"step-{n:08d}" for n in (12, 24, 36, 48, 60)]
+    for file in sorted((whole_run / "checkpoints").rglob("*.safetensors")):
+        assert file.read_bytes() == (run / file.relative_to(whole_run)).read_bytes()
 
 
 KEYS = ("loss", "prefix", "agreement", "lr", "grad_norm")

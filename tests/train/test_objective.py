@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from infer.architecture import LogitScale
 from train.config import DIVERGENCES, ObjectiveConfig
 from train.objective import block_weights, divergence, position_weights
 
@@ -138,6 +139,35 @@ def test_a_head_of_the_drafters_own_gets_its_gradient(options):
     assert torch.autograd.gradcheck(loss, (args["hidden"], own))
     shared = divergence(**args, config=config).loss
     assert loss(args["hidden"], args["head"].clone().requires_grad_()).item() == pytest.approx(shared.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [LogitScale(cap=1.5), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)])
+@pytest.mark.parametrize("options", OWN)
+def test_scaled_logits_are_those_of_both_and_pass_the_gradient_on(options, scale):
+    """Softmax of what the scale makes of the products, of a shared head and of one of the drafter's own."""
+    args = case(8)
+    args["weights"] = args["weights"].double()
+    own = args["head"] + 0.5 * torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    own.requires_grad_()
+    log_q = scale(args["hidden"] @ own.T).log_softmax(-1).view(G, L, V)
+    log_p = scale(args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
+    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    rows = {
+        "kl": (log_p.exp() * (log_p - log_q)).sum(-1),
+        "cross_entropy": -log_q.gather(-1, args["labels"][..., None])[..., 0],
+        "tv": 1 - overlap,
+        "acceptance": -overlap.log(),
+    }[options["divergence"]]
+    expected = (rows * args["weights"]).sum()
+    expected.backward()
+    gradients = args["hidden"].grad.clone(), own.grad.clone()
+    args["hidden"].grad = own.grad = None
+    config = ObjectiveConfig(chunk_rows=5, **options)
+    result = divergence(**args, config=config, own_head=own, scale=scale)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    assert torch.allclose(args["hidden"].grad, gradients[0], rtol=1e-9, atol=1e-12)
+    assert torch.allclose(own.grad, gradients[1], rtol=1e-9, atol=1e-12)
 
 
 def test_weights_by_block_reach_the_drafters_own_head():

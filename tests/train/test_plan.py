@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from train.batches import draw_blocks
 from train.blocks import block_mask
 from train.config import TrainConfig
-from train.loop import draw_blocks
 from train.plan import shape_of, step_memory, step_operations
 
 
@@ -43,7 +43,7 @@ def test_operations_are_what_torch_counts(make_tiny, family):
     features = torch.randn(2, 32, drafter.fc.in_features)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         starts = (blocks.anchors - drafter.lead).clamp(min=0)
-        mask = block_mask(starts, rows["documents"], drafter.width, causal=drafter.causal)
+        mask = block_mask(starts, rows["documents"], drafter.width, causal=drafter.views[0][0])
         inputs = drafter.inputs(target, ids, rows["positions"], blocks.anchors)
         drafter(features, rows["positions"], *inputs, mask).sum().backward()
     counted = counter.get_total_flops()

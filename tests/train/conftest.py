@@ -1,0 +1,59 @@
+"""Small runs within the test's own process: what a test breaks by hand, they meet."""
+
+import os
+import signal
+
+import pytest
+
+SMALL = [
+    "data=stdlib",
+    "data.length=64",
+    "data.limit=12",
+    "anchors=4",
+    "optim.batch=2",
+    "optim.name=adamw",
+    "drafter.layers=1",
+    "evaluation.prompts=1",
+    "evaluation.prompt_tokens=8",
+    "evaluation.max_new_tokens=4",
+    "evaluation.budgets=[4]",
+    "checkpoints=1",
+]
+
+PROMPTS: dict[str, list] = {}  # held-out ones, by what they follow from
+
+
+@pytest.fixture
+def small(tmp_path):
+    """(overrides) -> the configuration of a run of seconds, `tmp_path/small`."""
+    from train.sweep import composed
+
+    return lambda *overrides: composed([*SMALL, "name=small", f"runs_dir={tmp_path}", *overrides])
+
+
+@pytest.fixture
+def run_here(monkeypatch):
+    """`train.loop.train`, which leaves environment and signals to the next test as they were; the process group stays,
+    DeepSpeed can found none anew. Pictures are not drawn, and held-out prompts are read once."""
+    import infer.report
+    import train.hooks as hooks
+    from train.loop import train
+
+    plain = hooks.held_out_prompts
+
+    def prompts(data, tokenizer, *sizes):
+        key = repr((data, *sizes))
+        if key not in PROMPTS:
+            PROMPTS[key] = plain(data, tokenizer, *sizes)
+        return PROMPTS[key]
+
+    monkeypatch.setattr(hooks, "held_out_prompts", prompts)
+    monkeypatch.setattr(infer.report, "_png", lambda figure: b"a picture")
+
+    before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield train
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(before)

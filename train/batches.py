@@ -1,0 +1,96 @@
+"""The rows of every step, read ahead by another thread, and their anchors."""
+
+import os
+import threading
+from queue import Queue
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from data.packing import batch, packed_rows
+from infer.entry import Stopped
+from infer.target import Target
+from train.blocks import Blocks, draw_anchors, lay_out
+from train.config import TrainConfig
+from train.engine import micro_batch
+from train.state import seeded
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Drawn = list[tuple[int, dict[str, torch.Tensor]]]  # of each pass: its first draw, its rows on the host
+
+
+def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
+    """The packed rows: one process of each machine makes them, the others find them in the cache. Raises ValueError,
+    naming the cache, if it is damaged or cannot be written."""
+    from datasets.config import HF_DATASETS_CACHE
+    from pyarrow import ArrowException
+
+    def rows() -> "Dataset":
+        try:
+            return packed_rows(config.data, target.tokenizer)
+        except (OSError, ArrowException) as error:
+            raise ValueError(
+                f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): is there room? If it is "
+                "damaged, delete it: the rows are read anew"
+            ) from error
+
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    made = rows() if first else None
+    dist.barrier()
+    return made if first else rows()
+
+
+def draw_of(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:
+    """The first of the draws that a process makes in one pass of a step: a pure function, so that resuming needs no
+    more, and which rows a step has does not depend on how they are spread."""
+    count, _ = micro_batch(config, world)
+    return step * config.optim.batch + (turn * world + rank) * count
+
+
+def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
+    """Anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them. Anchors belong to a
+    draw, not to a batch: the same ones come out however the rows are spread over processes and micro-steps."""
+    count = len(rows["ids"])
+    jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.stack(jitter).to(rows["ids"].device))
+    return lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size)
+
+
+class Prefetch:
+    """The rows of steps `first` .. `last - 1`, in order, read while the steps before are computed. What goes wrong in
+    the thread comes out of the call that waits for it; the process does not wait for the thread when it ends."""
+
+    def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
+        self.dataset, self.config, self.pinned = dataset, config, pinned
+        self.ready: Queue[Drawn | BaseException] = Queue(maxsize=1)
+        self.thread = threading.Thread(target=self._work, args=(first, last), daemon=True)
+        self.thread.start()
+
+    def _work(self, first: int, last: int) -> None:
+        try:
+            for step in range(first, last):
+                self.ready.put(self._read(step))
+        except BaseException as error:  # noqa: BLE001  the thread ends; whoever waits must hear of it
+            self.ready.put(error)
+
+    def _read(self, step: int) -> Drawn:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        count, passes = micro_batch(self.config, world)
+        read = []
+        for i in range(passes):
+            draw = draw_of(self.config, step, i, rank, world)
+            rows = batch(self.dataset, draw, count, self.config.seed)
+            read.append((draw, {k: v.pin_memory() for k, v in rows.items()} if self.pinned else rows))
+        return read
+
+    def __call__(self) -> Drawn:
+        """The rows of the next step. Raises Stopped, with the reason, if they cannot be read."""
+        rows = self.ready.get()
+        if isinstance(rows, BaseException):
+            files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
+            where = f" from {', '.join(files)}" if files else ""  # stored features name their shard themselves
+            raise Stopped(f"training rows cannot be read{where}: {type(rows).__name__}: {rows}") from rows
+        return rows
