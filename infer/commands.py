@@ -7,7 +7,6 @@ from data.rows import DataConfig
 from data.suites import SuiteConfig
 from infer.config import (
     MASKED_METHODS,
-    MASKED_METHODS,
     DecodeOptions,
     EngineConfig,
     EvaluationConfig,
