@@ -125,6 +125,7 @@ def make_checkpoint(folder: Path) -> Reader:
     moments = {f"exp_avg/{name}": torch.rand_like(tensor) for name, tensor in weights.items()}
     state.training_state = lambda engine: weights | moments  # as the engine of a run would give it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (folder / "run").mkdir()
     saved = state.save(folder / "run", 1, SimpleNamespace(module=drafter), torch.bfloat16, 1)
     dist.destroy_process_group()
     for part in saved.iterdir():

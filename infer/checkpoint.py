@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from infer.drafter import Drafter
 from infer.families import CLASSES
 from infer.folders import open_folder
-from infer.integrity import fingerprint
+from infer.integrity import save_weights
 from infer.layouts import problems_of, read
 
 MODEL_MODE = 0o644  # safetensors writes 0600, which other users' engines cannot read
@@ -63,7 +62,7 @@ def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: 
     said = config_dict(config)
     (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata=fingerprint(weights, said))
+    save_weights(weights, folder / "model.safetensors", said)
     (folder / "model.safetensors").chmod(MODEL_MODE)
 
 

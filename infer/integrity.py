@@ -8,8 +8,10 @@ has none and is believed, as before. This is against damage; whoever writes file
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 
 def digest_of(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> str:
@@ -27,7 +29,16 @@ def config_digest(config: dict) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(weights: dict[str, torch.Tensor], config: dict) -> dict[str, str]:
-    """The metadata of a weight file that lies beside this config.json."""
+def save_weights(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
+    """Writes a weight file with the digests of its tensors and of the config.json beside it. The same tensors give the
+    same bytes: safetensors writes metadata in any order, which is put right here."""
     digests = {"sha256": digest_of(weights, weights.__getitem__), "config_sha256": config_digest(config)}
-    return {"format": "pt"} | digests
+    save_file(weights, file, metadata={"format": "pt"} | digests)
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(text) == size, "a header that is written otherwise"
+        opened.seek(8)
+        opened.write(text)
