@@ -36,9 +36,10 @@ from train.config import TrainConfig
 from train.state import checkpoints
 from train.sweep import composed
 
+STEPS = 24
 OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]
 OPTIONS += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
-OPTIONS += ["evaluation.budgets=[4]", "optim.steps=24", "checkpoints=2", "save_minutes=1e-6"]
+OPTIONS += ["evaluation.budgets=[4]", f"optim.steps={STEPS}", "checkpoints=2", "save_minutes=1e-6"]
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 
 
@@ -92,16 +93,16 @@ def ended(child: int) -> bool:
 
 
 def wait(child: int, run: Path, before: int, chance: random.Random, length: float) -> None:
-    """Until a random moment of an attempt, or its end."""
+    """Until a random moment of an attempt that begins after `before` steps, or its end."""
     kind = chance.choice(("anywhere", "after a step", "after a step", "saving", "saving"))
-    while kind != "anywhere" and not ended(child) and count_steps(run) <= before:
-        time.sleep(0.01)
-    until = time.monotonic() + chance.uniform(0, length if kind == "anywhere" else length / 3)
-    while not ended(child) and time.monotonic() < until:
-        time.sleep(0.01)
+    step = 0 if kind == "anywhere" else before + chance.randint(1, max(1, STEPS - before))
+    while not ended(child) and count_steps(run) < step:
+        time.sleep(0.002)
     while kind == "saving" and not ended(child) and not is_saving(run):
         time.sleep(0.0005)
-    time.sleep(chance.uniform(0, 0.02) if kind == "saving" else 0)
+    until = time.monotonic() + chance.uniform(0, {"anywhere": length, "saving": 0.02}.get(kind, length / 10))
+    while not ended(child) and time.monotonic() < until:
+        time.sleep(0.002)
 
 
 def moment(run: Path, lines_before: int) -> str:

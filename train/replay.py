@@ -117,7 +117,8 @@ def replay(options: ReplayConfig) -> dict:
     folder = there.get(max(there, default=0) if options.step is None else options.step)
     if folder is None:
         known = ", ".join(map(str, sorted(there))) or "none"
-        raise ValueError(f"run={options.run} step={options.step}: no such skipped step is kept there; there is {known}")
+        which = "a" if options.step is None else f"step {options.step} as a"
+        raise ValueError(f"run={options.run}: does not keep {which} skipped step; there is {known}")
     record = json.loads((folder / "skipped.json").read_text())
     config = config_of(record)
     config.target.shard = False  # one process computes what several did
