@@ -1,9 +1,10 @@
-"""Greedy and sampled decoding against plain decoding and Hugging Face's own generate, token for token.
+"""Every method's output against plain decoding, and plain decoding against Hugging Face's generate, token for token.
 
-    python benchmarks/lossless.py runs/embedded-dflash/checkpoints/best [more drafters ...]
+    python benchmarks/lossless.py runs/embedded-dflash/checkpoints/best [more drafters ...] --ngrams runs/ngrams
 
-Prints a line for every drafter, method and budget: prompts, tokens compared, prompts that differ, τ. Exit code 1
-if any differs.
+Plain decoding writes one text at a time, the methods `--rows` side by side. Prints a line for every dtype, temperature,
+drafter and method: prompts, tokens compared, prompts that differ, how many of these at a tie (infer/watch.py) and how
+many by a defect, the widest gap of a tie in logits, τ. Exit code 1 for any difference in float32 and for any defect.
 """
 
 import argparse
@@ -13,54 +14,83 @@ import torch
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
+from infer.config import EngineConfig
 from infer.decode import decode
 from infer.evaluate import tau
+from infer.watch import explain
+
+
+def engines(args: argparse.Namespace) -> list[EngineConfig]:
+    """The ways of decoding that are compared."""
+    found = [EngineConfig("chain", 1024), *(EngineConfig("ddtree", budget) for budget in args.budgets)]
+    if args.ngrams:
+        found += [EngineConfig("continuity", 32, args.ngrams), EngineConfig("ddtree", 32, args.ngrams)]
+    return [*found, EngineConfig("static", 30)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="+", help="drafter folders or checkpoints")
     parser.add_argument("--target", default="embedded")
+    parser.add_argument("--ngrams", help="n-gram file, for continuity and ddtree+continuity")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 64, 512])
-    parser.add_argument("--batch", type=int, default=10, help="prompts decoded together by our engine")
+    parser.add_argument("--rows", type=int, nargs="+", default=[10], help="prompts decoded together by the methods")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
     args = parser.parse_args()
-    target = load_target(args.target, dtype="float32")
-    prompts = held_out_prompts(DataConfig(), target.tokenizer, args.prompts, args.prompt_tokens)
     failed = 0
 
-    def ours(drafter, method: str, budget: int, temperature: float):
-        options = DecodeOptions(args.new_tokens, temperature, seed=1, method=method, budget=budget, rows=args.batch)
-        return decode(target, drafter, prompts, options)
-
-    def report(name: str, block: object, rows: list[list[int]], expected: list[list[int]], length: float) -> None:
+    def report(name: str, rows: list[list[int]], length: float) -> None:
         nonlocal failed
-        wrong = sum(row != other for row, other in zip(rows, expected, strict=True))
-        failed += wrong
-        tokens = sum(map(len, rows))
-        print(f"{name:<34}{block:>6}{len(rows):>9}{tokens:>9}{wrong:>8}{length:>7.2f}", flush=True)
+        pairs = zip(prompts, rows, expected, strict=True)
+        found = [why for prompt, row, other in pairs if (why := explain(target, prompt, row, other, options))]
+        ties = [why.gap for why in found if why.cause == "tie"]
+        defects = len(found) - len(ties)
+        failed += len(found) if dtype == "float32" else defects
+        print(
+            f"{name:<54}{len(rows):>8}{sum(map(len, rows)):>8}{len(found):>8}{len(ties):>6}{defects:>9}"
+            f"{max(ties, default=0):>9.3g}{length:>7.2f}",
+            flush=True,
+        )
+        for why in found:
+            if why.cause == "defect":
+                print(f"    {why}")
 
-    print(f"{'method':<34}{'block':>6}{'prompts':>9}{'tokens':>9}{'differ':>8}{'τ':>7}")
-    drafters = [load_drafter(path, torch.float32) for path in args.drafters]
-    for temperature in args.temperatures:
-        expected = [row.ids for row in ours(None, "plain", 1, temperature)]
-        if temperature == 0:
-            theirs = []
-            for prompt in prompts:
-                ids = torch.tensor([prompt])
-                out = target.model.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.new_tokens, do_sample=False
-                )
-                theirs.append(out[0, len(prompt) :].tolist())
-            report("transformers generate, greedy", "-", theirs, expected, 1.0)
-        for drafter in drafters:
-            for method, budget in [("chain", drafter.block_size), *(("ddtree", b) for b in args.budgets)]:
-                rows = ours(drafter, method, budget, temperature)
-                name = f"{method} {budget if method == 'ddtree' else ''} temperature {temperature:g}"
-                report(name, drafter.block_size, [row.ids for row in rows], expected, tau(rows))
+    print(f"{'':<54}{'prompts':>8}{'tokens':>8}{'differ':>8}{'ties':>6}{'defects':>9}{'gap':>9}{'τ':>7}")
+    for dtype in args.dtypes:
+        target = load_target(args.target, dtype=dtype)
+        prompts = held_out_prompts(DataConfig(), target.tokenizer, args.prompts, args.prompt_tokens)
+        drafters = [load_drafter(path, target.dtype) for path in args.drafters]
+        for temperature in args.temperatures:
+            options = DecodeOptions(args.new_tokens, temperature, seed=1, method="plain", rows=1)
+            expected = [text.ids for text in decode(target, None, prompts, options)]
+            kind = f"{dtype}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}:"
+            if temperature == 0:
+                theirs = []
+                for prompt in prompts:
+                    ids = torch.tensor([prompt])
+                    out = target.model.generate(
+                        ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.new_tokens, do_sample=False
+                    )
+                    theirs.append(out[0, len(prompt) :].tolist())
+                report(f"{kind} transformers generate", theirs, 1.0)
+            for drafter in drafters:
+                for engine in engines(args):
+                    if engine.method == "static" and temperature > 0:
+                        continue  # the same distribution, not the same text
+                    for rows in args.rows:
+                        chosen = vars(engine) | {"rows": rows}
+                        texts = decode(target, drafter, prompts, DecodeOptions(**(vars(options) | chosen)))
+                        guided = "+continuity" if engine.continuity and engine.method == "ddtree" else ""
+                        nodes = "" if engine.method == "chain" else f" {engine.budget}"
+                        report(
+                            f"{kind} {engine.method}{guided}{nodes}, rows {rows}",
+                            [text.ids for text in texts],
+                            tau(texts),
+                        )
     raise SystemExit(1 if failed else 0)
 
 

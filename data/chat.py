@@ -5,6 +5,8 @@ A row becomes {"prompt", "text", "messages"}: a chat has messages and nothing el
 
 import json
 
+from jinja2 import TemplateError
+
 MARK = "ANSWERGOESHERE"  # stands for an answer while its place in a template is looked for
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # ShareGPT's names
 
@@ -21,7 +23,7 @@ def normalise(row: object, answered: bool = True) -> dict:
         raise ValueError("a row is a JSON object")
     turns = row.get("messages") or row.get("conversations")
     if turns is not None:
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
             raise ValueError("messages is a list of objects with role and content")
         messages = [_turn(turn) for turn in turns]
         if messages[-1]["role"] != "assistant" and isinstance(row.get("response"), str):
@@ -46,7 +48,7 @@ def normalise(row: object, answered: bool = True) -> dict:
 def _turn(turn: dict) -> dict[str, str]:
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if isinstance(content, list):  # OpenAI's parts
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if not (isinstance(role, str) and isinstance(content, str)):
         raise ValueError(f"a message without role or content: {json.dumps(turn, ensure_ascii=False)[:80]}")
     return {"role": ROLES.get(role, role), "content": content}
@@ -60,7 +62,10 @@ def render(tokenizer, messages: list[dict[str, str]]) -> tuple[str, list[tuple[i
     """
 
     def template(turns: list[dict[str, str]], ask: bool = False) -> str:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
+        try:
+            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
+        except TemplateError as error:  # roles in an order that it refuses
+            raise ValueError(f"the chat template says: {error}") from error
 
     whole, spans = template(messages), []
     for i, turn in enumerate(messages):

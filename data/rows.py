@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import TextIO
 
 from data.chat import normalise
 from data.corpus import stdlib_documents
@@ -18,6 +19,7 @@ from data.corpus import stdlib_documents
 # What the embedded target wrote after prompts from its training text, by train/pretrain.py.
 ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
+LONGEST_LINE = 64 << 20  # characters of a row in a file
 HELD_OUT = 50  # every so-manieth row of one's own data is kept for evaluation
 
 
@@ -61,6 +63,8 @@ class DataConfig:
             raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
         if any(not part.weight > 0 for part in self.parts):
             raise ValueError(f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit={self.limit}: at least 1 document, or null for all")
         if self.bad_rows < 0:
             raise ValueError(f"data.bad_rows={self.bad_rows}: 0 or more")
         if self.length < 16:
@@ -131,7 +135,7 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
     elif file.suffix == ".json":  # one list, as ShareGPT came
         try:
             rows = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: no JSON ({error})") from error
         if not isinstance(rows, list):
             raise ValueError(f"{file}: a .json file is one list of rows; a row a line is .jsonl")
@@ -139,11 +143,21 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
     else:
         opened = gzip.open if file.suffix == ".gz" else open
         with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(bounded_lines(lines), 1):
                 try:
                     yield f"{file}, line {number}", json.loads(line)
-                except ValueError as error:
-                    yield f"{file}, line {number}", error
+                except (ValueError, RecursionError) as error:
+                    yield f"{file}, line {number}", ValueError(error)
+
+
+def bounded_lines(file: TextIO) -> Iterator[str]:
+    """The lines of a file. One that is longer than LONGEST_LINE is never whole in memory: it is cut off, which leaves
+    no JSON of it."""
+    while line := file.readline(LONGEST_LINE):
+        rest = line
+        while len(rest) == LONGEST_LINE and not rest.endswith("\n"):
+            rest = file.readline(LONGEST_LINE)
+        yield line
 
 
 def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
@@ -160,12 +174,13 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
             if isinstance(record, ValueError):
                 raise ValueError(f"no JSON ({record})")
             row = normalise(record, answered)
+            said = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()  # no row with half a surrogate pair
         except ValueError as error:
             faults.append(f"{where}: {error}")
             if len(faults) > config.bad_rows:
                 break
             continue
-        key = hashlib.blake2b(json.dumps(row, sort_keys=True).encode(errors="replace"), digest_size=8).digest()
+        key = hashlib.blake2b(said, digest_size=8).digest()
         if key in seen:
             twice += 1
             continue

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from jinja2 import TemplateError
+
 from infer.config import DecodeOptions, TextOptions
 from infer.decode import AnyEngine, decode, open_engine
 from infer.drafter import Drafter
@@ -147,11 +149,16 @@ def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
         return [int(id) for id in prompt]
     if tokenizer is None:
         raise ValueError("this target has no tokenizer: give token ids")
-    if chat:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
-        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
-    return tokenizer(prompt)["input_ids"]
+    if chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
+    try:
+        if chat:
+            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        return tokenizer(prompt)["input_ids"]
+    except (TypeError, TemplateError) as error:  # half of a surrogate pair; roles that the template refuses
+        raise ValueError(f"the prompt cannot be read: {error}") from error
 
 
 def generation(target: AnyTarget, text: Text) -> Generation:

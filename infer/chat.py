@@ -5,13 +5,14 @@ round.
 """
 
 import json
+import os
 from collections.abc import Iterator
 
 import httpx
 from rich.console import Console
 from rich.text import Text
 
-from infer.config import ChatConfig
+from infer.config import KEY_VARIABLE, ChatConfig
 
 ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
@@ -65,13 +66,18 @@ def chat(config: ChatConfig, console: Console | None = None) -> None:
     """Talks until the input ends. Raises ValueError if there is no server."""
     console = console or Console(highlight=False)
     messages = [{"role": "system", "content": config.system}] if config.system else []
-    with httpx.Client(base_url=config.url, timeout=httpx.Timeout(10, read=None)) as client:
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=config.url, headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
         try:
-            model = client.get("/v1/models").json()["data"][0]["id"]
+            answered = client.get("/v1/models")
+            model = answered.json()["data"][0]["id"] if answered.status_code != 401 else None
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as wrong:
             raise ValueError(
                 f"no server answers at {config.url} ({wrong}): start one with ./launch.sh serve, or give url=..."
             ) from wrong
+        if model is None:
+            raise ValueError(f"{config.url} asks for a key: set {KEY_VARIABLE}")
         legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
         console.print(Text.assemble(f"{model} at {config.url}; an empty line ends the chat. ", legend))
         while True:

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from infer.drafter import Drafter
 from infer.families import CLASSES
 from infer.folders import open_folder
+from infer.integrity import save_weights
 from infer.layouts import problems_of, read
 
 MODEL_MODE = 0o644  # safetensors writes 0600, which other users' engines cannot read
@@ -59,9 +59,10 @@ def config_dict(config: Qwen3Config) -> dict:
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes config.json and model.safetensors: `drafter.config` and `drafter.state_dict()`, in any dtype."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_dict(config), indent=2) + "\n")
+    said = config_dict(config)
+    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, folder / "model.safetensors", said)
     (folder / "model.safetensors").chmod(MODEL_MODE)
 
 

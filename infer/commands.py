@@ -117,6 +117,8 @@ class ServeCommand:
         """Raises ValueError for what cannot be served."""
         for part in (self.target, self.decoding, self.server):
             part.check()
+        if self.server.verify and self.decoding.method in MASKED_METHODS:
+            raise ValueError(f"server.verify={self.server.verify}: for causal targets, not for {self.decoding.method}")
 
 
 @dataclass
@@ -142,6 +144,8 @@ class RegenerateCommand:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         if min(self.at_once, self.prompt_tokens) < 1:
             raise ValueError("at_once and prompt_tokens are at least 1")
+        if self.most_failures < 0:
+            raise ValueError(f"most_failures={self.most_failures}: 0 or more")
 
 
 @dataclass

@@ -1,10 +1,21 @@
 """Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused before it loads."""
 
+import ipaddress
+import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = ("plain", "chain", "ddtree", "continuity", "static", *MASKED_METHODS)
+
+
+def check_device(key: str, device: str) -> None:
+    """Raises ValueError for what names no device."""
+    if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", device):
+        raise ValueError(f"{key}={device}: use auto, cpu, cuda, or cuda:1 and the like")
 
 
 @dataclass
@@ -24,6 +35,7 @@ class TargetConfig:
             raise ValueError("target.path=<folder or hub id>: which model is the target?")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"target.dtype={self.dtype}: use auto, float32, bfloat16 or float16")
+        check_device("target.device", self.device)
 
 
 @dataclass
@@ -203,8 +215,12 @@ class EvaluationConfig:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)}: at least 1")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")
-        if not self.temperature >= 0:
-            raise ValueError(f"evaluation.temperature={self.temperature}: 0 for greedy decoding, or above")
+        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
+            raise ValueError(f"evaluation.temperature={self.temperature}: 0 for greedy decoding, or at least 0.001")
+        if not 0 <= self.continuity_weight < float("inf"):
+            raise ValueError(f"evaluation.continuity_weight={self.continuity_weight}: 0 or above")
+        if self.samples < 0:
+            raise ValueError(f"evaluation.samples={self.samples}: 0 or more")
 
     def methods(self, block_size: int) -> list[tuple[str, int]]:
         """(method, nodes) in the order of the table; "ddtree+continuity" is DDTree on path-conditioned scores."""
@@ -219,9 +235,17 @@ class EvaluationConfig:
         return EngineConfig(name, max(1, budget), continuity, weight, rows=self.rows, compile=compile)
 
 
+def loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 @dataclass
 class ServerConfig:
-    """How the server meets the network. Loopback by default: it asks nobody for a password."""
+    """How the server meets the network. On loopback, the default, it asks nobody for a key unless one is given."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -229,6 +253,11 @@ class ServerConfig:
     max_length: int = 4096  # tokens of a prompt and its answer together; every row has room for as many
     max_texts: int = 256  # being written or waiting; further ones are told to try again later (429)
     max_body: int = 1_000_000  # bytes of a request
+    max_connections: int = 1024  # open at once; further ones are told 503
+    patience: float = 30.0  # seconds that a client may take to send a request, or to go on reading
+    api_key_file: str | None = None  # with the key that requests must carry; None: BLOCKDRAFT_API_KEY's, if it is set
+    open: bool = False  # without a key, listen to other machines all the same
+    verify: float = 0.0  # share of finished texts that are compared with the target's own, see infer/watch.py
 
     def check(self) -> None:
         """Raises ValueError for what cannot be served."""
@@ -238,8 +267,35 @@ class ServerConfig:
             raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
         if self.max_length < 2:
             raise ValueError(f"server.max_length={self.max_length}: a prompt and an answer take at least 2 tokens")
-        if self.max_texts < 1 or self.max_body < 1:
-            raise ValueError("server.max_texts and server.max_body are at least 1")
+        if min(self.max_texts, self.max_body, self.max_connections) < 1:
+            raise ValueError("server.max_texts, server.max_body and server.max_connections are at least 1")
+        if not 0 < self.patience <= 86400:
+            raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
+        if not 0 <= self.verify <= 1:
+            raise ValueError(f"server.verify={self.verify}: a share, from 0 to 1")
+        if self.key() is None and not self.open and not loopback(self.host):
+            raise ValueError(
+                f"server.host={self.host}: other machines can reach that; give server.api_key_file=<file> or set "
+                f"{KEY_VARIABLE}, or say server.open=true"
+            )
+
+    def key(self) -> bytes | None:
+        """The key that requests must carry, from the file or the environment; None: nobody is asked for one. Raises
+        ValueError, which does not show it, for a key that is none."""
+        if self.api_key_file is None:
+            key, where = os.environ.get(KEY_VARIABLE, "").encode(errors="replace"), KEY_VARIABLE
+            if not key:
+                return None
+        else:
+            where = f"server.api_key_file={self.api_key_file}"
+            try:
+                with Path(self.api_key_file).open("rb") as file:
+                    key = file.read(4096).strip()
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{where}: cannot be read ({error})") from error
+        if len(key) < 16 or not key.isascii() or len(key.split()) != 1:
+            raise ValueError(f"{where}: a key is one word of at least 16 ASCII characters")
+        return key
 
 
 @dataclass
@@ -255,7 +311,7 @@ class ChatConfig:
         """Raises ValueError for what no server would take."""
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: at least 1")

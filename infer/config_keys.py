@@ -31,6 +31,9 @@ PLAIN: dict[str, tuple] = {
     "quantization_config": (),
 }
 
+# what would take memory or time before any tensor shows that it is wrong
+MOST = {"num_hidden_layers": 1024, "block_size": 4096, "draft_length": 4096}
+
 
 @dataclass
 class Keys:
@@ -50,6 +53,9 @@ class Keys:
             self.note(key, "is missing")
         elif not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.note(key, f"is {value!r}, expected a whole number of at least {least}")
+            return None
+        elif value > MOST.get(key, 2**31 - 1):
+            self.note(key, f"is more than {MOST.get(key, 2**31 - 1)}: too large to be true")
             return None
         return value
 

@@ -16,6 +16,7 @@ from infer.decode import Engine
 from infer.drafter import Drafter
 from infer.target import Target, pad_ids
 from infer.text import STAGES, Text
+from infer.watch import explain
 
 TOGETHER = 8  # texts whose guesses are counted side by side
 
@@ -27,8 +28,18 @@ def evaluate(
     config: EvaluationConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Decodes every prompt with every method and returns what `infer.report` draws."""
-    return summary(target, drafter, prompts, decode_all(target, drafter, prompts, config, progress), config)
+    """Decodes every prompt with every method and returns what `infer.report` draws. Where a method wrote something else
+    than plain decoding, `ties` and `defects` say on how many prompts and why, see `infer.watch`."""
+    results = decode_all(target, drafter, prompts, config, progress)
+    result = summary(target, drafter, prompts, results, config)
+    plain = results["plain", 0].texts
+    for line, measured in zip(result["methods"], results.values(), strict=True):
+        pairs = zip(measured.texts, plain, strict=True)
+        found = [explain(target, text.prompt, text.ids, own.ids, text.options) for text, own in pairs]
+        causes = [difference.cause for difference in found if difference is not None]
+        if causes:
+            line |= {"ties": causes.count("tie"), "defects": causes.count("defect")}
+    return result
 
 
 def decode_all(

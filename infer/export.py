@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors.torch import save_file
 
 from infer.checkpoint import MODEL_MODE, config_dict, save_drafter
 from infer.dart import DART, default_layer_ids
 from infer.drafter import Drafter
+from infer.integrity import save_weights
 from infer.target import Target
 
 FORMATS = ("dflash", "speculators", "dart")
@@ -155,7 +155,7 @@ def write(out: Path, config: dict, weights: dict[str, torch.Tensor]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    save_weights(weights, out / "model.safetensors", config)
     (out / "model.safetensors").chmod(MODEL_MODE)
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from infer.integrity import config_digest, digest_of
+
+LARGEST_JSON = 64 << 20  # bytes
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -30,10 +33,13 @@ class Folder:
     problems: list[str]
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names, on the host."""
+        """The tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
         weights = {}
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
+                saved = (opened.metadata() or {}).get("sha256")
+                if saved is not None and saved != digest_of(opened.keys(), opened.get_tensor):
+                    raise ValueError(f"{file} is altered: its weights are not those that were saved; copy it again")
                 weights |= {name: opened.get_tensor(name) for name in names if self.tensors[name].file == file}
         return weights
 
@@ -67,7 +73,7 @@ def open_folder(path: str | Path) -> Folder:
     config = _json(folder / "config.json", problems)
     tensors: dict[str, Stored] = {}
     for name, wanted in _files(folder, problems).items():
-        found = _header(folder / name, problems)
+        found = _header(folder / name, config, problems)
         tensors |= found if wanted is None else {key: found[key] for key in wanted if key in found}
         if wanted is not None and found and wanted - found.keys():
             problems.append(f"{INDEX} looks in {name} for {sorted(wanted - found.keys())}, which it does not hold")
@@ -76,13 +82,16 @@ def open_folder(path: str | Path) -> Folder:
 
 def _json(file: Path, problems: list[str]) -> dict:
     try:
+        if file.stat().st_size > LARGEST_JSON:
+            problems.append(f"{file.name} has {file.stat().st_size} bytes: too large to be true")
+            return {}
         content = json.loads(file.read_text())
         if isinstance(content, dict):
             return content
         problems.append(f"{file.name} is no JSON object")
     except FileNotFoundError:
         problems.append(f"{file.name} is missing")
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{file.name} cannot be read: {error}")
     return {}
 
@@ -110,9 +119,12 @@ def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
     return files
 
 
-def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
+def _header(file: Path, config: dict, problems: list[str]) -> dict[str, Stored]:
     try:
         with safe_open(file, "pt") as opened:
+            saved = (opened.metadata() or {}).get("config_sha256")
+            if saved is not None and config and saved != config_digest(config):
+                problems.append(f"config.json is altered: it is not the one that was saved with {file.name}")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: Stored(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:

@@ -141,8 +141,10 @@ def event(payload: dict) -> str:
 
 
 def error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    """An error as OpenAI's clients expect it."""
-    kind = {404: "not_found_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    """An error as OpenAI's clients expect it. What it quotes of a request may be no text: half of a surrogate pair."""
+    message, param = (None if said is None else said.encode(errors="replace").decode() for said in (message, param))
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
 

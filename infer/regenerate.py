@@ -14,6 +14,8 @@ from pathlib import Path
 
 from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
 
+LARGEST_RESPONSE = 32 << 20  # bytes of what a server answers
+
 
 @dataclass(frozen=True)
 class Row:
@@ -67,12 +69,25 @@ def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int)
     three times before its row counts as failed; the key is taken from OPENAI_API_KEY and goes nowhere else."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if os.environ.get("OPENAI_API_KEY") else {}
+    headers = {"Accept-Encoding": "identity"}  # what is small on the way stays small here
+    if os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
     client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=600))
+
+    def asked(method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
+        """A response's status and content; ValueError for one that is larger than any answer."""
+        content = b""
+        with client.stream(method, path, json=body) as response:
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > LARGEST_RESPONSE:
+                    raise ValueError(f"a response of more than {LARGEST_RESPONSE} bytes")
+        return response.status_code, content
+
     if model is None:
         try:
-            model = client.get("/models").raise_for_status().json()["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, LookupError) as wrong:
+            model = str(json.loads(asked("GET", "/models")[1])["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as wrong:
             raise ValueError(f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule") from wrong
 
     def ask(row: Row) -> Answer:
@@ -83,15 +98,17 @@ def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int)
         body |= {"messages": row.prompt} if chat else {"prompt": row.prompt}
         for _ in range(3):
             try:
-                response = client.post("/chat/completions" if chat else "/completions", json=body)
-                if response.status_code == 200:
-                    choice = response.json()["choices"][0]
+                status, content = asked("POST", "/chat/completions" if chat else "/completions", body)
+                if status == 200:
+                    choice = json.loads(content)["choices"][0]
                     text = choice["message"]["content"] if chat else choice["text"]
+                    if not isinstance(text or "", str):
+                        raise ValueError("an answer that is no text")
                     return Answer(row, text or "", choice["finish_reason"])
-                error = f"status {response.status_code}: {response.text[:200]}"
-                if 400 <= response.status_code < 500 and response.status_code != 429:
+                error = f"status {status}: {content[:200].decode(errors='replace')}"
+                if 400 <= status < 500 and status != 429:
                     break  # asking again changes nothing
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as wrong:
+            except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as wrong:
                 error = f"{type(wrong).__name__}: {wrong}"
         return Answer(row, error=error)
 

@@ -34,6 +34,7 @@ def table(evaluation: dict) -> str:
         lines.append(
             f"{method['name']:<{wide}}{method['budget'] or '-':>6}{method['tau']:>7.2f}{method['rounds']:>8}"
             f"{method['tokens_per_second']:>10.1f}{method['speedup']:>8.2f}x  {'yes' if method['identical'] else 'NO'}"
+            + (f" ({method['ties']} prompts at ties, {method['defects']} by defects)" if "ties" in method else "")
         )
     return "\n".join(lines)
 

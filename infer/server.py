@@ -19,11 +19,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from infer.api import TextStream, encode
 from infer.config import ServerConfig, TextOptions
 from infer.decode import AnyEngine
+from infer.guard import Guard, Refused, network
 from infer.protocol import (
     Chat,
     ChatRequest,
@@ -37,16 +38,9 @@ from infer.protocol import (
     usage,
 )
 from infer.text import Text
+from infer.watch import Difference, Watch
 
 log = logging.getLogger(__name__)
-
-
-class Refused(HTTPException):
-    """What a client is told: an HTTP status, a sentence, and which field it is about."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(status, message)
-        self.param = param
 
 
 @dataclass(eq=False)
@@ -80,6 +74,7 @@ class Metrics:
         self.rounds = counter("rounds", "Rounds, one count per row")
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
         self.cancelled = counter("cancelled_texts", "Texts whose client went away")
+        self.checked = counter("checked_texts", "Finished texts compared with the target's own", ["outcome"])
         self.writing = self._gauge("texts_writing", "Texts being written")
         self.waiting = self._gauge("texts_waiting", "Texts waiting for a row")
 
@@ -93,15 +88,17 @@ class Metrics:
 class Worker(threading.Thread):
     """Runs the engine as long as there is something to write."""
 
-    def __init__(self, engine: AnyEngine, metrics: Metrics) -> None:
+    def __init__(self, engine: AnyEngine, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine, self.metrics = engine, metrics
+        self.watch = Watch(engine.target, verify, self._checked)
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.open: dict[Text, tuple[Ticket, TextStream]] = {}
 
     def run(self) -> None:
         while True:
-            tickets = [] if self.engine.busy else [self.inbox.get()]  # sleeps while there is nothing to do
+            working = self.engine.busy or self.watch.busy
+            tickets = [] if working else [self.inbox.get()]  # sleeps while there is nothing to do
             while not self.inbox.empty():
                 tickets.append(self.inbox.get())
             if None in tickets:
@@ -110,6 +107,14 @@ class Worker(threading.Thread):
                 self._take(ticket)
             if self.engine.busy:
                 self._step()
+            if self.watch.busy:
+                self.watch.step()
+
+    def _checked(self, text: Text, difference: Difference | None) -> None:
+        self.metrics.checked.labels("same" if difference is None else difference.cause).inc()
+        if difference is not None:
+            level = logging.INFO if difference.cause == "tie" else logging.ERROR
+            log.log(level, "a text of %d tokens is not the target's own: %s", len(text.ids), difference)
 
     def _take(self, ticket: Ticket) -> None:
         if ticket.cancelled:
@@ -151,6 +156,9 @@ class Worker(threading.Thread):
         ticket.tokens, ticket.rounds = len(text.ids), len(text.drafted)
         if text.finish is not None:
             del self.open[text]
+            drawn = self.engine.options.method == "static" and text.options.temperature > 0
+            if not drawn:  # a sampled static tree writes another text, of the same distribution
+                self.watch.offer(text)
 
 
 class Service:
@@ -160,7 +168,7 @@ class Service:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.metrics = Metrics()
-        self.worker = Worker(engine, self.metrics)
+        self.worker = Worker(engine, self.metrics, options.verify)
         self.inside: set[Ticket] = set()
 
     def admit(self, body: CompletionRequest) -> list[Ticket]:
@@ -221,7 +229,7 @@ class Service:
         if body.stream:
             usage_too = bool((body.stream_options or {}).get("include_usage"))
             return Stream(self.events(tickets, form, usage_too), lambda: self.leave(tickets))
-        whole = asyncio.gather(*(gather(ticket) for ticket in tickets))
+        whole = asyncio.ensure_future(gather(tickets))
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -279,34 +287,6 @@ class Stream(StreamingResponse):
             self.after()
 
 
-class Guard:
-    """Around the application: counts answers, and reads no more of a request than it may have."""
-
-    def __init__(self, app: ASGIApp, most: int, answered: prometheus_client.Counter) -> None:
-        self.app, self.most, self.answered = app, most, answered
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        taken = 0
-
-        async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self.most:
-                raise Refused(413, f"a request may have {self.most} bytes")
-            return message
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                known = message["status"] not in (404, 405)
-                self.answered.labels(scope["path"] if known else "other", message["status"]).inc()
-            await send(message)
-
-        await self.app(scope, bounded, counted)
-
-
 def create_app(engine: AnyEngine, options: ServerConfig) -> FastAPI:
     """The application around an engine; starting it starts the engine's thread, stopping it ends the thread."""
     service = Service(engine, options)
@@ -321,7 +301,7 @@ def create_app(engine: AnyEngine, options: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None)
     app.state.service = service
-    app.add_middleware(Guard, most=options.max_body, answered=service.metrics.requests)
+    app.add_middleware(Guard, options=options, answered=service.metrics.requests)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, wrong: HTTPException) -> Response:
@@ -368,17 +348,18 @@ async def follow(ticket: Ticket) -> AsyncIterator[Piece]:
             return
 
 
-async def gather(ticket: Ticket) -> Piece:
-    """A whole text."""
-    pieces = [piece async for piece in follow(ticket)]
-    if pieces[-1].finish == "error":
-        raise Refused(500, "the engine failed on this text")
-    return Piece(
-        "".join(piece.text for piece in pieces),
-        [id for piece in pieces for id in piece.ids],
-        [logprob for piece in pieces for logprob in piece.logprobs],
-        pieces[-1].finish,
-    )
+async def gather(tickets: list[Ticket]) -> list[Piece]:
+    """Whole texts."""
+    texts = []
+    for ticket in tickets:
+        pieces = [piece async for piece in follow(ticket)]
+        if pieces[-1].finish == "error":
+            raise Refused(500, "the engine failed on this text")
+        text = "".join(piece.text for piece in pieces)
+        ids = [id for piece in pieces for id in piece.ids]
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+        texts.append(Piece(text, ids, logprobs, pieces[-1].finish))
+    return texts
 
 
 async def disconnected(request: Request) -> None:
@@ -388,6 +369,5 @@ async def disconnected(request: Request) -> None:
 
 
 def serve(engine: AnyEngine, options: ServerConfig) -> None:
-    """Serves until interrupted, then gives answers that are on their way five seconds to end."""
-    app = create_app(engine, options)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=5)
+    """Serves until interrupted."""
+    uvicorn.Server(network(create_app(engine, options), options)).run()

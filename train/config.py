@@ -73,6 +73,10 @@ class OptimConfig:
             raise ValueError(f"optim.steps={self.steps}: at least 1, or null to train for optim.epochs")
         if not self.epochs > 0:
             raise ValueError(f"optim.epochs={self.epochs}: above 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)}: two numbers from 0 to below 1")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"optim.weight_decay={self.weight_decay}: 0 or above")
         if not self.clip > 0:
             raise ValueError(f"optim.clip={self.clip}: above 0")
         if self.precision not in ("auto", "float32", "bfloat16"):
@@ -220,7 +224,8 @@ class TrainConfig:
             )
         if self.resume not in ("auto", "never"):
             raise ValueError(f"resume={self.resume}: use auto or never")
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        plain = self.name.isprintable() and len(self.name.encode()) <= 200
+        if not self.name or "/" in self.name or self.name.startswith(".") or not plain:
             raise ValueError(f"name={self.name}: a plain folder name")
         check_embedded(self.data, self.target)
         if self.features and not (Path(self.features) / "manifest.json").is_file():

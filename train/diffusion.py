@@ -83,8 +83,10 @@ class DiffusionConfig:
             )
         if not 0 <= self.whole <= 1:
             raise ValueError(f"whole={self.whole}: a share of the rows, from 0 to 1")
-        if not self.lr > 0 or not self.clip > 0:
-            raise ValueError(f"lr={self.lr} and clip={self.clip}: above 0")
+        if not self.lr > 0 or not self.clip > 0 or not self.weight_decay >= 0:
+            raise ValueError(
+                f"lr={self.lr} and clip={self.clip}: above 0; weight_decay={self.weight_decay}: 0 or above"
+            )
         if not 0 <= self.warmup <= 1 or not 0 <= self.decay <= 1:
             raise ValueError(f"warmup={self.warmup} and decay={self.decay}: shares of the run, from 0 to 1")
         if self.weighting not in ("elbo", "flat"):

@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> dict:
             raise ValueError
         if rows > manifest["rows"] or not sound:
             raise ValueError
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged, or was written by another version") from error
     return manifest
 

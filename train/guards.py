@@ -58,7 +58,7 @@ class Spikes:
             return None
         usual = statistics.median(self.recent) if len(self.recent) >= ENOUGH else math.inf
         self.recent.append(loss)
-        if not loss > self.config.guards.spike * usual:
+        if not loss > self.config.guards.spike * usual > 0:  # rows without anchors have no loss
             return None
         first, count = (step - 1) * self.config.optim.batch, self.config.optim.batch
         rows = [row_index(first + i, self.rows, self.config.seed) for i in range(count)]

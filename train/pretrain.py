@@ -50,8 +50,21 @@ class PretrainConfig:
 
     def check(self) -> None:
         """Raises ValueError for a recipe that cannot run."""
-        if min(self.steps, self.batch, self.length, self.save_every) < 1:
-            raise ValueError("steps, batch, length and save_every are at least 1")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if min(self.num_key_value_heads, self.head_dim, self.prompt_tokens, self.answer_tokens) < 1:
+            raise ValueError("num_key_value_heads, head_dim, prompt_tokens and answer_tokens are at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_key_value_heads={self.num_key_value_heads} divides num_attention_heads")
+        if min(self.steps, self.batch, self.length, self.save_every) < 1 or self.answers < 0:
+            raise ValueError("steps, batch, length and save_every are at least 1, answers 0 or more")
+        if not self.lr > 0 or not self.clip > 0 or not self.weight_decay >= 0:
+            raise ValueError(
+                f"lr={self.lr} and clip={self.clip}: above 0; weight_decay={self.weight_decay}: 0 or above"
+            )
+        if not 0 <= self.warmup <= 1 or not 0 <= self.decay <= 1:
+            raise ValueError(f"warmup={self.warmup} and decay={self.decay}: shares of the run, from 0 to 1")
 
 
 def train_tokenizer(texts: list[str], vocab_size: int):

@@ -174,10 +174,14 @@ def whole(folder: Path) -> str | None:
     if not manifest.is_file():
         return "has no training state"
     try:
-        expected = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError, TypeError):
+        expected = dict(json.loads(manifest.read_text())["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "its manifest cannot be read"
+    if f"state/{STATE}" not in expected:
+        return f"its manifest names no state/{STATE}"
     for name, digest in expected.items():
+        if "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"its manifest names {name!r}, which is outside of it"
         if not (folder / name).is_file():
             return f"{name} is missing"
         if _digest(folder / name) != digest:

@@ -12,7 +12,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from infer.entry import entry, fail
+from infer.entry import composed, fail
 from train.config import TrainConfig
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch.sh"
@@ -46,20 +46,14 @@ def label(overrides: list[str], all_runs: list[list[str]]) -> str:
     return ",".join(override.lstrip("+") for override in own).replace("/", "_").replace(" ", "")
 
 
-def composed(overrides: list[str]) -> TrainConfig:
-    """One run's checked configuration; leaves with one sentence where it is wrong."""
-    found: list[TrainConfig] = []
-    entry("train", TrainConfig, found.append, overrides)
-    return found[0]
-
-
 def sweep(arguments: list[str]) -> None:
     """Runs them all. A run that fails is reported and left out of the table; the exit code is then 1."""
     try:
         runs = combinations(arguments)
+        checked = [composed("train", TrainConfig, overrides) for overrides in runs]  # all, before any starts
     except ValueError as error:
         fail(str(error))
-    configs = {label(overrides, runs): (overrides, composed(overrides)) for overrides in runs}  # all, before any starts
+    configs = {label(one, runs): (one, config) for one, config in zip(runs, checked, strict=True)}
     finished, failed = {}, []
     for number, (name, (overrides, config)) in enumerate(configs.items(), 1):
         folder = Path(config.runs_dir) / config.name

@@ -1,0 +1,73 @@
+"""Whatever is typed: a checked configuration, or one sentence and exit code 2."""
+
+import importlib.util
+
+import pytest
+
+from infer.commands import EvalCommand
+from infer.config import ChatConfig
+from infer.entry import LONGEST_SENTENCE, composed
+from train.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def fuzzer(repo):
+    """benchmarks/fuzz_configs.py, which does the same by the ten thousand."""
+    spec = importlib.util.spec_from_file_location("fuzz_configs", repo / "benchmarks" / "fuzz_configs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_hundred_lines(fuzzer):
+    counts, faults = fuzzer.fuzz(100, seed=3)
+    assert faults == []
+    assert counts["taken"] > 10 and counts["refused"] > 40
+
+
+def test_the_fuzz_sees_faults(fuzzer, monkeypatch):
+    """With a check that lets everything pass, and an environment that is read, it says so."""
+    from infer import entry
+
+    monkeypatch.setattr(entry, "check_values", lambda config: None)
+    taken, faults = fuzzer.judge("chat", ["temperature=-inf"], [False])
+    assert not taken and not faults
+    taken, faults = fuzzer.judge("chat", ["system='a\0b'"], [False])
+    assert taken and faults == ["a mistake passes"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.weight_decay=nan", "optim.weight_decay=nan: a finite number"),
+        ("optim.lr=1e999", "optim.lr=inf: a finite number"),
+        ("seed=" + "9" * 30, "seed: a whole number of at most 62 bits"),
+        ("seed=true", "seed"),
+        ("optim.betas=[0.9,1.0]", "optim.betas=[0.9, 1.0]"),
+        ("target.device=gpu0!", "target.device=gpu0!"),
+        ("name='a\nb'", "a plain folder name"),
+        ("name=" + "a" * 5000, "a plain folder name"),
+        ("data.limit=-1", "data.limit=-1"),
+        ("evaluation.temperature=1e-9", "evaluation.temperature"),
+        ("+_target_=os.system", "_target_"),
+    ],
+)
+def test_values_that_nothing_can_be_meant_by(override, says):
+    with pytest.raises(ValueError) as refusal:
+        composed("train", TrainConfig, [override])
+    assert says in str(refusal.value)
+    assert len(str(refusal.value)) <= LONGEST_SENTENCE and len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["${oc.env:SECRET}", "x${oc.env:SECRET,y}", "${oc.decode:${oc.env:SECRET}}"])
+def test_no_configuration_reads_the_environment(monkeypatch, text):
+    monkeypatch.setenv("SECRET", "hunter2")
+    for name, schema, key in (
+        ("eval", EvalCommand, "out"),
+        ("chat", ChatConfig, "system"),
+        ("train", TrainConfig, "name"),
+    ):
+        with pytest.raises(ValueError, match="does not read the environment") as refusal:
+            composed(name, schema, [f"{key}='{text}'"])
+        assert "hunter2" not in str(refusal.value)
+    assert composed("train", TrainConfig, ["name=x-${drafter.family}"]).name == "x-dflash"  # what is inside, it reads
