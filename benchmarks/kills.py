@@ -30,11 +30,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import train.loop as loop
+from infer.entry import composed
 from infer.evaluate import describe_device
 from infer.report import label
 from train.config import TrainConfig
 from train.state import checkpoints
-from train.sweep import composed
 
 STEPS = 24
 OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]
@@ -131,7 +131,7 @@ def main() -> None:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
         def options(name: str) -> TrainConfig:
-            return composed([*OPTIONS, f"name={name}", f"runs_dir={runs}", f"data.path={data}"])
+            return composed("train", TrainConfig, [*OPTIONS, f"name={name}", f"runs_dir={runs}", f"data.path={data}"])
 
         for name in ("first", "whole"):  # the first one also packs the rows
             began = time.monotonic()

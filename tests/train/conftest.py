@@ -26,9 +26,10 @@ PROMPTS: dict[str, list] = {}  # held-out ones, by what they follow from
 @pytest.fixture
 def small(tmp_path):
     """(overrides) -> the configuration of a run of seconds, `tmp_path/small`."""
-    from train.sweep import composed
+    from infer.entry import composed
+    from train.config import TrainConfig
 
-    return lambda *overrides: composed([*SMALL, "name=small", f"runs_dir={tmp_path}", *overrides])
+    return lambda *overrides: composed("train", TrainConfig, [*SMALL, "name=small", f"runs_dir={tmp_path}", *overrides])
 
 
 @pytest.fixture

@@ -72,11 +72,11 @@ def mixture(tmp_path: Path) -> list[str]:
 def features(tmp_path: Path) -> list[str]:
     from data.packing import packed_rows
     from infer import load_target
+    from infer.entry import composed
     from train.config import FeaturesConfig
     from train.features import write_features
-    from train.sweep import composed
 
-    data = composed(["data=stdlib", "data.length=64", "data.limit=1"]).data
+    data = composed("train", TrainConfig, ["data=stdlib", "data.length=64", "data.limit=1"]).data
     target = load_target("embedded")
     rows = packed_rows(data, target.tokenizer)
     write_features(
@@ -403,13 +403,13 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(tmp_path):
     script.write_text(
         "import os, sys, time\n"
         "import train.batches as batches, train.main as main\n"
-        "from train.sweep import composed\n"
+        "from infer.entry import composed\nfrom train.config import TrainConfig\n"
         "plain = batches.batch\n"
         "def batch(rows, first, count, seed):\n"
         "    if os.environ['RANK'] == '1' and first >= 6: time.sleep(600)\n"
         "    return plain(rows, first, count, seed)\n"
         "batches.batch = batch\n"
-        "main.run(composed(sys.argv[1:]))\n"
+        "main.run(composed('train', TrainConfig, sys.argv[1:]))\n"
     )
     from tests.train.test_loop import SMALL
 
