@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from infer.whole import sync
+
 if TYPE_CHECKING:
     from infer.ngram import NGram
 
@@ -73,11 +75,7 @@ def count_ngrams(
         with fresh.open("w+b") as file:
             _write(file, _Merged(folder, ranges, vocabulary, order), tokens, digest)
         fresh.replace(out)
-    handle = os.open(out.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(out.parent)
     return NGram.open(out)
 
 

@@ -96,8 +96,9 @@ def run_eval_masked(config: EvalCommand) -> None:
 
 def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
-    from infer.suite import drafter_digest, evaluate_suite, write_whole
+    from infer.suite import drafter_digest, evaluate_suite
     from infer.suite_table import suite_table
+    from infer.whole import write_aside
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -108,7 +109,7 @@ def run_suite(config: EvalCommand) -> None:
     options, out = config.evaluation, Path(config.out)
     result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
     text = suite_table(result)
-    write_whole(out / "suite.md", text + "\n")
+    write_aside(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
 
 

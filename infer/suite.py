@@ -18,6 +18,7 @@ from infer.evaluate import Measured, decode_prompts, describe_device, summary
 from infer.folders import find_folder
 from infer.target import Target
 from infer.text import Text
+from infer.whole import write_aside
 
 Results = dict[tuple[str, int], Measured]
 Progress = Callable[[int, int], None]
@@ -55,13 +56,13 @@ def evaluate_suite(
             known = {"settings": settings} | evaluate_set(
                 target, drafter, questions, config.thinking, options, progress
             )
-            write_whole(file, json.dumps(known, indent=1) + "\n")
+            write_aside(file, json.dumps(known, indent=1) + "\n")
         else:
             say(f"{what}: measured before, in {file}")
         measured.append(known)
     shared = {key: measured[0]["result"][key] for key in ("target", "device", "dtype", "max_new_tokens", "block_size")}
     result = {"suite": config.name, "checkpoint": checkpoint} | shared | {"sets": measured}
-    write_whole(out / "suite.json", json.dumps(result, indent=1) + "\n")
+    write_aside(out / "suite.json", json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -187,10 +188,3 @@ def drafter_digest(checkpoint: str) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all, whenever the process is killed."""
-    fresh = file.with_name(f".{file.name}")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(file)

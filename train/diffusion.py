@@ -239,7 +239,7 @@ def save_state(path: Path, model: "nn.Module", optimizer: "torch.optim.Optimizer
     """Writes weights and moments into one file, whole or as it was before whenever the process is killed."""
     from safetensors.torch import save_file
 
-    from train.state import sync
+    from infer.whole import sync
 
     state = {}
     for name, parameter in model.named_parameters():
@@ -287,7 +287,7 @@ def save_model(folder: Path, model: "nn.Module", tokenizer) -> None:
 
 def prepare(config: DiffusionConfig, out: Path) -> None:
     """Makes the run's folder. Raises ValueError if it holds a run of another configuration."""
-    from train.state import write_aside
+    from infer.whole import write_aside
 
     options, text = out / "options.json", json.dumps(redact(asdict(config)), indent=1) + "\n"
     if options.exists() and options.read_text() != text:

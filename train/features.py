@@ -26,8 +26,9 @@ from safetensors.torch import save_file
 from data.packing import packed_rows, tokenizer_digest
 from infer.redact import redact
 from infer.target import Features, Target, weight_files
+from infer.whole import sync, write_aside
 from train.config import FeaturesConfig, TrainConfig
-from train.state import disk, sync, write_aside
+from train.state import disk
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}

@@ -24,12 +24,13 @@ from safetensors.torch import save_file
 from data.packing import row_index
 from infer.checkpoint import MODEL_MODE
 from infer.entry import Stopped
+from infer.whole import write_aside
 from train.batches import Drawn, draw_blocks
 from train.config import TrainConfig
 from train.engine import training_state
 from train.processes import first_only
 from train.run_folder import plain
-from train.state import disk, write_aside
+from train.state import disk
 
 WINDOW = 50  # losses that a jump is measured against
 ENOUGH = 10  # of them, before it is

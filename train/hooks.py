@@ -22,10 +22,11 @@ from infer.evaluate import Measured, best_tau, decode_all, same_output, summary
 from infer.redact import redact_text
 from infer.report import table, write_report
 from infer.target import Target
+from infer.whole import write_aside
 from train.config import TrainConfig
 from train.processes import first_only
 from train.progress import Progress
-from train.state import checkpoints, disk, mark_best, step_of, write_aside
+from train.state import checkpoints, disk, mark_best, step_of
 from train.tracking import Tracker
 
 Shares = tuple[list[list[int]], dict[tuple[str, int], Measured]]  # the prompts, and what was measured on them

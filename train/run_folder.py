@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import IO
 
 from infer.redact import redact
+from infer.whole import write_aside
 from train.config import TrainConfig
-from train.state import disk, sweep_up, write_aside
+from train.state import disk, sweep_up
 
 # what may be another when a run goes on: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")

@@ -16,7 +16,6 @@ order, anchors and learning rate are pure functions of seed and step.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from transformers import Qwen3Config
 
 from infer.checkpoint import save_drafter
 from infer.entry import Stopped
+from infer.whole import sync, write_aside
 from train.engine import training_state
 from train.processes import first_only
 
@@ -70,27 +70,6 @@ def disk(what: str) -> Iterator[None]:
 def _digest(path: Path) -> dict:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Writes a file that is there whole or as it was before, whenever the process is killed."""
-    fresh = path.with_name(f".{path.name}")
-    try:
-        fresh.write_text(text)
-        sync(fresh)
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
