@@ -16,6 +16,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -258,8 +259,10 @@ def case(read: Reader, original: Path, expected: object, dice: random.Random) ->
         file = dice.choice(files)
         what = damage(folder, file, dice)
         try:
-            found = read(folder)
-        except (ValueError, FileNotFoundError) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)  # a config.json that was changed is read, and named
+                found = read(folder)
+        except (ValueError, FileNotFoundError, UserWarning) as error:
             named = str(folder) in str(error) or file.name in str(error)
             return "named", None if named else f"{file.name} {what}: not named in {str(error)[:300]!r}"
         except BaseException as error:

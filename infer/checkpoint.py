@@ -2,6 +2,7 @@
 read, is written; what others write is read too."""
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -77,7 +78,8 @@ def load_drafter(
     target has, is needed for a config that does not say which ones are tapped (DART's published ones).
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every tensor that is
-    missing, unknown or wrong.
+    missing, unknown or wrong. Warns where config.json is not the one that the weights were saved with: somebody may
+    have changed it on purpose.
     """
     opened = open_folder(folder)
     if not opened.config or not opened.tensors:
@@ -86,6 +88,11 @@ def load_drafter(
     problems = problems_of(opened, reading)
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")
+    if opened.edited:
+        warnings.warn(
+            f"{folder}/config.json was changed after its weights were saved; copy it again unless that was you",
+            stacklevel=2,
+        )
     drafter = CLASSES[reading.family](reading.config())
     names = drafter.state_dict().keys()
     weights = opened.load({*names} | (opened.tensors.keys() & {"t2d"} if drafter.d2t is not None else set()))

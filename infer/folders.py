@@ -25,12 +25,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """What lies in a folder. `problems` says in sentences what could not be read."""
+    """What lies in a folder. `problems` says in sentences what could not be read; `edited`: config.json is not the one
+    that the weights were saved with."""
 
     path: Path
     config: dict
     tensors: dict[str, Stored]
     problems: list[str]
+    edited: bool = False
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
         """The tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
@@ -72,12 +74,14 @@ def open_folder(path: str | Path) -> Folder:
     problems: list[str] = []
     config = _json(folder / "config.json", problems)
     tensors: dict[str, Stored] = {}
+    edited = False
     for name, wanted in _files(folder, problems).items():
-        found = _header(folder / name, config, problems)
+        found, saved = _header(folder / name, problems)
+        edited = edited or saved not in (None, config_digest(config))
         tensors |= found if wanted is None else {key: found[key] for key in wanted if key in found}
         if wanted is not None and found and wanted - found.keys():
             problems.append(f"{INDEX} looks in {name} for {sorted(wanted - found.keys())}, which it does not hold")
-    return Folder(folder, config, tensors, problems)
+    return Folder(folder, config, tensors, problems, edited)
 
 
 def _json(file: Path, problems: list[str]) -> dict:
@@ -119,14 +123,13 @@ def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
     return files
 
 
-def _header(file: Path, config: dict, problems: list[str]) -> dict[str, Stored]:
+def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:
+    """A weight file's tensors, and the digest of the config.json that it was saved with."""
     try:
         with safe_open(file, "pt") as opened:
             saved = (opened.metadata() or {}).get("config_sha256")
-            if saved is not None and config and saved != config_digest(config):
-                problems.append(f"config.json is altered: it is not the one that was saved with {file.name}")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Stored(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            return {name: Stored(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}, saved
     except (SafetensorError, OSError) as error:
         problems.append(f"{file.name} is truncated or altered ({error})")
-        return {}
+        return {}, None
