@@ -111,12 +111,16 @@ def check_values(config: object) -> None:
 
 
 def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """(key, value) of everything in a dataclass, its lists and dictionaries."""
+    """(key, value) of everything in a dataclass, its lists and dictionaries. Raises ValueError for lists of lists."""
     if is_dataclass(config):
         inside = ((field.name, getattr(config, field.name)) for field in fields(config))
     elif isinstance(config, dict):
         inside = config.items()
     elif isinstance(config, (list, tuple)):
+        if any(
+            isinstance(value, (list, tuple, dict)) for value in config
+        ):  # OmegaConf takes [[]] for a list of numbers
+            raise ValueError(f"{name}={config}: a list of single values")
         inside = enumerate(config)
     else:
         yield name, config

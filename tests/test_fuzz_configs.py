@@ -50,6 +50,7 @@ def test_the_fuzz_sees_faults(fuzzer, monkeypatch):
         ("data.limit=-1", "data.limit=-1"),
         ("evaluation.temperature=1e-9", "evaluation.temperature"),
         ("+_target_=os.system", "_target_"),
+        ("drafter.target_layer_ids=[[]]", "drafter.target_layer_ids=[[]]: a list of single values"),
     ],
 )
 def test_values_that_nothing_can_be_meant_by(override, says):
