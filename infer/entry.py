@@ -117,9 +117,7 @@ def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
     elif isinstance(config, dict):
         inside = config.items()
     elif isinstance(config, (list, tuple)):
-        if any(
-            isinstance(value, (list, tuple, dict)) for value in config
-        ):  # OmegaConf lets them through
+        if any(isinstance(value, (list, tuple, dict)) for value in config):  # OmegaConf lets them through
             raise ValueError(f"{name}={config}: a list of single values")
         inside = enumerate(config)
     else:
