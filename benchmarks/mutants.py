@@ -17,6 +17,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
 TARGETS = "tests/infer/test_families.py"
+LAYOUTS, DIGESTS = "tests/infer/test_layouts.py", "tests/infer/test_integrity.py"
+GUARDS = "tests/train/test_guards.py"
 CONTINUITY = "tests/infer/test_continuity.py"
 # name, file, (what is there, what is put there) ..., tests to run
 MUTANTS = [
@@ -109,7 +111,7 @@ MUTANTS = [
     (
         "DART: a mask sees the masks behind it",
         "infer/dart.py",
-        ("lead, causal = 1, True", "lead, causal = 1, False"),
+        ("self.views = [(True, None)]", "self.views = [(False, None)]"),
         BLOCKS,
     ),
     ("DART: an item holds its own token", "infer/dart.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),
@@ -183,6 +185,16 @@ MUTANTS = [
             "before = torch.arange(extent, device=ends.device) < ends.max()",
         ),
         TARGETS,
+    ),
+    ("a step that is not finite is taken", "train/engine.py", ("if not torch.isfinite(norm):", "if False:"), GUARDS),
+    ("a sliding drafter sees too far", "infer/masks.py", ("anchor + slot - context < window", "True"), LAYOUTS),
+    ("speculators' layers are counted from 0", "infer/layouts.py", ("[i - first for i in ids]", "ids"), LAYOUTS),
+    ("a draft vocabulary's rows are tokens", "infer/drafter.py", ("tokens = self.d2t + ", "tokens = "), LAYOUTS),
+    (
+        "a flipped weight is believed",
+        "infer/folders.py",
+        ("saved != digest_of", "False and saved != digest_of"),
+        DIGESTS,
     ),
 ]
 
