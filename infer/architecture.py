@@ -106,6 +106,8 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("an encoder beside its decoder")
+    if getattr(config, "masked_diffusion", None) is not None:
+        refuse("no order from left to right (masked_diffusion: decoding.method=ssd is for such models)")
     text = config.get_text_config()
     names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
     kinds = set(getattr(text, "layer_types", None) or [])

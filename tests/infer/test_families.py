@@ -314,6 +314,7 @@ def test_loading_chooses_attention_that_is_right(name, tmp_path, repo):
     ("gemma3n_text", {}, "share their keys"),
     ("gemma4_text", {}, "share their keys|other ones in every layer"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "look ahead"),
+    ("qwen3", {"masked_diffusion": {"shifted": True}}, "no order from left to right"),
 ])  # fmt: skip
 def test_what_trees_would_get_wrong_is_refused_from_the_config(kind, options, says):
     config = AutoConfig.for_model(kind, **options)
