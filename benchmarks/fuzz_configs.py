@@ -226,7 +226,7 @@ def judge(name: str, line: list[str], known: list[bool | None]) -> tuple[bool, l
                 value = getattr(value, part)
             if not fits(value, kind):
                 faults.append(f"{key}={value!r} is no {kind}")
-        last = {override.split("=")[0]: right for override, right in zip(line, known, strict=False)}
+        last = {override.split("=")[0].lstrip("+~"): right for override, right in zip(line, known, strict=False)}
         if False in last.values():  # what stands further left is not looked at
             faults.append("a mistake passes")
     else:
