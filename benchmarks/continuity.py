@@ -20,9 +20,9 @@ from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import load_drafter, load_target
 from infer.config import DecodeOptions, EngineConfig
-from infer.decode import Engine
-from infer.evaluate import describe_device
-from infer.ngram import open_ngram
+from infer.engine.engine import Engine
+from infer.evaluation.evaluate import describe_device
+from infer.ngrams.model import open_ngram
 from infer.trees import continuity, ddtree, guided, guided_ddtree
 
 LENGTH, RANKS, BEAM = 8, 25, 20

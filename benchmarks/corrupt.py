@@ -32,14 +32,14 @@ from data.packing import packed_rows
 from data.rows import DataConfig
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
-from infer.count_ngrams import count_ngrams
-from infer.drafter import Drafter
-from infer.families import new_drafter
-from infer.ngram import NGram
-from infer.target import Target
-from train import state
+from infer.drafters.base import Drafter
+from infer.drafters.families import new_drafter
+from infer.ngrams.count import count_ngrams
+from infer.ngrams.model import NGram
+from infer.targets.target import Target
 from train.config import FeaturesConfig
 from train.features import StoredRows, identity, write_features
+from train.run import checkpoints as state
 
 Reader = Callable[[Path], object]  # everything that a folder says, comparable with same(); or an error
 

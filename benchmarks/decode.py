@@ -19,8 +19,8 @@ from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import DFlash, Engine, Target, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
-from infer.evaluate import describe_device, synchronised_clock, tau
-from infer.text import STAGES, Text
+from infer.engine.sequence import STAGES, Text
+from infer.evaluation.evaluate import describe_device, synchronised_clock, tau
 
 SHOWN = ("draft", "build", "verify", "commit")
 

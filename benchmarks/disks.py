@@ -71,8 +71,8 @@ def tell(case: str, code: int, said: list[str], left: str) -> None:
 def main(home: Path) -> None:
     import torch
 
-    from infer.evaluate import describe_device
-    from train.state import checkpoints, newest
+    from infer.evaluation.evaluate import describe_device
+    from train.run.checkpoints import checkpoints, newest
 
     os.environ["HF_DATASETS_CACHE"] = str(home / "cache")
     print(f"{describe_device(torch.device('cpu'))}, {os.cpu_count()} cores; tmpfs in a mount namespace of its own\n")

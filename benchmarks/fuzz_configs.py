@@ -2,7 +2,7 @@
 
     python -m benchmarks.fuzz_configs --lines 10000
 
-In this process, through `infer.entry.entry` with a command that does nothing: what a configuration is refused for is
+In this process, through `infer.utils.entry.entry` with a command that does nothing: what a configuration is refused for is
 refused before anything is loaded. A plain generator over the fields of the dataclasses: what is typed wrongly is known
 there, so that a line with such a part must be refused and a line without must not.
 
@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 
-from infer.entry import CONF, entry, values
 from infer.main import COMMANDS
+from infer.utils.entry import CONF, entry, values
 from train.config import FeaturesConfig, ReplayConfig, TrainConfig
-from train.diffusion import DiffusionConfig
+from train.masked.diffusion import DiffusionConfig
 from train.pretrain import PretrainConfig
 
 SCHEMAS = {name: schema for name, (schema, _) in COMMANDS.items()}

@@ -28,11 +28,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import Engine, generate
 from infer.config import DrafterConfig, EngineConfig, ServerConfig
-from infer.families import new_drafter
-from infer.guard import network
-from infer.protocol import ChatRequest, PromptRequest
-from infer.server import create_app
-from infer.target import Target, load_tokenizer
+from infer.drafters.families import new_drafter
+from infer.serving.guard import network
+from infer.serving.protocol import ChatRequest, PromptRequest
+from infer.serving.server import create_app
+from infer.targets.target import Target, load_tokenizer
 
 KEY = "a-key-of-the-fuzzer"
 PATHS = ["/v1/completions", "/v1/chat/completions"]

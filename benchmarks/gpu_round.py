@@ -18,8 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import DFlash, Engine, Target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
-from infer.dflash import drafter_config
-from infer.evaluate import describe_device, synchronised_clock, tau
+from infer.drafters.dflash import drafter_config
+from infer.evaluation.evaluate import describe_device, synchronised_clock, tau
 
 SHAPES = {  # the published configuration of Qwen3-4B, and something that any machine runs
     "qwen3-4b": {

@@ -30,11 +30,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import train.loop as loop
-from infer.entry import composed
-from infer.evaluate import describe_device
-from infer.report import label
+from infer.evaluation.evaluate import describe_device
+from infer.evaluation.report import label
+from infer.utils.entry import composed
 from train.config import TrainConfig
-from train.state import checkpoints
+from train.run.checkpoints import checkpoints
 
 STEPS = 24
 OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]

@@ -3,7 +3,7 @@
     python benchmarks/lossless.py runs/embedded-dflash/checkpoints/best [more drafters ...] --ngrams runs/ngrams
 
 Plain decoding writes one text at a time, the methods `--rows` side by side. Prints a line for every dtype, temperature,
-drafter and method: prompts, tokens compared, prompts that differ, how many of these at a tie (infer/watch.py) and how
+drafter and method: prompts, tokens compared, prompts that differ, how many of these at a tie (infer/evaluation/lossless.py) and how
 many by a defect, the widest gap of a tie in logits, τ. Exit code 1 for any difference in float32 and for any defect.
 """
 
@@ -15,9 +15,9 @@ from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
 from infer.config import EngineConfig
-from infer.decode import decode
-from infer.evaluate import tau
-from infer.watch import explain
+from infer.engine.engine import decode
+from infer.evaluation.evaluate import tau
+from infer.evaluation.lossless import explain
 
 
 def engines(args: argparse.Namespace) -> list[EngineConfig]:

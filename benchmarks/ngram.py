@@ -6,7 +6,7 @@
 The corpus are the .py files of a folder, by default of this interpreter's packages, each a document, tokenised with the
 tokenizer of data/embedded, or with a byte-level BPE that is trained on a sample of them. Lookups are for contexts drawn
 from the corpus, each with 25 candidates: the token that follows, and 24 others drawn from the corpus. Worker processes
-import this file, so it imports torch (with infer.ngram) only where it is needed.
+import this file, so it imports torch (with infer.ngrams.model) only where it is needed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from infer.count_ngrams import count_ngrams
+from infer.ngrams.count import count_ngrams
 
 ROOT = Path(__file__).resolve().parent.parent
 CANDIDATES = 25  # DART appendix D
@@ -113,7 +113,7 @@ def anonymous_and_file() -> np.ndarray:
 
 def compiled_loop():
     """A compiled loop of lookups: probabilities of tokens (n, T) after contexts (n, c), their sum."""
-    from infer.ngram import gather_probabilities
+    from infer.ngrams.model import gather_probabilities
     from infer.trees.compiled import njit
 
     @njit
@@ -135,7 +135,7 @@ def per_second(run: Callable[[], object], items: int) -> float:
 
 def lookups(path: Path, digest: str, corpus: np.ndarray, order: int, repeats: int) -> dict[str, str]:
     """Opens a model and looks up what a drafter would ask after `repeats` contexts of the corpus."""
-    from infer.ngram import NGram
+    from infer.ngrams.model import NGram
 
     generator = np.random.default_rng(0)
     places = generator.integers(order, len(corpus), repeats)
@@ -219,7 +219,7 @@ def main() -> None:
 
     from tokenizers import Tokenizer
 
-    from infer.ngram import NGram
+    from infer.ngrams.model import NGram
 
     mark = time.perf_counter()
     embedded = str(ROOT / "data" / "embedded" / "tokenizer.json")

@@ -19,10 +19,10 @@ import torch
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
-from infer.diffusion import MaskedEngine
-from infer.evaluate_masked import Way, evaluate_masked, masked_options, measure, table
-from infer.masked import MaskedModel, load_masked
-from infer.masked_pass import Task
+from infer.masked.engine import MaskedEngine
+from infer.masked.evaluate import Way, evaluate_masked, masked_options, measure, table
+from infer.masked.model import MaskedModel, load_masked
+from infer.masked.passes import Task
 
 
 @torch.inference_mode()

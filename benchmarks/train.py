@@ -27,11 +27,11 @@ import torch
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # or this file would be the package `train`
 
+from infer.attention.masks import block_mask_mod, dense
 from infer.config import DrafterConfig
-from infer.dflash import DFlash, drafter_config
-from infer.evaluate import describe_device, synchronised_clock
-from infer.masks import block_mask_mod, dense
-from infer.target import Target
+from infer.drafters.dflash import DFlash, drafter_config
+from infer.evaluation.evaluate import describe_device, synchronised_clock
+from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
 from train.loop import block_loss, draft_states, score

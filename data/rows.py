@@ -38,9 +38,7 @@ class DataConfig:
 
     source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files;
     # hub: a data set of the Hugging Face hub; mixture: several of them, in `parts`
-    path: str | None = (
-        None  # jsonl: a file, or a folder of .jsonl, .jsonl.gz and .parquet files; hub: its name or folder
-    )
+    path: str | None = None  # jsonl: a file, or a folder of .jsonl(.gz) and .parquet files; hub: its name or folder
     split: str = "train"  # hub: which split
     parts: list[Part] = field(default_factory=list)  # mixture: as many rows as the scarcest part allows
     length: int = 512  # tokens in a packed row

@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from infer.api import Generation, generate, stream
-    from infer.checkpoint import load_drafter, save_drafter
     from infer.config import DecodeOptions, DrafterConfig, EngineConfig
-    from infer.dart import DART
-    from infer.decode import Engine, open_engine
-    from infer.dflash import DFlash
-    from infer.masked import MaskedModel, load_masked
-    from infer.target import Target, load_target
-    from infer.text import DecodeStats
+    from infer.drafters.dart import DART
+    from infer.drafters.dflash import DFlash
+    from infer.engine.engine import Engine, open_engine
+    from infer.engine.sequence import DecodeStats
+    from infer.formats.checkpoint import load_drafter, save_drafter
+    from infer.masked.model import MaskedModel, load_masked
+    from infer.targets.target import Target, load_target
 
 _HOME = {
     "Generation": "infer.api",
     "generate": "infer.api",
     "stream": "infer.api",
-    "load_drafter": "infer.checkpoint",
-    "save_drafter": "infer.checkpoint",
-    "DART": "infer.dart",
+    "load_drafter": "infer.formats.checkpoint",
+    "save_drafter": "infer.formats.checkpoint",
+    "DART": "infer.drafters.dart",
     "DecodeOptions": "infer.config",
     "DrafterConfig": "infer.config",
     "EngineConfig": "infer.config",
-    "DecodeStats": "infer.text",
-    "Engine": "infer.decode",
-    "open_engine": "infer.decode",
-    "DFlash": "infer.dflash",
-    "MaskedModel": "infer.masked",
-    "load_masked": "infer.masked",
-    "Target": "infer.target",
-    "load_target": "infer.target",
+    "DecodeStats": "infer.engine.sequence",
+    "Engine": "infer.engine.engine",
+    "open_engine": "infer.engine.engine",
+    "DFlash": "infer.drafters.dflash",
+    "MaskedModel": "infer.masked.model",
+    "load_masked": "infer.masked.model",
+    "Target": "infer.targets.target",
+    "load_target": "infer.targets.target",
 }
 __all__ = [
     "DART",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from jinja2 import TemplateError
 
 from infer.config import DecodeOptions, TextOptions
-from infer.decode import AnyEngine, decode, open_engine
-from infer.drafter import Drafter
-from infer.masked import AnyTarget
-from infer.text import DecodeStats, Processor, Text, TokenLogprob
+from infer.drafters.base import Drafter
+from infer.engine.engine import AnyEngine, decode, open_engine
+from infer.engine.sequence import DecodeStats, Processor, Text, TokenLogprob
+from infer.masked.model import AnyTarget
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
@@ -134,10 +134,15 @@ def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> Dec
     return options
 
 
+def positions_of(target: AnyTarget) -> int:
+    """How many positions a text may take, prompt and answer."""
+    return getattr(target.config, "max_position_embeddings", None) or 2**31
+
+
 def check_length(target: AnyTarget, positions: int) -> None:
     """Raises ValueError when the target has fewer positions than prompt and answer may take."""
-    limit = getattr(target.config, "max_position_embeddings", None)
-    if limit is not None and positions > limit:
+    limit = positions_of(target)
+    if positions > limit:
         raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
 
 
@@ -153,10 +158,10 @@ def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
         raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
     try:
         if chat:
-            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        return tokenizer(prompt)["input_ids"]
+            found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+        else:
+            found = tokenizer(prompt)
+        return found["input_ids"]
     except (TypeError, TemplateError) as error:  # half of a surrogate pair; roles that the template refuses
         raise ValueError(f"the prompt cannot be read: {error}") from error
 

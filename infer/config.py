@@ -257,7 +257,9 @@ class ServerConfig:
     patience: float = 30.0  # seconds that a client may take to send a request, or to go on reading
     api_key_file: str | None = None  # with the key that requests must carry; None: BLOCKDRAFT_API_KEY's, if it is set
     open: bool = False  # without a key, listen to other machines all the same
-    verify: float = 0.0  # share of finished texts that are compared with the target's own, see infer/watch.py
+    verify: float = (
+        0.0  # share of finished texts that are compared with the target's own, see infer/evaluation/lossless.py
+    )
 
     def check(self) -> None:
         """Raises ValueError for what cannot be served."""

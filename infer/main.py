@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infer.commands import (
+from infer.cli.commands import (
     CheckCommand,
     CompareCommand,
     EvalCommand,
@@ -17,7 +17,7 @@ from infer.commands import (
     run_name,
 )
 from infer.config import MASKED_METHODS, ChatConfig, TargetConfig
-from infer.entry import entry
+from infer.utils.entry import entry
 
 
 def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
@@ -25,10 +25,10 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
     n-gram file is a drafter too: of its pairs. A masked diffusion model has none. Raises ValueError, before weights are
     loaded, where the method is for the other kind of model."""
     from infer import load_drafter, load_masked, load_target
-    from infer.bigram import Bigram
-    from infer.masked import is_masked
-    from infer.ngram import open_ngram
-    from infer.target import load_config
+    from infer.drafters.bigram import Bigram
+    from infer.masked.model import is_masked
+    from infer.ngrams.model import open_ngram
+    from infer.targets.target import load_config
 
     if method in MASKED_METHODS:
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
@@ -61,9 +61,9 @@ def run_eval(config: EvalCommand) -> None:
     if config.suite.name is not None:
         return run_suite(config)
     from data.prompts import held_out_prompts
-    from infer.evaluate import evaluate
-    from infer.masked import is_masked
-    from infer.report import table, write_report
+    from infer.evaluation.evaluate import evaluate
+    from infer.evaluation.report import table, write_report
+    from infer.masked.model import is_masked
 
     if is_masked(config.target.path):
         return run_eval_masked(config)
@@ -82,7 +82,7 @@ def run_eval(config: EvalCommand) -> None:
 
 def run_eval_masked(config: EvalCommand) -> None:
     from data.prompts import held_out_prompts
-    from infer.evaluate_masked import evaluate_masked, masked_options, table
+    from infer.masked.evaluate import evaluate_masked, masked_options, table
 
     model, _ = load(config.target, None, "ssd")
     options = config.evaluation
@@ -96,9 +96,9 @@ def run_eval_masked(config: EvalCommand) -> None:
 
 def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
-    from infer.suite import drafter_digest, evaluate_suite
-    from infer.suite_table import suite_table
-    from infer.whole import write_aside
+    from infer.evaluation.suite import drafter_digest, evaluate_suite
+    from infer.evaluation.tables import suite_table
+    from infer.utils.files import write_aside
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -115,8 +115,8 @@ def run_suite(config: EvalCommand) -> None:
 
 def run_compare(config: CompareCommand) -> None:
     from data.prompts import held_out_prompts
-    from infer.evaluate import evaluate
-    from infer.report import comparison, comparison_figure
+    from infer.evaluation.evaluate import evaluate
+    from infer.evaluation.report import comparison, comparison_figure
 
     options, evaluations = config.evaluation, {}
     loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
@@ -136,8 +136,8 @@ def run_compare(config: CompareCommand) -> None:
 
 def run_ngram(config: NgramCommand) -> None:
     from data.packing import token_documents, tokenizer_digest
-    from infer.count_ngrams import count_ngrams
-    from infer.target import load_config, load_tokenizer
+    from infer.ngrams.count import count_ngrams
+    from infer.targets.target import load_config, load_tokenizer
 
     place = config.target
     tokenizer = load_tokenizer(place.path, place.trust_remote_code)
@@ -176,12 +176,13 @@ def run_generate(config: GenerateCommand) -> None:
 
 def run_serve(config: ServeCommand) -> None:
     from infer import open_engine
-    from infer.server import serve
+    from infer.api import positions_of
+    from infer.serving.server import serve
 
     decoding, server = config.decoding, config.server
     target, drafter = load(config.target, config.checkpoint, decoding.method)
-    positions = getattr(target.config, "max_position_embeddings", None) or server.max_length
-    capacity = min(server.max_length, positions - decoding.room(1) + 1)  # an answer's last block is a whole one
+    spare = decoding.room(1) - 1  # an answer's last block is a whole one
+    capacity = min(server.max_length, positions_of(target) - spare)
     engine = open_engine(target, drafter, decoding, capacity)
     print(
         f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
@@ -195,8 +196,8 @@ def run_serve(config: ServeCommand) -> None:
 def run_regenerate(config: RegenerateCommand) -> None:
     from data.rows import questions
     from infer.api import encode
-    from infer.regenerate import Row, by_engine, by_server, options_of, regenerate
-    from infer.target import load_tokenizer
+    from infer.serving.regenerate import Row, by_engine, by_server, options_of, regenerate
+    from infer.targets.target import load_tokenizer
 
     place = config.target
     if config.server is None:
@@ -230,10 +231,10 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
 def run_export(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
-    from infer.card import write_card
-    from infer.check import check_folder
-    from infer.export import WRITERS, check_token, push
-    from infer.target import load_config, resolve_path
+    from infer.evaluation.card import write_card
+    from infer.formats.compatibility import check_folder
+    from infer.formats.export import WRITERS, check_token, push
+    from infer.targets.target import load_config, resolve_path
 
     if config.push_to_hub is not None:
         check_token()
@@ -255,7 +256,7 @@ def run_export(config: ExportCommand) -> None:
 
 
 def run_check(config: CheckCommand) -> None:
-    from infer.check import check_folder
+    from infer.formats.compatibility import check_folder
 
     verdicts = check_folder(config.path, config.target_layers)
     print("\n".join(map(str, verdicts)))
@@ -264,7 +265,7 @@ def run_check(config: CheckCommand) -> None:
 
 
 def run_chat(config: ChatConfig) -> None:
-    from infer.chat import chat
+    from infer.serving.chat import chat
 
     chat(config)
 

@@ -14,6 +14,17 @@ import torch  # noqa: E402
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
+TINY = {  # what all tiny random models have in common
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
 
 @pytest.fixture(scope="session")
 def repo() -> Path:
@@ -36,24 +47,17 @@ def make_tiny():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from infer.config import DrafterConfig
-    from infer.families import new_drafter
-    from infer.target import Target
+    from infer.drafters.families import new_drafter
+    from infer.targets.target import Target
 
     def make(dtype: torch.dtype = torch.float32, block_size: int = 4, seed: int = 0, layers: int = 2, **options):
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=97,
-            hidden_size=32,
-            intermediate_size=48,
             num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
             max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             initializer_range=0.2,
-            eos_token_id=None,
-            bos_token_id=None,
+            **TINY,
         )
         target = Target(Qwen3ForCausalLM(config).to(dtype))
         layers = 1 if options.get("family") == "dart" else layers
@@ -69,7 +73,7 @@ def make_tiny():
 @pytest.fixture(scope="session")
 def ngrams(tmp_path_factory) -> Path:
     """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for `make_tiny`'s targets."""
-    from infer.count_ngrams import count_ngrams
+    from infer.ngrams.count import count_ngrams
 
     generator = torch.Generator().manual_seed(5)
     favourites = torch.randint(97, (97, 3), generator=generator)
@@ -89,23 +93,16 @@ def make_masked():
     """A factory of random bidirectional models of 64 tokens, sharp enough that positions differ in confidence."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from infer.masked import MaskedModel
+    from infer.masked.model import MaskedModel
 
     def make(shifted: bool = False, seed: int = 2) -> MaskedModel:
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
             max_position_embeddings=128,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             initializer_range=0.4,
-            eos_token_id=None,
-            bos_token_id=None,
+            **TINY,
         )
         body = Qwen3ForCausalLM(config).eval().requires_grad_(False)
         for layer in body.model.layers:

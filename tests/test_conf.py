@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from infer.main import COMMANDS
 from train.config import FeaturesConfig, ReplayConfig, TrainConfig
-from train.diffusion import DiffusionConfig
+from train.masked.diffusion import DiffusionConfig
 from train.pretrain import PretrainConfig
 
 SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig, "features": FeaturesConfig, "diffusion": DiffusionConfig}
@@ -140,7 +140,7 @@ def test_wrong_configuration_is_one_sentence_and_exit_2(repo, override, word):
 
 def test_composing_and_checking_load_no_torch(repo):
     code = (
-        "import sys; from infer.entry import entry; from train.config import TrainConfig\n"
+        "import sys; from infer.utils.entry import entry; from train.config import TrainConfig\n"
         "entry('train', TrainConfig, lambda c: print('torch' in sys.modules, c.drafter.layers), ['+model=qwen3-4b'])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=60)

@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-from infer.commands import EvalCommand
+from infer.cli.commands import EvalCommand
 from infer.config import ChatConfig
-from infer.entry import LONGEST_SENTENCE, composed
+from infer.utils.entry import LONGEST_SENTENCE, composed
 from train.config import TrainConfig
 
 
@@ -27,7 +27,7 @@ def test_a_hundred_lines(fuzzer):
 
 def test_the_fuzz_sees_faults(fuzzer, monkeypatch):
     """With a check that lets everything pass, and an environment that is read, it says so."""
-    from infer import entry
+    from infer.utils import entry
 
     monkeypatch.setattr(entry, "check_values", lambda config: None)
     taken, faults = fuzzer.judge("chat", ["temperature=-inf"], [False])

@@ -110,8 +110,8 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("check", "path=x"), "infer/main.py", ("--config-name", "check", "path=x")),
         (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
         (("features", "out=x"), "train/features.py", ("out=x",)),
-        (("diffusion", "steps=3"), "train/diffusion.py", ("steps=3",)),
-        (("replay", "run=x"), "train/replay.py", ("run=x",)),
+        (("diffusion", "steps=3"), "train/masked/diffusion.py", ("steps=3",)),
+        (("replay", "run=x"), "train/safety/replay.py", ("run=x",)),
         (("plan", "+model=qwen3-8b"), "train/plan.py", ("+model=qwen3-8b",)),
     ],
 )

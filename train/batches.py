@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from data.packing import batch, packed_rows
-from infer.entry import Stopped
-from infer.target import Target
+from infer.targets.target import Target
+from infer.utils.entry import Stopped
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig
 from train.engine import micro_batch
-from train.state import seeded
+from train.run.checkpoints import seeded
 
 if TYPE_CHECKING:
     from datasets import Dataset

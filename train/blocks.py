@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.masks import additive, block_mask_mod, compiled_block_mask, dense
+from infer.attention.masks import additive, block_mask_mod, compiled_block_mask, dense
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -4,7 +4,7 @@ stage and number of processes."""
 import torch
 import torch.distributed as dist
 
-from infer.drafter import Drafter
+from infer.drafters.base import Drafter
 from train.config import TrainConfig
 from train.optim import make_optimizer
 

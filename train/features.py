@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from data.packing import packed_rows, tokenizer_digest
-from infer.redact import redact
-from infer.target import Features, Target, weight_files
-from infer.whole import sync, write_aside
+from infer.formats.integrity import json_digest, save_readable
+from infer.targets.target import Features, Target, weight_files
+from infer.utils.files import sync, write_aside
+from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
-from train.state import disk
+from train.run.checkpoints import disk
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
@@ -113,8 +113,7 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
         with disk(f"{name} of {out}"):
-            save_file(tensors, out / f".{name}")
-            (out / f".{name}").chmod(0o644)
+            save_readable(tensors, out / f".{name}")
             sync(out / f".{name}")
             (out / f".{name}").rename(out / name)
         entry = {"file": name, "rows": len(rows), "bytes": (out / name).stat().st_size}
@@ -150,7 +149,7 @@ def checksum(row: dict[str, torch.Tensor]) -> int:
 def digest_of(manifest: dict) -> str:
     """SHA-256 of what a manifest says."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return json_digest(said)
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -237,9 +236,9 @@ def run(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
     from rich.progress import Progress
 
-    from infer.families import tapped_layers
-    from infer.target import load_target
-    from train.initial import settled
+    from infer.drafters.families import tapped_layers
+    from infer.targets.target import load_target
+    from train.run.initial import settled
 
     options = config.target
     config = replace(config, drafter=settled(config.drafter, options))
@@ -255,6 +254,6 @@ def run(config: FeaturesConfig) -> None:
 
 
 if __name__ == "__main__":
-    from infer.entry import entry
+    from infer.utils.entry import entry
 
     entry("features", FeaturesConfig, run)

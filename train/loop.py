@@ -23,25 +23,25 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from infer.drafter import Drafter
-from infer.families import warm_layers
-from infer.target import Features, Target, load_target, resolve_device, resolve_dtype
+from infer.drafters.base import Drafter
+from infer.drafters.families import warm_layers
+from infer.targets.target import Features, Target, load_target, resolve_device, resolve_dtype
 from train.batches import Drawn, Prefetch, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import OptimConfig, TrainConfig
 from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step
 from train.features import StoredRows, identity, stored_features
-from train.guards import Skips, Spikes, finite
-from train.hooks import evaluate_checkpoint, finish_report
-from train.initial import initial_drafter, settled
 from train.objective import RowLoss, divergence, position_weights
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
-from train.processes import Watch, first_only, start_processes
-from train.progress import Progress
-from train.run_folder import add_lines, logged, look, open_run
-from train.selfcheck import SelfCheck
-from train.state import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy, trim_log
-from train.tracking import Tracker
+from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy, trim_log
+from train.run.folder import add_lines, logged, look, open_run
+from train.run.hooks import evaluate_checkpoint, finish_report
+from train.run.initial import initial_drafter, settled
+from train.run.progress import Progress
+from train.run.tracking import Tracker
+from train.safety.guards import Skips, Spikes, finite
+from train.safety.processes import Watch, first_only, start_processes
+from train.safety.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
     from datasets import Dataset

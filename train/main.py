@@ -4,10 +4,10 @@ import os
 import sys
 import traceback
 
-from infer.entry import STOPPED, Stopped, entry
-from infer.redact import redact_text
+from infer.utils.entry import STOPPED, Stopped, entry
+from infer.utils.redact import redact_text
 from train.config import TrainConfig
-from train.sweep import sweep
+from train.run.sweep import sweep
 
 
 def run(config: TrainConfig) -> None:

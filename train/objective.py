@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.architecture import PLAIN, LogitScale
+from infer.targets.support import PLAIN, LogitScale
 from train.config import ObjectiveConfig
 
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.rows import files_of, single, training_rows
-from infer.architecture import head_size, key_heads, refuse_unsupported
-from infer.evaluate import synchronised_clock
-from infer.families import tapped_layers
-from infer.target import load_config, resolve_device, resolve_dtype, resolve_path
+from infer.drafters.families import tapped_layers
+from infer.evaluation.evaluate import synchronised_clock
+from infer.targets.support import head_size, key_heads, refuse_unsupported
+from infer.targets.target import load_config, resolve_device, resolve_dtype, resolve_path
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
-from train.initial import settled
+from train.run.initial import settled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -294,6 +294,6 @@ def in_time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    from infer.entry import entry
+    from infer.utils.entry import entry
 
     entry("train", TrainConfig, run)

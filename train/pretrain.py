@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infer.entry import entry
+from infer.utils.entry import entry
 
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 # The target is no chat model: a chat with it is one text, which it continues.
@@ -216,7 +216,7 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
 
     from data.rows import DataConfig, training_rows
     from infer import DecodeOptions, load_target
-    from infer.decode import decode
+    from infer.engine.engine import decode
 
     target = load_target(str(out))
     size = config.prompt_tokens

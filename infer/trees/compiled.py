@@ -5,7 +5,7 @@ R rows, L drafted positions, K tokens a position, M nodes with the root.
 
 import numpy as np
 
-from infer.jit import njit
+from infer.utils.jit import njit
 
 
 @njit(cache=True, nogil=True)

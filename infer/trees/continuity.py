@@ -1,5 +1,5 @@
 """DART's continuity-aware tree, and DDTree's tree on path-conditioned scores: both ask an n-gram model which of the
-drafted tokens go together (see `infer.trees.guided` for the searches, `infer.ngram` for the model).
+drafted tokens go together (see `infer.trees.guided` for the searches, `infer.ngrams.model` for the model).
 
 The model lies in the host's memory, so the trees are built there: on a GPU a round has one more copy to the host, of
 the K likeliest tokens of every position.
@@ -7,7 +7,7 @@ the K likeliest tokens of every position.
 
 import torch
 
-from infer.ngram import NGram
+from infer.ngrams.model import NGram
 from infer.trees import guided
 from infer.trees.ddtree import node_count
 from infer.trees.tree import DraftTree

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import torch
 
-from infer import jit
 from infer.trees import compiled
 from infer.trees.tree import DraftTree
+from infer.utils import jit
 
 
 def ddtree(bonus: torch.Tensor, marginals: torch.Tensor, budget: int) -> DraftTree:

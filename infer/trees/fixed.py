@@ -1,7 +1,7 @@
 """The static tree: every node down to a fixed depth gets the same number of children.
 
 The shape is that of "Tree-Based Speculative Decoding" for NanoGPT, which takes the likeliest tokens as children. Here
-they can also be drawn from the drafter's distribution, and that distribution is kept: `infer.rejection` needs it.
+they can also be drawn from the drafter's distribution, and that distribution is kept: `infer.engine.rejection` needs it.
 
 B rows, M nodes with the root, W width, D depth, I = 1 + W + .. + W^(D-1) inner nodes, L drafted positions, R rows of
 draft distributions, V vocabulary.
@@ -39,7 +39,7 @@ def static(
     """The full tree of `width` and `depth` behind the bonus tokens (B,) int64.
 
     Without noise, children are the `width` likeliest tokens, likeliest first: the article's tree. With Gumbel noise
-    (B, >= depth, V), `infer.rejection.draft_noise`, they are drawn from q without replacement: the top W of
+    (B, >= depth, V), `infer.engine.rejection.draft_noise`, they are drawn from q without replacement: the top W of
     log q + noise are an ordered sample without replacement (Gumbel top-k: Vieira 2014; Kool et al. 2019).
 
     The nodes of one depth share the noise of their position. That is as good as noise of their own: a walk looks at the

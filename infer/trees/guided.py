@@ -16,8 +16,8 @@ the children of each: no context is searched for from the start.
 
 import numpy as np
 
-from infer.jit import njit
-from infer.ngram import count_of, find, find_children
+from infer.ngrams.model import count_of, find, find_children
+from infer.utils.jit import njit
 
 EPSILON = 1e-5  # of DART appendix D: what a token that was never seen is worth
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from infer import jit
 from infer.trees import compiled
+from infer.utils import jit
 
 
 @dataclass(frozen=True)

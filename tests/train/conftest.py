@@ -26,7 +26,7 @@ PROMPTS: dict[str, list] = {}  # held-out ones, by what they follow from
 @pytest.fixture
 def small(tmp_path):
     """(overrides) -> the configuration of a run of seconds, `tmp_path/small`."""
-    from infer.entry import composed
+    from infer.utils.entry import composed
     from train.config import TrainConfig
 
     return lambda *overrides: composed("train", TrainConfig, [*SMALL, "name=small", f"runs_dir={tmp_path}", *overrides])
@@ -36,8 +36,8 @@ def small(tmp_path):
 def run_here(monkeypatch):
     """`train.loop.train`, which leaves environment and signals to the next test as they were; the process group stays,
     DeepSpeed can found none anew. Pictures are not drawn, and held-out prompts are read once."""
-    import infer.report
-    import train.hooks as hooks
+    import infer.evaluation.report
+    import train.run.hooks as hooks
     from train.loop import train
 
     plain = hooks.held_out_prompts
@@ -49,7 +49,7 @@ def run_here(monkeypatch):
         return PROMPTS[key]
 
     monkeypatch.setattr(hooks, "held_out_prompts", prompts)
-    monkeypatch.setattr(infer.report, "_png", lambda figure: b"a picture")
+    monkeypatch.setattr(infer.evaluation.report, "_png", lambda figure: b"a picture")
 
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}

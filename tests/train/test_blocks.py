@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-
-from infer.config import DrafterConfig
-from infer.dart import DART
-from infer.families import new_drafter
-from infer.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
 from tests.infer.test_families import tiny
+
+from infer.attention.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
+from infer.config import DrafterConfig
+from infer.drafters.dart import DART
+from infer.drafters.families import new_drafter
 from train.blocks import block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.loop import block_loss, draft_states

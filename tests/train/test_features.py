@@ -10,12 +10,12 @@ from data.packing import batch, packed_rows
 from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
-from infer.dflash import DFlash, drafter_config, warm_layers
+from infer.drafters.dflash import DFlash, drafter_config, warm_layers
 from train.batches import draw_blocks
 from train.config import FeaturesConfig, TrainConfig
 from train.features import StoredRows, identity, quantise, stored_features, write_features, write_manifest
 from train.loop import block_loss
-from train.state import seeded
+from train.run.checkpoints import seeded
 
 LAYERS = (3, 8)
 

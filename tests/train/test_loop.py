@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from train.config import OptimConfig
 from train.loop import learning_rate
-from train.state import checkpoints, newest, trim_log, whole
+from train.run.checkpoints import checkpoints, newest, trim_log, whole
 
 SMALL = [
     "data=stdlib",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from infer.architecture import LogitScale
+from infer.targets.support import LogitScale
 from train.config import DIVERGENCES, ObjectiveConfig
 from train.objective import block_weights, divergence, position_weights
 

@@ -1,0 +1,264 @@
+"""What the families of drafters share: where they tap the target, their attention, and their memory while decoding.
+
+B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions), W
+queries of a block, D hidden size, F features of a position, H heads, E head size, V vocabulary.
+
+A family is a module with `block_size`, `layer_ids` and
+
+- `state`, `absorb`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
+- `inputs`, `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
+  each of the `views` that its layers have of context and block), of `width` queries each that begin `lead` positions
+  before the anchor and are read from slot `first` on;
+- `head_weight`, what turns its states into logits: the target's head or one of its own.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from infer.attention.compile import Program
+from infer.attention.kv_cache import KVCache
+from infer.attention.masks import additive
+from infer.config import DrafterConfig
+from infer.targets.support import head_size, key_heads, norm_eps, rope
+from infer.targets.target import Target
+
+
+def default_mask_token(target: Target) -> int:
+    """An id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the padded
+    vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token, if
+    nothing else ends or begins with it.
+
+    Raises ValueError where there is none.
+    """
+    tokenizer = target.tokenizer
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < target.config.vocab_size:
+        return len(tokenizer)
+    spare = [i for token, i in tokenizer.get_added_vocab().items() if re.search("reserved|unused", token)]
+    if spare:
+        return min(spare)
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad not in {*target.end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}:
+        return pad
+    raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
+
+
+def checked_layers(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
+    """Ids of target layers. Raises ValueError for those that the target does not have."""
+    if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
+        raise ValueError(
+            f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {theirs.num_hidden_layers - 1}"
+        )
+    return tuple(int(layer) for layer in ids)
+
+
+def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
+    """What a drafter's config.json takes over from the target's, and from the options whatever the family."""
+    return {
+        "block_size": options.block_size,
+        "num_target_layers": theirs.num_hidden_layers,
+        "num_hidden_layers": options.layers,
+        "layer_types": ["full_attention"] * options.layers,
+        "hidden_size": theirs.hidden_size,
+        "intermediate_size": theirs.intermediate_size,
+        "num_attention_heads": theirs.num_attention_heads,
+        "num_key_value_heads": key_heads(theirs),
+        "head_dim": head_size(theirs),
+        "rms_norm_eps": norm_eps(theirs),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope(theirs).get("rope_theta", 1e4))},
+        "max_position_embeddings": theirs.max_position_embeddings,
+        "vocab_size": theirs.vocab_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": theirs.bos_token_id,
+        "eos_token_id": theirs.eos_token_id,
+    }
+
+
+@torch.no_grad()
+def works_like(theirs: nn.Module, target: Target, drafter: "Drafter", ours: Callable) -> bool:
+    """Whether a layer of the target's does what `ours(states, rotary, attend)` does that took over its weights. Shapes
+    do not tell: norms that multiply by one more than their weight, other activations, residuals that are scaled, and
+    rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's angles."""
+    if (rope(target.config).get("partial_rotary_factor") or 1) != 1:
+        return False
+    weight, positions = next(theirs.parameters()), torch.arange(4)[None]
+    states = 0.01 * torch.randn(1, 4, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = additive(torch.ones(4, 4, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
+    angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
+    try:
+        found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # a layer that is called in a way of its own
+        return False
+    found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    expected = ours(states, drafter.angles(positions), attend)
+    return bool((found - expected).norm() < 0.05 * (expected - states).norm())  # more than bfloat16's rounding
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin signed."""
+    low, high = states.chunk(2, dim=-1)
+    return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
+
+
+class Attention(nn.Module):
+    """The projections of a layer whose input has `inputs` features (D of DFlash, 2 D of DART)."""
+
+    def __init__(self, config: Qwen3Config, inputs: int, norms: bool = True) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(inputs, width, bias=False)
+        self.k_proj = nn.Linear(inputs, kv_width, bias=False)
+        self.v_proj = nn.Linear(inputs, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else nn.Identity()
+
+    def heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
+
+    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E)."""
+        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
+        return rotate(keys, cos, sin), self.heads(self.v_proj(states)).transpose(1, 2)
+
+    def queries(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), cos, sin)
+
+
+@dataclass
+class DraftState:
+    """What a drafter remembers of the texts it drafts for: keys and values of their context. Rows come and go as in the
+    cache."""
+
+    cache: KVCache
+    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
+
+    @contextmanager
+    def add(self, count: int) -> Iterator["DraftState"]:
+        """`count` more rows, as a state of their own over the same memory, to be filled."""
+        with self.cache.add(count) as cache:
+            yield replace(self, cache=cache)
+
+    def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (rows, width, E) of the positions behind every row's committed ones."""
+        positions = self.cache.positions(rows, width)
+        cos, sin = (table[0, positions] for table in self.angles)
+        return cos, sin
+
+    def keep(self, order: list[int]) -> None:
+        """Row i becomes what row order[i] was."""
+        self.cache.keep(order)
+
+
+class Drafter(nn.Module):
+    """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
+
+    views: list[tuple[bool, int | None]]  # the kinds of attention there are: causal in the block?, sliding window
+
+    def __init__(self, config: Qwen3Config, layer_ids: list[int]) -> None:
+        super().__init__()
+        self.config = config
+        self.block_size: int = config.block_size
+        self.layer_ids: tuple[int, ...] = tuple(layer_ids)
+        self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
+        self._program: tuple[Target, Program] | None = None  # compiled for a target
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        self.register_buffer("d2t", None)
+
+    def add_ends(self, embedding: bool, head: bool) -> None:
+        """An embedding and a head of the drafter's own; what it has not, the target gives. A head of fewer rows than
+        there are tokens (`draft_vocab_size`) knows by `d2t`, (rows,) int64, that row r is token r + d2t[r]."""
+        config, vocabulary = self.config, self.config.vocab_size
+        if embedding:
+            self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size)
+        if head:
+            rows = getattr(config, "draft_vocab_size", None) or vocabulary
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+            if rows != vocabulary:
+                self.d2t = torch.zeros(rows, dtype=torch.long)
+
+    def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (...,) to embeddings (..., D) in the drafter's dtype."""
+        embedded = target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embedded.to(self.norm.weight.dtype)
+
+    def head_weight(self, target: Target) -> torch.Tensor:
+        """(V, D): the drafter's own, or the target's."""
+        return target.head_weight if self.lm_head is None else self.lm_head.weight
+
+    def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
+        """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the drafter's own
+        head has no row for are at minus infinity."""
+        logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
+        known = logits.float().log_softmax(dim=-1)
+        if self.d2t is None:
+            return known
+        tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        everything = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everything.index_copy_(-1, tokens, known)
+
+    def check_target(self, target: Target) -> None:
+        """Raises ValueError, naming all that differs, where the drafter was made for another target."""
+        ours, theirs = self.config, target.config
+        pairs = {"hidden_size": (ours.hidden_size, theirs.hidden_size)}
+        pairs["num_target_layers"] = getattr(ours, "num_target_layers", None), theirs.num_hidden_layers
+        if self.embed_tokens is not None or self.lm_head is not None:
+            pairs["vocab_size"] = ours.vocab_size, len(target.head_weight)
+        faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
+        if max(self.layer_ids) >= theirs.num_hidden_layers:
+            faults.append(f"target_layer_ids {list(self.layer_ids)}, the target has {theirs.num_hidden_layers} layers")
+        mask = getattr(self, "mask_token_id", 0)
+        if mask >= len(target.head_weight):
+            faults.append(f"mask_token_id {mask}, the target has {len(target.head_weight)} tokens")
+        if faults:
+            raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
+            else:
+                nn.init.ones_(parameter)
+
+    def start(self, target: Target, generator: torch.Generator, warm: bool) -> None:
+        """Fresh weights, or the target's own layers, if that is wanted and possible."""
+        self.reset(generator)
+        if warm:
+            self.warm_start(target)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
+        cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+    def cache(self, rows: int, capacity: int, static: bool) -> KVCache:
+        """An empty cache for the context of up to `rows` texts of up to `capacity` positions, and a block."""
+        config, weight = self.config, self.norm.weight
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        capacity += self.block_size
+        return KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
+
+    def program(self, target: Target, static: bool) -> Callable[..., tuple[torch.Tensor]]:
+        """The pass over a block, from bonus tokens to marginals, for one target: as it is, or compiled."""
+        run = partial(self._draft_pass, target)
+        if not static:
+            return run
+        if self._program is None or self._program[0] is not target:
+            self._program = target, Program(run, self.norm.weight.device)
+        return self._program[1]

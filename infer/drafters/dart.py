@@ -1,0 +1,314 @@
+"""The DART drafter: one decoder layer over the target's hidden states and the tokens that follow them.
+
+B rows, C new context positions, T context length, N anchors, L drafted positions, W queries of a block, D hidden size,
+F features of a position (3 D), H heads, E head size, V vocabulary.
+
+DART section 3.2: the item at position i is the pair of what the target felt there, g_i = fc(features_i), and the token
+after it, e_{i+1}; behind the last item, whose token is the bonus token, stand copies of one learned mask vector. All is
+causal, and logits are shifted: an item says which token follows its own one, so that the last item drafts the first
+position and W - 1 = L - 1 masks the others. Unshifted (table 3's ablation), L masks say which token stands in their
+place. The head is the drafter's own and starts as the target's. Items before the last see only items before them:
+their keys and values are what decoding keeps.
+
+Tensor names and the order of features and embeddings are those of the authors' published checkpoints.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from infer.attention.compile import padded
+from infer.attention.kv_cache import Window
+from infer.attention.masks import cached, masked_attention
+from infer.config import DrafterConfig
+from infer.drafters.base import Attention, Drafter, DraftState, checked_layers, rotate, sizes, works_like
+from infer.targets.target import Target
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def default_layer_ids(target_layers: int) -> list[int]:
+    """DART appendix B.2: the outputs of layers 1, N / 2 - 1 and N - 4, counted from 0 as in the authors' code."""
+    return [1, target_layers // 2 - 1, target_layers - 4]
+
+
+def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
+    """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
+    return checked_layers(options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers), theirs)
+
+
+def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
+    """The target's layer that the drafter's can start as: the one behind the last tapped one."""
+    first = min(layer_ids[-1] + 1, target_layers - 1)
+    return range(first, first + 1)
+
+
+def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
+    """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
+    options.check()
+    norms = hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
+    dart = {"target_layer_ids": list(tapped_layers(options, target.config)), "shifted": options.shifted}
+    return Qwen3Config(
+        architectures=["DARTDraftModel"], dart_config=dart | {"qk_norm": norms}, **sizes(options, target.config)
+    )
+
+
+class Layer(nn.Module):
+    """The decoder layer; its projections take an embedding and features side by side, (..., 2 D)."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # of the embedding
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # of the features
+        self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))  # never normalised
+        self.self_attn = Attention(config, 2 * config.hidden_size, config.dart_config["qk_norm"])
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config)
+
+    def items(self, projected: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """g (..., D) and the embeddings of the following tokens (..., D) to the inputs of attention (..., 2 D)."""
+        return torch.cat([self.input_layernorm(following), self.hidden_norm(projected)], dim=-1)
+
+    def finish(self, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """What attention found (B, H, Q, E) onto the residuals (B, Q, D), and the feed-forward half of the layer."""
+        states = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+    def alone(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
+        """The layer over features (B, Q, D) without embeddings: what a layer of the target's computes."""
+        items = self.items(states, torch.zeros_like(states))
+        return self.finish(
+            states, attend(self.self_attn.queries(items, *rotary), *self.self_attn.keys_values(items, *rotary))
+        )
+
+
+@dataclass
+class DARTState(DraftState):
+    """Keys and values of all items but the last of every row: whose token comes next is not known before it is
+    committed, so the last position's features wait."""
+
+    pending: torch.Tensor  # (rows, F) features of every row's last position
+    fresh: bool = False  # rows that have no last position yet
+
+    @contextmanager
+    def add(self, count: int) -> Iterator["DARTState"]:
+        """`count` more rows, as a state of their own over the same memory, to be filled."""
+        first = len(self.cache.lengths)
+        with self.cache.add(count) as cache:
+            yield replace(self, cache=cache, pending=self.pending[first : first + count], fresh=True)
+
+    def keep(self, order: list[int]) -> None:
+        """Row i becomes what row order[i] was."""
+        self.cache.keep(order)
+        self.pending[: len(order)] = self.pending[order]
+
+
+class DART(Drafter):
+    """The drafter. Parameters carry the names of the published checkpoints."""
+
+    lead = 1  # a block begins with the last item, one position before the bonus token
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config, config.dart_config["target_layer_ids"])
+        shifted = config.dart_config["shifted"]
+        self.first = 0 if shifted else 1  # the slot that drafts the first position
+        self.width = self.block_size - 1 + self.first  # W
+        self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.add_ends(embedding=False, head=True)
+        self.views = [(True, None)]
+
+    def last_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
+        return self.norm(self.norm(states) if self.config.dart_config.get("norm_twice") else states)
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Fresh weights; the mask vector is random too (DART appendix B.2)."""
+        super().reset(generator)
+        nn.init.normal_(self.midlayer.mask_rep, std=self.config.initializer_range, generator=generator)
+
+    @torch.no_grad()
+    def start(self, target: Target, generator: torch.Generator, warm: bool) -> None:
+        """Fresh weights, but the target's own head; the target's own layer, if that is wanted and possible, and masks
+        to go with it, if the target is there to be run."""
+        self.reset(generator)
+        self.lm_head.weight.copy_(target.head_weight)
+        if warm and self.warm_start(target) and not any(weight.is_meta for weight in target.body.parameters()):
+            self._begin_masks(target, generator)
+
+    @torch.no_grad()
+    def warm_start(self, target: Target) -> bool:
+        """Starts from the target's last norm and the layer behind the last tapped one, which reads that layer's
+        features and no embeddings yet, where it works like ours; returns whether it does."""
+        which = warm_layers(self.layer_ids, 1, len(target.body.layers))
+        theirs = target.body.layers[which[0]].state_dict()
+        size = self.config.hidden_size
+        hidden_norm = theirs.pop("input_layernorm.weight", None)
+        for name in theirs:
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                theirs[name] = torch.cat([torch.zeros_like(theirs[name]), theirs[name]], dim=1)
+        layer = self.midlayer
+        own = {"input_layernorm.weight", "hidden_norm.weight", "mask_rep"}
+        ours = {k: v.shape for k, v in layer.state_dict().items() if k not in own}
+        if ours != {k: v.shape for k, v in theirs.items()}:
+            return False
+        theirs["hidden_norm.weight"] = hidden_norm
+        trial = deepcopy(layer)
+        trial.load_state_dict(theirs, strict=False)
+        if not works_like(target.body.layers[which[0]], target, self, trial.alone):
+            return False
+        layer.load_state_dict(theirs, strict=False)
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:] = torch.eye(size)
+        self.norm.weight.copy_(target.body.norm.weight)
+        return True
+
+    def _begin_masks(self, target: Target, generator: torch.Generator) -> None:
+        """The mask becomes the average item of a random text: a random one drowns what attention adds to it
+        (LOG.md)."""
+        ids = torch.randint(target.config.vocab_size, (1, 128), generator=generator).to(target.device)
+        features = target.packed_features(ids, torch.arange(128)[None].to(ids), torch.zeros_like(ids), self.layer_ids)
+        projected = self.fc(features.context[0].to(self.fc.weight))  # (128, D)
+        items = self.midlayer.items(projected, target.embed(ids[0]).to(projected))
+        self.midlayer.mask_rep.copy_(torch.cat([projected.mean(0), items[:, projected.shape[1] :].mean(0)]))
+
+    def inputs(self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor):
+        """What `forward` takes of packed rows, ids (B, T), beside features and mask: the tokens after every position,
+        embedded, (B, T, D), and where the last items of the blocks stand, one before their anchors (B, N). The token
+        after a document's end is another's; no block sees that item."""
+        following = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
+        return following, (anchors - 1).clamp(min=0)  # an unused slot may hold any position
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        following: torch.Tensor,
+        last: torch.Tensor,
+        mask: "torch.Tensor | BlockMask",
+    ) -> torch.Tensor:
+        """Training: all blocks of packed rows at once (DART section 3.3, prefix-shared).
+
+        features (B, T, F), positions (B, T) and following (B, T, D) of the context's items; last (B, N): the items that
+        begin the blocks; mask: `train.blocks.block_mask`, from queries of the blocks to keys [context | blocks].
+        Returns hidden states before the head, (B, N*W, D).
+        """
+        steps = torch.arange(self.width, device=last.device)
+        block_positions = (positions.gather(1, last)[..., None] + steps).flatten(1)  # (B, N*W)
+        rotary, context_rotary = self.angles(block_positions), self.angles(positions)
+        layer, attention = self.midlayer, self.midlayer.self_attn
+
+        def blocks(of_items: torch.Tensor, of_mask: torch.Tensor) -> torch.Tensor:
+            """What stands in the blocks, (B, N*W, C), from what belongs to their first items, (B, N, C), and to a mask,
+            (C,): all masks are alike, so that they are projected once."""
+            masked = of_mask.expand(*of_items.shape[:2], self.width - 1, -1)
+            return torch.cat([of_items[:, :, None], masked], dim=2).flatten(1, 2)
+
+        def through(projected: torch.Tensor) -> torch.Tensor:
+            items = layer.items(projected, following)  # (B, T, 2 D)
+            keys, values = attention.keys_values(items, *context_rotary)
+            begin = items.gather(1, last[..., None].expand(-1, -1, items.shape[-1]))  # (B, N, 2 D)
+            q, k, v = (
+                attention.heads(blocks(project(begin), project(layer.mask_rep)))  # (B, N*W, H, E)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            queries = rotate(attention.q_norm(q).transpose(1, 2), *rotary)
+            keys = torch.cat([keys, rotate(attention.k_norm(k).transpose(1, 2), *rotary)], dim=2)
+            values = torch.cat([values, v.transpose(1, 2)], dim=2)
+            residual = projected.gather(1, last[..., None].expand(-1, -1, projected.shape[-1]))  # (B, N, D)
+            residual = blocks(residual, layer.mask_rep[: projected.shape[-1]])
+            return layer.finish(residual, masked_attention(queries, keys, values, mask))
+
+        projected = self.fc(features)  # (B, T, D)
+        states = checkpoint(through, projected, use_reentrant=False) if self.recompute else through(projected)
+        return self.last_norm(states)
+
+    def state(self, rows: int, capacity: int, static: bool = False) -> DARTState:
+        """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
+        if it is `static`."""
+        weight, cache = self.norm.weight, self.cache(rows, capacity, static)
+        pending = torch.zeros(rows, self.fc.in_features, dtype=weight.dtype, device=weight.device)
+        return DARTState(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]), pending)
+
+    @torch.no_grad()
+    def absorb(
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int],
+        state: DARTState,
+        on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Takes in the features (B, C, F) of newly committed positions and their tokens (B, C); `counts[b]` of them are
+        real, the rest padding; `on_device` (B,) says the same where it is there already. Each token completes the item
+        before it; the last position's features wait for theirs."""
+        cache = state.cache
+        rows = len(features)
+        real = torch.tensor(counts, device=features.device) if on_device is None else on_device
+        ends = features[torch.arange(rows, device=real.device), (real - 1).clamp(min=0)]  # (B, F)
+        if state.fresh:
+            features, tokens, counts = features[:, :-1], tokens[:, 1:], [count - 1 for count in counts]
+            on_device = real - 1
+        else:
+            ends = torch.where(real[:, None] > 0, ends, state.pending[:rows])
+            features = torch.cat([state.pending[:rows, None], features[:, :-1]], dim=1)
+        state.pending[:rows] = ends
+        state.fresh = False
+        if features.shape[1]:
+            width = features.shape[1]
+            following = target.embed(tokens).to(self.norm.weight.dtype)
+            items = self.midlayer.items(self.fc(features), following)  # (B, C, 2 D)
+            keys, values = self.midlayer.self_attn.keys_values(items, *state.rotary(rows, width))
+            slots = cache.window(width).slots[:rows].flatten()
+            both = torch.stack([keys, values]).transpose(2, 3).flatten(3).flatten(1, 2)  # (2, B * C, H * E)
+            cache.buffer.index_copy_(1, slots, both)
+        cache.advance(counts, on_device)
+
+    @torch.no_grad()
+    def draft(self, target: Target, bonus: torch.Tensor, state: DARTState) -> torch.Tensor:
+        """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
+        and float32, (B, L, V). The block's own K/V are never kept."""
+        cache = state.cache
+        window = cache.window(self.width)
+        rows = len(window.slots)
+        run = self.program(target, cache.static)
+        (marginals,) = run(state.pending[:rows], padded(bonus, rows), cache.ends[:rows], state.angles, window)
+        return marginals[: len(bonus)]
+
+    def _draft_pass(
+        self,
+        target: Target,
+        pending: torch.Tensor,
+        bonus: torch.Tensor,
+        ends: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        window: Window,
+    ) -> tuple[torch.Tensor]:
+        """All of `draft` that is computed: features (B, F) of the last positions, which are `ends` (B,), and the bonus
+        tokens (B,) behind them to marginals (B, L, V)."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        steps = torch.arange(self.width, device=ends.device)
+        mask = cached(ends, (steps <= steps[:, None]).expand(len(ends), -1, -1), window.extent)
+        rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, W, E) each
+        following = target.embed(bonus)[:, None].to(pending.dtype)  # (B, 1, D)
+        projected = self.fc(pending[:, None])  # (B, 1, D)
+        masks = layer.mask_rep.expand(len(ends), self.width - 1, -1)  # (B, W - 1, 2 D)
+        inputs = torch.cat([layer.items(projected, following), masks], dim=1)
+        queries = attention.queries(inputs, *rotary)
+        keys, values = window.update(*attention.keys_values(inputs, *rotary), 0)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
+        states = layer.finish(residual, mixed)
+        return (self.marginals(target, self.last_norm(states[:, self.first :])),)

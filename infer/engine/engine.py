@@ -1,0 +1,390 @@
+"""The round loop: draft, build, verify, walk, commit. One loop for every method.
+
+A chain is a tree of width one and plain decoding is a tree with a root alone, so that baselines and methods are
+measured by the same code. DDTree section 4.1 lists the steps.
+
+B rows, M tree nodes, L drafted positions, W = max depth + 1, D hidden size, V vocabulary.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from infer.attention.kv_cache import KVCache
+from infer.config import MASKED_METHODS, DecodeOptions, EngineConfig, TextOptions
+from infer.drafters.base import Drafter, DraftState
+from infer.engine.budget import BudgetRule, calibrate
+from infer.engine.rejection import decide, draw
+from infer.engine.sampling import adjust, choose, round_noise, seen_at_nodes, seen_tokens, steer
+from infer.engine.sequence import STAGES, Processor, Text, TokenLogprob, check_prompt, check_text, end_cancelled
+from infer.engine.verify import Accepted, walk
+from infer.masked.engine import MaskedEngine
+from infer.masked.model import AnyTarget, MaskedModel
+from infer.ngrams.model import NGram, open_ngram
+from infer.targets.target import Target, pad_ids
+from infer.trees import DraftTree, chain, continuity, ddtree, guided_ddtree, root_only, static_depth
+from infer.trees.fixed import StaticDraft, static_nodes
+
+PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
+
+
+class Engine:
+    """Writes texts side by side: every row with its own length, tree, acceptance and end; a row that ends makes room
+    for the next waiting text.
+
+    `capacity` is the number of positions a row may take, prompt and answer. A text does not depend on what is
+    written beside it (float32; lower precisions round differently in other batch shapes). The drafter may be None for
+    method "plain". Compiled, the first round of every new shape takes its time. `clock` times the stages; on CUDA pass
+    one that synchronises. Raises ValueError where options do not fit the drafter or the target.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        options: EngineConfig,
+        capacity: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        EngineConfig.check(options)
+        if options.method in MASKED_METHODS:
+            raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
+        self.target, self.drafter, self.options, self.clock = target, drafter, options, clock
+        self.static = target.device.type == "cuda" if options.compile is None else options.compile
+        method, self.drafts = options.method, options.method != "plain"
+        if self.drafts and drafter is None:
+            raise ValueError(f"method={method} needs a drafter: load one with load_drafter, or use method=plain")
+        self.rule: BudgetRule | None = None
+        self.ngram: NGram | None = open_ngram(options.continuity, target) if options.continuity else None
+        self.length, self.nodes, self.layers = 0, 0, ()
+        if self.drafts:
+            self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L
+            self.rule = calibrate(target, drafter, clock, self.static) if options.budget == "auto" else None
+            self.nodes = self.rule.largest if self.rule else options.budget
+        if method == "chain":
+            self.nodes = min(self.nodes, self.length)
+        if method == "static":
+            self.depth = static_depth(options.width, self.nodes, self.length)
+            self.nodes = static_nodes(options.width, self.depth)
+        self.rows, self.capacity = options.rows, capacity
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all texts. The caches are made anew: after an error nobody knows what they hold."""
+        self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
+        self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.drafts else None
+        self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
+        self.fresh: tuple | None = None  # features that the drafter has not taken in yet
+        self.waiting: deque[Text] = deque()
+        self.writing: list[Text] = []  # in the order of the rows
+        self._began: dict[Text, tuple[float, dict[str, float]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.writing)
+
+    def check_text(self, options: TextOptions) -> None:
+        """Raises ValueError for options of a text that cannot be followed."""
+        check_text(options, self.target)
+
+    def submit(self, prompt: list[int], options: TextOptions, processors: Sequence[Processor] = ()) -> Text:
+        """Queues a text. Raises ValueError for options or lengths that make no sense."""
+        self.check_text(options)
+        check_prompt(prompt, options, self.capacity)
+        if processors and self.options.method == "static" and options.temperature > 0:
+            raise ValueError("logits processors: a sampled static tree needs whole distributions; use another method")
+        text = Text(prompt, options, processors)
+        self.waiting.append(text)
+        return text
+
+    @torch.inference_mode()
+    def step(self) -> list[Text]:
+        """Lets waiting texts in, runs one round for all rows, and returns the texts that grew or ended."""
+        changed = end_cancelled(self.waiting, self.writing)
+        self._release()
+        while free := min(self.rows - len(self.writing), len(self.waiting)):
+            changed += self._admit([self.waiting.popleft() for _ in range(free)])
+            self._release()
+        if self.writing:
+            changed += [text for text in self.writing if text not in changed]
+            self._round()
+            self._release()
+        return changed
+
+    def _admit(self, texts: list[Text]) -> list[Text]:
+        """Prefill: the prompts' features feed the first draft, their last positions yield the first bonus tokens."""
+        mark = self.clock()
+        for text in texts:
+            self._began[text] = mark, dict(self.seconds)
+        self._absorb()
+        prompts = [text.prompt for text in texts]
+        with (
+            self.cache.add(len(texts)) as cache,
+            nullcontext() if self.state is None else self.state.add(len(texts)) as state,
+        ):
+            last = self._prefill(prompts, cache, state)
+        logits = self.target.head(last)  # (B, 1, V)
+        start = torch.tensor([len(prompt) - 1 for prompt in prompts], device=logits.device)
+        tree = root_only(torch.tensor([prompt[-1] for prompt in prompts], device=logits.device))
+        noise = round_noise([text.options for text in texts], start, 1, logits.shape[-1])
+        chosen = self._choose(tree, tree.ancestors(), logits, texts, noise, self._seen(texts))  # (B, 1)
+        self._log_probabilities(logits, chosen, [1] * len(texts), texts)
+        self.writing += texts
+        self.bonus = torch.cat([self.bonus, chosen[:, 0]])
+        for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
+            text.take([token], self.target)
+        self.seconds["prefill"] += self.clock() - mark
+        return texts
+
+    def _prefill(self, prompts: list[list[int]], cache: KVCache, state: DraftState | None) -> torch.Tensor:
+        """Runs the prompts through target and drafter; returns the final hidden state of each one's last token,
+        (B, 1, D)."""
+        last = [None] * len(prompts)
+        for first in range(0, max(map(len, prompts)), PREFILL_CHUNK):
+            parts = [prompt[first : first + PREFILL_CHUNK] for prompt in prompts]
+            features = self.target.extend(parts, cache, self.layers)
+            if state is not None:
+                tokens = pad_ids(parts, features.context.device)
+                self.drafter.absorb(self.target, features.context, tokens, [len(part) for part in parts], state)
+            for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
+                if part and first + len(part) == len(prompt):
+                    last[row] = features.last[row, len(part) - 1]
+        return torch.stack(last)[:, None]
+
+    def _absorb(self) -> None:
+        """Gives the drafter the features of the last round's committed nodes."""
+        if self.fresh is not None:
+            features, tokens, counts, on_device = self.fresh
+            self.drafter.absorb(self.target, features, tokens, counts, self.state, on_device)
+            self.fresh = None
+
+    def _round(self) -> None:
+        """One round of all rows; their texts are up to date afterwards, finished rows still in place."""
+        mark = self.clock()
+
+        def lap(stage: str) -> None:
+            nonlocal mark
+            now = self.clock()
+            self.seconds[stage] += now - mark
+            mark = now
+
+        target, texts = self.target, self.writing
+        options = [text.options for text in texts]
+        vocabulary = target.head_weight.shape[0]
+        start = self.cache.ends[: len(texts)]  # (B,) positions of the roots
+        noise = round_noise(options, start, self.length + 1, vocabulary)
+        seen = self._seen(texts)
+        drawn: StaticDraft | None = None  # a static tree of a sampled text
+        if not self.drafts:
+            tree = root_only(self.bonus)
+        else:
+            self._absorb()
+            marginals = self.drafter.draft(target, self.bonus, self.state)  # (B, L, V)
+            before = None if seen is None else seen[:, None]
+            if self.options.method == "static":
+                lap("draft")
+                conditional = getattr(self.drafter, "conditional", None)
+                drawn = draw(self.bonus, marginals, options, start, before, self.options.width, self.depth, conditional)
+                tree = drawn.tree
+            else:
+                marginals = steer(marginals, options, noise, before)
+                lap("draft")
+                tree = self._build(marginals)
+        ancestors = tree.ancestors()  # (B, M, M)
+        lap("build")
+
+        features = target.verify(tree, ancestors, self.cache, self.layers)
+        logits = target.head(features.last)  # (B, M, V)
+        if drawn is not None and drawn.q is not None:
+            within = None if seen is None else seen_at_nodes(seen, tree, ancestors)
+            accepted, chosen = decide(drawn, logits, options, start, noise, within)
+        else:
+            chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
+            accepted = walk(tree, chosen, ancestors)
+        lap("verify")
+
+        lengths = self._commit(tree, accepted, logits, chosen)
+        self.bonus = accepted.bonus
+        if self.drafts:
+            path = accepted.path[:, : max(lengths)]
+            context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
+            self.fresh = context, tree.tokens.gather(1, path), lengths, accepted.lengths
+        lap("commit")
+
+    def _build(self, marginals: torch.Tensor) -> DraftTree:
+        """The round's trees from (B, L, V)."""
+        method, ngram = self.options.method, self.ngram
+        if ngram is None:
+            tree = (chain if method == "chain" else ddtree)(self.bonus, marginals, self.nodes)
+        else:
+            ends = [(text.prompt[-ngram.order :] + text.ids[-ngram.order :])[-ngram.order :] for text in self.writing]
+            if method == "continuity":
+                tree = continuity(self.bonus, marginals, self.nodes, ngram, ends)
+            else:
+                weight = self.options.continuity_weight
+                tree = guided_ddtree(self.bonus, marginals, self.nodes, ngram, ends, weight)
+        return tree if self.rule is None else tree.first(self.rule.nodes(tree))
+
+    def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
+        """Cache and texts take the accepted paths. One copy to the host, the only one of a greedy round."""
+        drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
+        host = torch.cat([accepted.lengths[:, None], accepted.bonus[:, None], drafted], 1).tolist()
+        lengths = [row[0] for row in host]
+        path = accepted.path[:, : max(lengths)]
+        self.cache.commit(path, lengths, accepted.lengths)
+        if any(text.options.logprobs is not None for text in self.writing):
+            along = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
+            self._log_probabilities(along, chosen.gather(1, path), lengths, self.writing)
+        for text, (length, bonus, _, *tokens) in zip(self.writing, host, strict=True):
+            text.take([*tokens[: length - 1], bonus], self.target)
+            text.drafted.append(tree.budget)
+            text.stats.rounds += 1
+        self._trace(tree, accepted, lengths)
+        return lengths
+
+    def _trace(self, tree: DraftTree, accepted: Accepted, lengths: list[int]) -> None:
+        """Notes the likeliest path that the target did not take: from the last accepted node on, each one's first child
+        (siblings are sorted by probability)."""
+        for row, text in enumerate(self.writing):
+            if text.options.trace:
+                tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+                node, rejected = int(accepted.path[row, lengths[row] - 1]), []
+                while node in parents[node + 1 :]:
+                    node = parents.index(node, node + 1)
+                    rejected.append(tokens[node])
+                text.rejected.append(rejected)
+
+    def _release(self) -> None:
+        """Takes finished texts out; the last rows move into the holes."""
+        finished = [i for i, text in enumerate(self.writing) if text.finish is not None]
+        if not finished:
+            return
+        self._absorb()
+        now = self.clock()
+        for i in finished:
+            text = self.writing[i]
+            began, before = self._began.pop(text)
+            stats = text.stats
+            stats.tokens, stats.seconds = len(text.ids), now - began
+            stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
+            stats.histogram = [0] * (self.length + 1)
+            for commit in text.commits[1:]:
+                stats.histogram[commit - 1] += 1
+        alive = [i for i in range(len(self.writing)) if i not in finished]
+        order = alive[:]
+        for hole in [i for i in finished if i < len(alive)]:
+            order.insert(hole, order.pop())
+        self.writing = [self.writing[i] for i in order]
+        self.cache.keep(order)
+        if self.state is not None:
+            self.state.keep(order)
+        self.bonus = self.bonus[torch.tensor(order, dtype=torch.long, device=self.bonus.device)]
+
+    def _seen(self, texts: list[Text]) -> torch.Tensor | None:
+        """The committed tokens of every row, (B, V), where a penalty asks for them."""
+        if all(text.options.repetition_penalty == 1 for text in texts):
+            return None
+        everything = [text.prompt + text.ids for text in texts]
+        return seen_tokens(everything, self.target.head_weight.shape[0], self.target.device)
+
+    def _choose(
+        self,
+        tree: DraftTree,
+        ancestors: torch.Tensor,
+        logits: torch.Tensor,
+        texts: list[Text],
+        noise: torch.Tensor | None,
+        seen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The target's token after every node, (B, M)."""
+        options = [text.options for text in texts]
+        if seen is not None:
+            seen = seen_at_nodes(seen, tree, ancestors)
+        chosen = choose(logits, tree.depths, options, noise, seen)
+        for row, text in enumerate(texts):
+            if text.processors:
+                chosen[row] = self._choose_processed(tree, row, text, logits, noise, seen)
+        return chosen
+
+    def _choose_processed(self, tree, row, text, logits, noise, seen) -> torch.Tensor:
+        """The same for one row whose logits go through processors, (M,). They see a node's true prefix, one at a time,
+        and therefore only the nodes on the path that the target takes; -1, which no child carries, elsewhere."""
+        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+        chosen = torch.full_like(tree.tokens[row], -1)
+        ids, node, depth = text.prompt + text.ids, 0, 0
+        while node is not None:
+            scores = logits[row, node][None].float()
+            for processor in text.processors:
+                scores = processor(torch.tensor([ids], device=scores.device), scores)
+            prefix = None if seen is None else seen[row, node][None, None]
+            scores = adjust(scores[None], [text.options], prefix)[0, 0]  # (V,)
+            token = int((scores if noise is None else scores + noise[row, depth]).argmax())
+            chosen[node] = token
+            children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
+            ids, node, depth = [*ids, token], next(children, None), depth + 1
+        return chosen
+
+    def _log_probabilities(
+        self, logits: torch.Tensor, chosen: torch.Tensor, lengths: list[int], texts: list[Text]
+    ) -> None:
+        """Notes the target's own log-probabilities of the committed tokens `chosen` (B, W) from logits (B, W, V)."""
+        if all(text.options.logprobs is None for text in texts):
+            return
+        log_probs = logits.float().log_softmax(-1)
+        of_chosen = log_probs.gather(2, chosen[..., None])[..., 0].tolist()
+        most = max(text.options.logprobs or 0 for text in texts)
+        top, ids = (side.tolist() for side in log_probs.topk(most, dim=-1))
+        for row, text in enumerate(texts):
+            if text.options.logprobs is None:
+                continue
+            for i in range(lengths[row]):
+                ranked = zip(ids[row][i], top[row][i], strict=True)
+                text.logprobs.append(TokenLogprob(of_chosen[row][i], list(ranked)[: text.options.logprobs]))
+
+
+AnyEngine = Engine | MaskedEngine
+
+
+def open_engine(
+    target: AnyTarget,
+    drafter: Drafter | None,
+    options: EngineConfig,
+    capacity: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> AnyEngine:
+    """The engine that decodes this kind of model. Raises ValueError where options or drafter do not fit it."""
+    if not isinstance(target, MaskedModel):
+        return Engine(target, drafter, options, capacity, clock)
+    if drafter is not None:
+        raise ValueError(f"{target.name} is a masked diffusion model and drafts for itself: give None as its drafter")
+    return MaskedEngine(target, options, capacity, clock)
+
+
+def decode(
+    target: AnyTarget,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    options: DecodeOptions,
+    clock: Callable[[], float] = time.perf_counter,
+    seeds: list[int] | None = None,
+    processors: Sequence[Processor] = (),
+) -> list[Text]:
+    """Decodes prompts (token ids, none empty), `options.rows` at a time, and returns them in their order. `seeds` gives
+    every text a sampling seed of its own instead of options.seed."""
+    options.check()
+    if not prompts:
+        return []
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    engine = open_engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
+    texts = [
+        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
+        for i, prompt in enumerate(prompts)
+    ]
+    while engine.busy:
+        engine.step()
+    return texts

@@ -1,0 +1,151 @@
+"""Recursive rejection sampling: the walk through a tree whose children were drawn from an explicit distribution.
+
+Sources. The tree and the idea of trying sibling after sibling: "Tree-Based Speculative Decoding" for NanoGPT; but its
+rule, every node accepted on its own with min(1, p / q) and the longest accepted path kept, does not give the target's
+distribution, whether children are the likeliest tokens or drawn. Going from sibling to sibling with the residual of
+the target's distribution: SpecInfer's multi-step speculative sampling (Miao et al. 2024), there for independent
+draws. The same for draws without replacement, the proposal being renormalised over the tokens not yet tried:
+Recursive Speculative Decoding (Jeon et al. 2024) and Sequoia (Chen et al. 2024).
+
+B rows, M nodes with the root, W width, D depth of the tree, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from infer.config import TextOptions
+from infer.engine.sampling import adjust, gumbel_noise
+from infer.engine.verify import Accepted
+from infer.trees.fixed import Conditional, StaticDraft, by_position, static
+
+_DRAFT, _ACCEPT = 0x6A09E667F3BCC909, 0x3C6EF372FE94F82B  # seed masks: fractions of the roots of 2 and 5
+
+
+def draft_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Gumbel noise (B, D, V) float32 to draw children with, for seeds (B,) and positions (B, D), both int64.
+
+    A function of seed, position and token like `gumbel_noise`, in a stream of its own: were it the noise that the
+    target draws with, what is drawn after a rejection would not be independent of what was rejected.
+    """
+    return gumbel_noise(seed ^ _DRAFT, positions, vocabulary)
+
+
+def acceptance_uniforms(seed: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Uniforms (B, D, W) float64 in (0, 1) that decide about the W children at positions (B, D), for seeds (B,), both
+    int64: a third stream, the Gumbel distribution function of its noise."""
+    return (-(-gumbel_noise(seed ^ _ACCEPT, positions, width).double()).exp()).exp()
+
+
+def draw(
+    bonus: torch.Tensor,
+    marginals: torch.Tensor,
+    texts: Sequence[TextOptions],
+    start: torch.Tensor,
+    seen: torch.Tensor | None,
+    width: int,
+    depth: int,
+    conditional: Conditional | None = None,
+) -> StaticDraft:
+    """A round's static trees behind the bonus tokens (B,) at positions start (B,): children of sampled texts are drawn
+    from the drafter's marginals (B, L, V) under the text's own temperature and filters, or from its `conditional`, if
+    it knows one; those of greedy texts are the likeliest. `seen` (B, 1, V) is the repetition penalty's."""
+    if conditional is None:
+        conditional = by_position(adjust(marginals, texts, seen).log_softmax(-1))
+    noise = None
+    if any(text.temperature > 0 for text in texts):
+        positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
+        noise = draft_noise(_seeds(texts, start.device), positions, marginals.shape[-1])
+        noise.masked_fill_(_greedy(texts, start.device), 0.0)
+    return static(bonus, conditional, width, depth, noise)
+
+
+def decide(
+    draft: StaticDraft,
+    logits: torch.Tensor,
+    texts: Sequence[TextOptions],
+    start: torch.Tensor,
+    noise: torch.Tensor,
+    seen: torch.Tensor | None,
+) -> tuple[Accepted, torch.Tensor]:
+    """What a round of drawn trees commits, given the target's logits (B, M, V), the round's noise (B, > depth, V) and
+    the tokens of every node's prefix (B, M, V), needed for a penalty only; and the committed token behind every node
+    of the path, (B, M), 0 elsewhere."""
+    tree, depth = draft.tree, draft.tree.max_depth
+    log_p = adjust(logits, texts, seen)
+    certain = torch.full_like(log_p, -torch.inf).scatter_(2, log_p.argmax(-1, keepdim=True), 0.0)
+    log_p = torch.where(_greedy(texts, logits.device), certain, log_p).log_softmax(-1)
+    positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
+    uniforms = acceptance_uniforms(_seeds(texts, start.device), positions, draft.width)
+    accepted = rejection_walk(draft, log_p, uniforms, noise[:, : depth + 1])
+    following = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)
+    steps = torch.arange(depth + 1, device=logits.device)
+    following = torch.where(steps >= accepted.lengths[:, None] - 1, accepted.bonus[:, None], following)
+    return accepted, torch.zeros_like(tree.tokens).scatter_(1, accepted.path, following)
+
+
+def _seeds(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
+    """(B,) int64."""
+    return torch.tensor([text.seed for text in texts], device=device)
+
+
+def _greedy(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
+    """(B, 1, 1) bool."""
+    return torch.tensor([text.temperature == 0 for text in texts], device=device)[:, None, None]
+
+
+def rejection_walk(draft: StaticDraft, log_p: torch.Tensor, uniforms: torch.Tensor, noise: torch.Tensor) -> Accepted:
+    """Goes from the root to a child as long as one is accepted; what is committed follows the target's distribution.
+
+    log_p (B, M, V): the target's log-probabilities after every node, `adjust(...).log_softmax(-1)`; uniforms (B, D, W)
+    and noise (B, D + 1, V), standard Gumbel, where index d belongs to the position behind a node of depth d.
+
+    At a node the children are tried in order. Child x, proposed by q, is accepted with probability min(1, p(x) / q(x));
+    after a rejection p becomes norm(max(p - q, 0)) and q loses x and is renormalised. If none is accepted the bonus
+    token is drawn from the last p; behind a node of depth D, from the target's own.
+
+    A child that q gives no probability was not drawn from it: q has no more tokens, or `draft.q` is None. It counts as
+    proposed by a point mass: accepted with probability p(x), and p loses x. That is lossless for any child that
+    was chosen without looking at uniforms and noise, and accepts as often as `infer.engine.verify.walk`, which is the better
+    choice for undrawn trees (the same text as plain decoding). A one-hot p (greedy) is followed exactly whatever
+    the children are: nothing else is ever accepted or left in the residual.
+    """
+    tree, count = draft.tree, len(draft.tree.tokens)
+    rows = torch.arange(count, device=log_p.device)
+    node = torch.zeros_like(tree.tokens[:, 0])  # (B,) the last accepted one
+    going = torch.ones_like(node, dtype=torch.bool)  # (B,) rows whose walk has not ended
+    p = _probabilities(log_p[:, 0])  # (B, V) what the token behind `node` is still to be drawn from
+    path = [node]
+    for depth in range(tree.max_depth):
+        q = torch.zeros_like(p) if draft.q is None else _probabilities(draft.q[rows, draft.row[node]])
+        first, undecided = node * draft.width + 1, going
+        for i in range(draft.width):
+            token = tree.tokens.gather(1, first[:, None] + i)  # (B, 1)
+            drawn = q.gather(1, token) > 0
+            point = torch.zeros_like(q).scatter_(1, token, 1.0)
+            proposal = torch.where(drawn, q / q.sum(1, keepdim=True), point)  # (B, V)
+            enough = uniforms[:, depth, i, None] * proposal.gather(1, token) < p.gather(1, token)
+            accepted = undecided & enough[:, 0]
+            node = torch.where(accepted, first + i, node)
+            undecided = undecided & ~accepted
+            p = torch.where(undecided[:, None], _residual(p, proposal), p)
+            q = q.scatter(1, token, 0.0)
+        going = going & ~undecided
+        p = torch.where(going[:, None], _probabilities(log_p[rows, node]), p)
+        path.append(node)
+    depths = tree.depths[rows, node]
+    bonus = (p.log() + noise[rows, depths]).argmax(-1)
+    return Accepted(torch.stack(path, 1), depths + 1, bonus)
+
+
+def _probabilities(log_probs: torch.Tensor) -> torch.Tensor:
+    """Float64, and summing to one as exactly as that can: small differences of p and q matter."""
+    return log_probs.double().softmax(-1)
+
+
+def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """norm(max(p - q, 0)), (B, V). Where nothing is left p equals q but for rounding, and a rejection is rounding too:
+    then p itself, so that a one-hot p stays one."""
+    left = (p - q).clamp(min=0)
+    total = left.sum(1, keepdim=True)
+    return torch.where(total > 0, left / total, p)

@@ -1,0 +1,120 @@
+"""A text that is being written, round by round: its tokens so far, where it ends, and what it took."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infer.config import TextOptions
+from infer.masked.model import AnyTarget
+
+STAGES = ("prefill", "draft", "build", "verify", "commit")
+
+# Hugging Face's: (ids (1, T), scores (1, V)) -> scores
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class DecodeStats:
+    """What decoding one text took. A round commits the accepted drafts and the next bonus token; the prefill yields the
+    first bonus token, so `tokens = 1 + sum of the rounds' commits`. The seconds are those that passed while the text
+    was being written, whatever other rows were written beside it."""
+
+    prompt_tokens: int
+    tokens: int = 0  # kept new tokens
+    rounds: int = 0
+    histogram: list[int] = field(default_factory=list)  # [i]: rounds that committed i + 1 kept tokens
+    seconds: float = 0.0  # wall-clock, prefill included
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens committed per round."""
+        return (self.tokens - 1) / self.rounds if self.rounds else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The target's own log-probability of a token, and its likeliest tokens at that place, likeliest first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Text:
+    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing past the end;
+    `commits` their counts round by round, the prefill's one first."""
+
+    prompt: list[int]
+    options: TextOptions
+    processors: Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
+    stats: DecodeStats = field(init=False)
+    ids: list[int] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
+    rejected: list[list[int]] = field(default_factory=list)  # round by round, if the options ask for a trace
+    finish: str | None = None  # "stop" (an end token or a stop string), "length" or "cancelled"
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.stats = DecodeStats(prompt_tokens=len(self.prompt))
+
+    def take(self, new: list[int], target: AnyTarget) -> None:
+        """Adds a round's tokens up to the end of the text."""
+        before = len(self.ids)
+        self.ids += new
+        found = text_end(self.ids, before, self.options, target)
+        if found is not None:
+            length, self.finish = found
+            del self.ids[length:]
+        del self.logprobs[len(self.ids) :]
+        self.commits.append(len(self.ids) - before)
+
+
+def check_text(options: TextOptions, target: AnyTarget) -> None:
+    """Raises ValueError for options that cannot be followed with this target."""
+    options.check()
+    if options.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: load the target with load_target")
+
+
+def check_prompt(prompt: list[int], options: TextOptions, capacity: int) -> None:
+    """Raises ValueError for a prompt that is empty, or too long for an engine's rows of so many positions."""
+    if not prompt:
+        raise ValueError("every prompt needs at least one token")
+    if len(prompt) + options.max_new_tokens > capacity:
+        raise ValueError(
+            f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "
+            f"there are {capacity}: shorten either"
+        )
+
+
+def end_cancelled(waiting: deque[Text], writing: list[Text]) -> list[Text]:
+    """Ends the texts whose client went away, and takes them out of the queue; returns them."""
+    gone = [text for text in (*waiting, *writing) if text.cancelled]
+    for text in gone:
+        text.finish = "cancelled"
+        if text in waiting:
+            waiting.remove(text)
+    return gone
+
+
+def text_end(ids: list[int], first: int, options: TextOptions, target: AnyTarget) -> tuple[int, str] | None:
+    """Where a text ends, looking at its tokens from `first` on: (length to keep, reason) or None. An end token is kept,
+    a stop string's tokens up to the one that completes it (the text is cut before it later)."""
+    limit = min(len(ids), options.max_new_tokens)
+    for i in range(first, limit):
+        if ids[i] in target.end_ids and not options.ignore_eos:
+            return i + 1, "stop"
+        for stop in options.stop:
+            window = ids[max(0, i - 4 * len(stop) - 8) : i + 1]  # a character is at most four tokens
+            if stop in target.tokenizer.decode(window):
+                return i + 1, "stop"
+    return (limit, "length") if limit == options.max_new_tokens else None

@@ -1,0 +1,199 @@
+"""The card of an exported drafter: README.md with what the hub wants to know on top.
+
+Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from a list of known
+keys of its run's config.json: paths, names of runs and whatever else those files hold stay where they are.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from infer.evaluation.report import budget_figure, headline, label
+from infer.formats import layouts
+from infer.formats.compatibility import check_folder
+from infer.formats.folders import open_folder
+
+PICTURE = "acceptance.png"
+FAMILIES = {"dflash": "DFlash", "dart": "DART"}
+
+# Licences that the hub knows by these names; for it any other one is "other", with a name of its own.
+LICENCES = (
+    *("apache-2.0", "mit", "isc", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "gpl-3.0", "lgpl-3.0", "agpl-3.0"),
+    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "unlicense", "openrail"),
+    *("gemma", "llama3", "llama3.1", "llama3.2", "llama3.3", "other", "unknown"),
+)
+
+RECIPE = {
+    "drafter": ("layers", "block_size", "warm_start"),
+    "objective": ("divergence", "weights", "gamma", "alpha"),
+    "optim": ("name", "lr", "betas", "weight_decay", "warmup", "clip", "batch", "epochs", "steps", "precision"),
+    "data": ("length",),
+    "": ("anchors", "seed"),
+}
+SOURCES = {
+    "embedded": "what the target itself wrote after prompts from Python's standard library",
+    "stdlib": "source files of Python's standard library",
+    "jsonl": "files of the publisher's own",
+}
+
+
+def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
+    """Writes README.md, and the picture that it shows, into the exported drafter's folder `out`; returns its path.
+
+    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license: what the publisher
+    says; None says nothing. base_model: the target's name on the hub; a local path is not shown. Raises ValueError
+    where `out` holds no drafter.
+    """
+    reading = layouts.read(open_folder(out))
+    if reading.problems or not reading.options:
+        raise ValueError(f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}")
+    engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
+    step = Path(checkpoint).resolve()  # best is a link to a step
+    step = step.parent if step.name == "drafter" else step
+    evaluation = read(step / "evaluation" / "evaluation.json")
+    run = read(step.parent.parent / "config.json") if step.parent.name == "checkpoints" else None
+    if evaluation is not None:
+        budget_figure(evaluation).savefig(out / PICTURE)
+    card = out / "README.md"
+    card.write_text(model_card(reading, engines, run, evaluation, license, base_model), encoding="utf-8")
+    return card
+
+
+def read(file: Path) -> dict | None:
+    """What a JSON file holds, None if there is none."""
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def model_card(
+    reading: layouts.Reading,
+    engines: list[str],
+    run: dict | None,
+    evaluation: dict | None,
+    license: str | None,
+    base_model: str,
+) -> str:
+    """README.md of a drafter. reading: its folder; engines: those of `infer.formats.compatibility` that would load it; run: its
+    training run's config.json; evaluation: what `infer.evaluation.evaluate.evaluate` returned, None if nothing was measured."""
+    family, block_size = FAMILIES[reading.family], reading.options["block_size"]
+    base = hub_name(base_model)
+    target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
+    parts = [
+        front_matter(family, run, license, base),
+        f"# {family} drafter for {base.rpartition('/')[2] if base else 'a target model'}",
+        f"A block-diffusion drafter for {target}: it reads the target's hidden states and proposes "
+        f"{block_size - 1} tokens in one pass, which the target then checks at once. The output is the "
+        "target's own; only the time changes. It is of no use without that very target.",
+        "## Measured\n\n" + measured(evaluation),
+        "## Training\n\n" + training(reading, run, evaluation),
+        "## Use\n\n" + use(engines, block_size, base or "path/to/target"),
+        "## Licence\n\n" + (license or "The publisher named no licence."),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def front_matter(family: str, run: dict | None, license: str | None, base: str | None) -> str:
+    """The YAML block that the hub reads. Keys that nobody can vouch for are left out."""
+    from huggingface_hub import ModelCardData
+
+    named = {}
+    if license:
+        known = re.sub(r"[^a-z0-9.+]+", "-", license.lower()).strip("-")
+        named = {"license": known} if known in LICENCES else {"license": "other", "license_name": known}
+    data = ModelCardData(
+        base_model=base,
+        datasets=[name for name in map(hub_name, data_names(run)) if name] or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "block-diffusion", "draft-model", family.lower()],
+        **named,
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def measured(evaluation: dict | None) -> str:
+    """The evaluation's table, and how it came about."""
+    if evaluation is None:
+        return "Nothing was measured with this checkpoint."
+    lines = [
+        "| method | tokens per round (τ) | tokens/s | speedup | same output |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    lines += [
+        f"| {label(method)} | {method['tau']:.2f} | {method['tokens_per_second']:.1f} | {method['speedup']:.2f}x "
+        f"| {'yes' if method['identical'] else 'no'} |"
+        for method in evaluation["methods"]
+    ]
+    return "\n\n".join(
+        [
+            headline(evaluation),
+            "\n".join(lines),
+            f"![Tokens per round and speed by node budget]({PICTURE})",
+            f"{evaluation['prompts']} held-out prompts, {evaluation['rows']} at a time, at most "
+            f"{evaluation['max_new_tokens']} new tokens each, temperature {evaluation['temperature']:g}, "
+            f"{evaluation['dtype']}, {evaluation['device']}. Numbers after a method are drafted tokens that the target "
+            "checks per round; a round's own token of the target counts in τ.",
+        ]
+    )
+
+
+def training(reading: layouts.Reading, run: dict | None, evaluation: dict | None) -> str:
+    """Data and recipe, as far as they are known."""
+    options = reading.options
+    shape = f"{options['num_hidden_layers']} layers, block size {options['block_size']}"
+    layers = options[f"{reading.family}_config"]["target_layer_ids"]
+    shape += f", fed by the target's layers {', '.join(map(str, layers))} (counted from 0)"
+    if run is None:
+        return f"{shape}. How it was trained is not recorded here."
+    rows = []
+    for part, keys in RECIPE.items():
+        known = run.get(part, {}) if part else run
+        if known.get("steps") is not None:
+            known = known | {"epochs": None}  # the steps decided
+        rows += [f"| {part}{'.' * bool(part)}{key} | {known[key]} |" for key in keys if known.get(key) is not None]
+    sources = "; ".join(dict.fromkeys(described_data(run["data"])))
+    at = f", step {evaluation['step']}" if evaluation and evaluation.get("step") else ""
+    init = run["drafter"].get("init")
+    begun = f" It goes on from {hub_name(init) or 'another drafter'}." if init else ""
+    return f"{shape}{at}. Data: {sources}.{begun}\n\n| option | value |\n| --- | --- |\n" + "\n".join(rows)
+
+
+def described_data(data: dict) -> list[str]:
+    """The data sets in words; names of the hub, never paths."""
+    if data["source"] == "mixture":
+        return [f"{hub_name(part['path']) or SOURCES['jsonl']} (weight {part['weight']:g})" for part in data["parts"]]
+    return [SOURCES.get(data["source"]) or hub_name(data["path"]) or SOURCES["jsonl"]]
+
+
+def data_names(run: dict | None) -> list[str]:
+    """What may be names of data sets on the hub."""
+    data = run["data"] if run else {"source": None}
+    if data["source"] == "mixture":
+        return [part["path"] for part in data["parts"]]
+    return [data["path"]] if data["source"] == "hub" else []
+
+
+def hub_name(text: str) -> str | None:
+    """The text if it is a name on the hub, owner/name, and no path on this machine."""
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith((".jsonl", ".gz", ".json", ".parquet"))
+    return text if named and not Path(text).exists() else None
+
+
+def use(engines: list[str], block_size: int, target: str) -> str:
+    """How to serve the target with this drafter: with the engines that would load it, and with ours."""
+    here, parts = "path/to/this/folder", []
+    if any("vLLM" in engine for engine in engines):
+        speculative = {"method": "dflash", "model": here, "num_speculative_tokens": block_size - 1}
+        parts += ["With vLLM:", f"```\nvllm serve {target} --speculative-config '{json.dumps(speculative)}'\n```"]
+    if any("SGLang" in engine for engine in engines):
+        flags = f"--speculative-algorithm DFLASH --speculative-draft-model-path {here}"
+        flags += f" --speculative-num-draft-tokens {block_size}"
+        parts += ["With SGLang:", f"```\npython -m sglang.launch_server --model-path {target} {flags}\n```"]
+    parts += ["With blockdraft, which draws trees of drafts as well:"]
+    parts += [f"```\n./launch.sh serve target.path={target} checkpoint={here}\n```"]
+    parts += [
+        "```python\nfrom infer import generate, load_drafter, load_target\n\n"
+        f'target = load_target("{target}")\n'
+        f'drafter = load_drafter("{here}").to(target.device, target.dtype)\n'
+        'print(generate(target, drafter, [{"role": "user", "content": "Hello!"}]).text)\n```'
+    ]
+    return "\n\n".join(parts)

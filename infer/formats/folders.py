@@ -1,0 +1,135 @@
+"""A drafter's folder: where it is, its config.json, and what tensors it holds, without loading any."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from infer.formats.integrity import digest_of, json_digest
+
+LARGEST_JSON = 64 << 20  # bytes
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as its file's header describes it."""
+
+    file: Path
+    dtype: str  # F32, BF16, I64, BOOL, ...
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What lies in a folder. `problems` says in sentences what could not be read; `edited`: config.json is not the one
+    that the weights were saved with."""
+
+    path: Path
+    config: dict
+    tensors: dict[str, Stored]
+    problems: list[str]
+    edited: bool = False
+
+    def load(self, names: set[str]) -> dict[str, torch.Tensor]:
+        """The tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
+        weights = {}
+        for file in sorted({self.tensors[name].file for name in names}):
+            with safe_open(file, "pt") as opened:
+                saved = (opened.metadata() or {}).get("sha256")
+                if saved is not None and saved != digest_of(opened.keys(), opened.get_tensor):
+                    raise ValueError(f"{file} is altered: its weights are not those that were saved; copy it again")
+                weights |= {name: opened.get_tensor(name) for name in names if self.tensors[name].file == file}
+        return weights
+
+
+def find_folder(path: str | Path) -> Path:
+    """The folder of a drafter: a local one, the `drafter` in a training checkpoint's, or a hub id's, of which JSON and
+    safetensors files are downloaded. Raises FileNotFoundError where there is none."""
+    folder = Path(path)
+    if (folder / "drafter").is_dir():
+        return folder / "drafter"
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
+        raise FileNotFoundError(f"{path} is no folder, and no name on the model hub either")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{path}: found neither as a local folder nor on the model hub from here. "
+            "Download the drafter once where there is a network, then give its folder"
+        ) from error
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Reads config.json and the headers of the weight files. Raises FileNotFoundError where there is no folder; what is
+    wrong inside one is among its problems."""
+    folder = find_folder(path)
+    problems: list[str] = []
+    config = _json(folder / "config.json", problems)
+    tensors: dict[str, Stored] = {}
+    edited = False
+    for name, wanted in _files(folder, problems).items():
+        found, saved = _header(folder / name, problems)
+        edited = edited or saved not in (None, json_digest(config))
+        tensors |= found if wanted is None else {key: found[key] for key in wanted if key in found}
+        if wanted is not None and found and wanted - found.keys():
+            problems.append(f"{INDEX} looks in {name} for {sorted(wanted - found.keys())}, which it does not hold")
+    return Folder(folder, config, tensors, problems, edited)
+
+
+def _json(file: Path, problems: list[str]) -> dict:
+    try:
+        if file.stat().st_size > LARGEST_JSON:
+            problems.append(f"{file.name} has {file.stat().st_size} bytes: too large to be true")
+            return {}
+        content = json.loads(file.read_text())
+        if isinstance(content, dict):
+            return content
+        problems.append(f"{file.name} is no JSON object")
+    except FileNotFoundError:
+        problems.append(f"{file.name} is missing")
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{file.name} cannot be read: {error}")
+    return {}
+
+
+def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
+    """The weight files and the tensors that are to be taken from each, None for all."""
+    if (folder / WEIGHTS).is_file():
+        return {WEIGHTS: None}
+    if not (folder / INDEX).is_file():
+        problems.append(f"{WEIGHTS} is missing, and so is {INDEX}")
+        return {}
+    files: dict[str, set[str]] = {}
+    places = _json(folder / INDEX, problems).get("weight_map")
+    if not isinstance(places, dict):
+        problems.append(f"{INDEX} has no weight_map")
+        return {}
+    for name, file in places.items():
+        files.setdefault(str(file), set()).add(name)
+    for file in sorted(files):
+        plain = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)  # nothing outside this folder
+        if not plain or not (folder / file).is_file():
+            reason = "is missing" if plain else "is no plain name of a safetensors file"
+            problems.append(f"{INDEX} names the file {file!r}, which {reason}")
+            del files[file]
+    return files
+
+
+def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:
+    """A weight file's tensors, and the digest of the config.json that it was saved with."""
+    try:
+        with safe_open(file, "pt") as opened:
+            saved = (opened.metadata() or {}).get("config_sha256")
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: Stored(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}, saved
+    except (SafetensorError, OSError) as error:
+        problems.append(f"{file.name} is truncated or altered ({error})")
+        return {}, None

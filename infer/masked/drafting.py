@@ -1,0 +1,220 @@
+"""What a masked diffusion model drafts for itself: states of the text that its own steps may lead to (SSD section 3.2).
+
+A *write* puts a token at a position. A *state* is a set of writes on top of the text as it is; the empty state is the
+text itself. Step-by-step decoding goes from state to state, one write at a time. A round of SSD picks some states that
+are likely on that way, computes all of them in one pass, and then walks as step-by-step decoding would, for as long as
+the state it comes to is one that was computed. So whatever is picked, the text stays the same.
+
+A chain of drafts is the picking of the paper's section 3.2; swapped drafts are its section 5.2; the trees are ours.
+States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
+
+P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+import torch
+
+from infer.masked.habits import Habits
+
+Write = tuple[int, int]  # position in the row, token
+State = frozenset[Write]
+
+LONGEST = 8  # tokens that a round drafts at most
+LIKELY = 0.25  # draft_length=auto: a chain goes on while all of it is at least this likely
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the model says of one masked position."""
+
+    tokens: list[int]  # the K likeliest, likeliest first; the noise of a sampled text decides with
+    log_shares: list[float]  # log-probability of each of them
+    confidence: float  # of the first, as log-odds
+
+
+Guesses = dict[int, Guess]  # by position
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The masked positions of a text, and how far a round may draft."""
+
+    masked: Sequence[int]  # ascending
+    start: int  # of the first block: the prompt's length
+    block_length: int
+    most: int  # writes of a state at most
+
+    def open(self, state: State) -> list[int]:
+        """The positions that the next step chooses from: the masks of the first unfinished block."""
+        filled, left = {position for position, _ in state}, []
+        for position in self.masked:
+            if left and self.block(position) != self.block(left[0]):
+                break
+            if position not in filled:
+                left.append(position)
+        return left
+
+    def block(self, position: int) -> int:
+        return (position - self.start) // self.block_length
+
+
+def read(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int) -> torch.Tensor:
+    """What logits (P, V) say of their positions, with the noise (P, V) of a sampled text: (P, 1 + 2 * ranks) float64,
+    still on the device. `as_guesses` knows what the columns are.
+
+    Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same order, but
+    probabilities next to 1 stay apart, and rounding errors of the logits are not magnified.
+    """
+    logits = logits.double()
+    scores = logits if noise is None else logits / temperature + noise
+    top, tokens = scores.topk(ranks, dim=-1)  # (P, K)
+    shares = top - scores.logsumexp(-1, keepdim=True)
+    first = tokens[:, :1]
+    others = logits.scatter(-1, first, -math.inf).logsumexp(-1, keepdim=True)
+    confidence = logits.gather(-1, first) - others  # (P, 1)
+    return torch.cat([confidence, shares, tokens.double()], -1)
+
+
+def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Guesses:
+    """Rows of `read`, on the host, as what is said of these positions."""
+    ranks = len(rows[0]) // 2 if rows else 0
+    return {
+        position: Guess([int(token) for token in row[1 + ranks :]], row[1 : 1 + ranks], row[0])
+        for position, row in zip(positions, rows, strict=True)
+    }
+
+
+def step(guesses: Guesses, choices: Sequence[int]) -> Write:
+    """The write of one step: the position the model is surest of, the lower one of two equals."""
+    position = max(choices, key=lambda position: (guesses[position].confidence, -position))
+    return position, guesses[position].tokens[0]
+
+
+def log_probability(odds: float) -> float:
+    """Log-odds to log-probability."""
+    return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
+
+
+def drafts(guesses: Guesses, plan: Plan, length: int | str) -> list[Write]:
+    """The likeliest writes in the order in which steps would make them, block by block, by confidence (section 3.2.2);
+    a fixed number of them, or ("auto") while it is likely that all of them hold."""
+    known = [position for position in plan.masked if position in guesses]
+    known.sort(key=lambda position: (plan.block(position), -guesses[position].confidence, position))
+    most = min(LONGEST if length == "auto" else length, plan.most)
+    chosen, likely = [], 0.0
+    for position in known[:most]:
+        likely += log_probability(guesses[position].confidence)
+        if length == "auto" and chosen and likely < math.log(LIKELY):
+            break
+        chosen.append((position, guesses[position].tokens[0]))
+    return chosen
+
+
+def chain(writes: Sequence[Write]) -> list[State]:
+    """The text, then one draft more each: length + 1 states (section 3.2.3)."""
+    return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
+
+
+def mixed(writes: Sequence[Write], plan: Plan) -> list[State]:
+    """The chain, and beside every state the one that takes the next draft but one first: 2 * length states (section
+    5.2). Drafts of two blocks never swap."""
+    swapped = [
+        frozenset([*writes[:size], later])
+        for size, (sooner, later) in enumerate(zip(writes, writes[1:], strict=False))
+        if plan.block(sooner[0]) == plan.block(later[0])
+    ]
+    return chain(writes) + swapped
+
+
+def tree(
+    guesses: Guesses, plan: Plan, length: int | str, nodes: int, habits: Habits | None = None, ranks: int = 2
+) -> list[State]:
+    """The `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's probability is
+    that of its position being next times its token's, one of the `ranks` likeliest or what the text's habits expect.
+
+    A state's probability is its likeliest order's. It is at most that of the state it came from, so the best-first
+    search finds the likeliest states, and each one's likeliest way is among them.
+    """
+    deepest = min(LONGEST if length == "auto" else length, plan.most)
+    ties = count()
+    heap = [(0.0, next(ties), frozenset(), habits.last if habits else None)]
+    found: dict[State, None] = {}
+    while heap and len(found) < nodes:
+        cost, _, state, last = heappop(heap)
+        if state in found:
+            continue
+        found[state] = None
+        if len(state) == deepest:
+            continue
+        written = dict(state)
+        for position, next_here in order_shares(guesses, plan.open(state), last, habits):
+            for token, share in token_shares(guesses[position], position, written, habits, ranks):
+                worth = math.log(max(next_here * share, 1e-300))
+                heappush(heap, (cost - worth, next(ties), state | {(position, token)}, position))
+    return list(found)
+
+
+def order_shares(
+    guesses: Guesses, open_: Sequence[int], last: int | None, habits: Habits | None
+) -> list[tuple[int, float]]:
+    """The probability of every open position to be written next: by confidence; and as often as the text had that
+    habit, the one behind the last write."""
+    choices = [position for position in open_ if position in guesses]
+    if not choices:
+        return []
+    surest = max(guesses[position].confidence for position in choices)
+    weights = {position: math.exp(guesses[position].confidence - surest) for position in choices}
+    beside = habits.next_to_last.value if habits and last is not None and last + 1 in weights else 0.0
+    rest = (1 - beside) / sum(weights.values())
+    return [(position, rest * weight + beside * (position - 1 == last)) for position, weight in weights.items()]
+
+
+def token_shares(
+    guess: Guess, position: int, written: dict[int, int], habits: Habits | None, ranks: int
+) -> list[tuple[int, float]]:
+    """The probability of a position's likeliest tokens: the model's, and the habit's as often as it was right."""
+    shares = {token: math.exp(share) for token, share in zip(guess.tokens[:ranks], guess.log_shares, strict=False)}
+    length, expected = habits.expects(position, written) if habits else (0, 0)
+    if not length:
+        return list(shares.items())
+    trust = habits.right[length].value
+    mixed_shares = {token: (1 - trust) * share for token, share in shares.items()}
+    mixed_shares[expected] = mixed_shares.get(expected, 0.0) + trust
+    return list(mixed_shares.items())
+
+
+def pick(
+    guesses: Guesses, plan: Plan, order: str, length: int | str, nodes: int, habits: Habits | None = None
+) -> list[State]:
+    """The states of a round, the text as it is first."""
+    if order in ("tree", "guided"):
+        return tree(guesses, plan, length, nodes, habits if order == "guided" else None)
+    writes = drafts(guesses, plan, length)
+    return chain(writes) if order == "greedy" else mixed(writes, plan)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a round wrote, in order, and the computed state that the last write was chosen in."""
+
+    writes: list[Write]
+    last: int
+
+
+def walk(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> Walked:
+    """Goes step by step for as long as the state it comes to was computed. The last write is the model's own beyond
+    what was drafted (Algorithm 1's extra token)."""
+    index = {state: at for at, state in enumerate(states)}
+    state, writes = frozenset(), []
+    while True:
+        at = index[state]
+        write = step(guesses[at], plan.open(state))
+        writes.append(write)
+        state = state | {write}
+        if state not in index:
+            return Walked(writes, at)

@@ -1,0 +1,86 @@
+"""What a text has shown of itself so far: which token follows which, and where the next one is written.
+
+A draft of a masked model does not know the tokens that are written before it in the same round, and so says of every
+position only what stands there on average. Neighbours decide much of that: what followed the same few tokens earlier in
+the text often does so again. Trees of drafts (`infer.masked.drafting.tree`) mix both. How far either is to be trusted is
+counted as the text goes on.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+CONTEXT = 3  # tokens to the left that are looked at, at most
+
+
+@dataclass
+class Rate:
+    """How often something came true, both sides counted once in advance."""
+
+    hits: int = 1
+    tries: int = 2
+
+    def count(self, hit: bool) -> None:
+        self.hits += hit
+        self.tries += 1
+
+    @property
+    def value(self) -> float:
+        return self.hits / self.tries
+
+
+@dataclass
+class Habits:
+    """Of one text. `row` is what stands where: the prompt at first."""
+
+    row: dict[int, int]
+    next_to_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
+    right: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(CONTEXT + 1)])  # by length of the context
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # the token last seen behind some tokens
+    _last: int | None = None
+
+    def __post_init__(self) -> None:
+        for position in self.row:
+            self._learn(position)
+
+    def wrote(self, writes: Iterable[tuple[int, int]]) -> None:
+        """Takes in the writes of a round, in order."""
+        for position, token in writes:
+            length, expected = self.expects(position, {})
+            if length:
+                self.right[length].count(expected == token)
+            if self._last is not None and self._last + 1 not in self.row:
+                self.next_to_last.count(position == self._last + 1)
+            self.row[position], self._last = token, position
+            for near in range(position, position + CONTEXT + 1):
+                self._learn(near)
+
+    def expects(self, position: int, written: dict[int, int]) -> tuple[int, int]:
+        """The token that followed the longest known context of a position before, and that context's length; 0, 0 where
+        there is none. `written` are tokens beyond the row's own."""
+        left = self._left(position, written)
+        for length in range(len(left), 0, -1):
+            token = self._after.get(left[-length:])
+            if token is not None:
+                return length, token
+        return 0, 0
+
+    @property
+    def last(self) -> int | None:
+        """Where the newest token stands."""
+        return self._last
+
+    def _left(self, position: int, written: dict[int, int]) -> tuple[int, ...]:
+        left = []
+        for place in range(position - 1, position - 1 - CONTEXT, -1):
+            token = written.get(place, self.row.get(place))
+            if token is None:
+                break
+            left.append(token)
+        return tuple(reversed(left))
+
+    def _learn(self, position: int) -> None:
+        """What stands at a position followed what stands before it."""
+        if position in self.row:
+            left = self._left(position, {})
+            for length in range(1, len(left) + 1):
+                self._after[left[-length:]] = self.row[position]

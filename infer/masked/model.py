@@ -1,0 +1,240 @@
+"""Masked diffusion language models behind one door: which token stands at every position, given all the others.
+
+A masked diffusion model sees a whole row at once, in both directions, and says for every position which token stands
+there; unknown positions hold its mask token (SSD section 3.1). Three kinds are known: our own, a Qwen3 that is run with
+an attention mask that hides nothing (its config.json has `mask_token_id` and `masked_diffusion: {"shifted": bool}`),
+and LLaDA and Dream with the code that comes with them, if the user allows that.
+
+B rows, T positions, Q queries or positions asked for, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from infer.attention.masks import additive
+from infer.targets.support import head_size
+from infer.targets.target import Target, reaching, resolve_device, resolve_dtype, resolve_path, weight_files
+
+NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What is known of a kind of model that brings its own code."""
+
+    mask_token_id: int  # where its config.json names none
+    shifted: bool
+
+
+FOREIGN = {"llada": Foreign(126336, shifted=False), "dream": Foreign(151666, shifted=True)}
+
+
+@dataclass
+class MaskedModel:
+    """A masked diffusion model. `shifted`: its output at position i - 1 is about the token at position i, as in models
+    that were autoregressive once; position 0 has no prediction then."""
+
+    model: nn.Module
+    tokenizer: object | None
+    mask_token_id: int
+    shifted: bool
+    name: str = "masked model"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.get_input_embeddings().weight.dtype
+
+    @property
+    def config(self):
+        return self.model.config
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """(V, D)"""
+        return self.model.get_output_embeddings().weight
+
+    @cached_property
+    def native(self) -> bool:
+        """Whether it takes any attention mask and a cache of ours."""
+        return self.config.model_type in NATIVE
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: the generation config's, else the config's."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = getattr(generation, "eos_token_id", None)
+        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    def logits(
+        self,
+        ids: torch.Tensor,
+        allowed: torch.Tensor | None = None,
+        at: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's own at minus infinity.
+
+        Every position sees the whole row, or what `allowed` says, bool: (B, T) positions that may be seen (not the
+        padding), or (B, T, T) which position (second axis) sees which (third). `at` asks for some positions only, rows
+        (Q,) and positions (Q,): (Q, V); a large head is most of a small model's time. Raises ValueError for a mask with
+        a model that takes none.
+        """
+        if not self.native:
+            if allowed is not None and not bool(allowed.all()):
+                raise ValueError(f"{self.name}: this kind of model takes no padding: give rows of one length")
+            return self._unmasked(self._about(self.model(input_ids=ids).logits, at))
+        if allowed is None:
+            allowed = torch.ones(1, ids.shape[1], dtype=torch.bool, device=ids.device)
+        seen = allowed[:, None] if allowed.dim() == 2 else allowed  # (B, 1 or T, T)
+        mask = additive(seen[:, None].expand(-1, 1, ids.shape[1], -1), self.dtype)  # (B, 1, T, T)
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        return self.head(self._about(self.hidden(ids, places, mask), at))
+
+    def _about(self, outputs: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        """The outputs (B, T, ...) that are about every position, or about those asked for."""
+        if at is None:
+            places = torch.arange(outputs.shape[1], device=outputs.device)
+            return outputs[:, (places - int(self.shifted)).clamp(min=0)]
+        rows, positions = at
+        return outputs[rows, (positions - int(self.shifted)).clamp(min=0)]
+
+    def hidden(
+        self, ids: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, cache: object | None = None
+    ) -> torch.Tensor:
+        """Final hidden states (B, Q, D) of tokens (B, Q) at absolute positions `places` (B, Q), under an additive mask
+        (B, 1, Q, S); with a cache, S are the keys that its `update` gives. Native models only."""
+        body = self.model.get_decoder()
+        out = body(
+            input_ids=ids,
+            position_ids=places,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return out.last_hidden_state
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states (..., D) to logits (..., V), the mask token's at minus infinity: a mask is never written."""
+        return self._unmasked(self.model.get_output_embeddings()(hidden))
+
+    def _unmasked(self, logits: torch.Tensor) -> torch.Tensor:
+        never = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
+        return logits.masked_fill(never, -torch.inf)
+
+    def cache(self, rows: int, capacity: int) -> torch.Tensor:
+        """Room for keys and values of that many positions: (2 * layers, rows, capacity, H, E), keys of layer i at 2i,
+        values at 2i + 1. Raises ValueError for models that have no use for it."""
+        if not self.native:
+            raise ValueError(
+                f"cache=dual: {self.name} is run by its own code, which takes no cache of ours: use cache=none"
+            )
+        config = self.config
+        heads, layers = config.num_key_value_heads, config.num_hidden_layers
+        shape = (2 * layers, rows, capacity, heads, head_size(config))
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+AnyTarget = Target | MaskedModel
+
+
+def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> MaskedModel:
+    """Loads a masked diffusion model from a folder or the hub: one of ours, LLaDA or Dream.
+
+    Raises ValueError, before weights are loaded, for a model of another kind, for one without a mask token, and for
+    one whose own code the user has not allowed; FileNotFoundError for one that is not there.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = read_config(path)
+    mask, shifted = mask_and_shift(path, config)
+    foreign = config["model_type"].lower() in FOREIGN
+    if foreign and not trust_remote_code:
+        raise ValueError(
+            f"target.path={path}: {config['model_type']} models run code that comes with them: read it, then allow it "
+            "with target.trust_remote_code=true"
+        )
+    place = resolve_device(device)
+    source, kind = resolve_path(path), resolve_dtype(dtype, place)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign and trust_remote_code)
+    if foreign:
+        model = load_foreign(path, kind, trust_remote_code)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation="sdpa")
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if not 0 <= mask < vocabulary:
+        raise ValueError(f"target.path={path}: mask_token_id={mask} is no token of its vocabulary of {vocabulary}")
+    return MaskedModel(model.to(place).eval().requires_grad_(False), tokenizer, mask, shifted, name=path)
+
+
+def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """A model that is run by its own code, built and filled by us. `from_pretrained` of transformers 5 asks such code
+    for what it does not have (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
+    embeddings, without values. Raises ValueError where the code does not run, or the weights are others."""
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (AttributeError, ImportError, KeyError, TypeError) as wrong:
+        reason = f"{type(wrong).__name__}: {wrong}"
+        raise ValueError(
+            f"target.path={path}: the code that comes with it does not run with transformers "
+            f"{transformers.__version__} ({reason}): it needs the release that it was written for"
+        ) from wrong
+    missing = set(model.state_dict())
+    for file in weight_files(path):
+        weights = load_file(file)
+        unknown = model.load_state_dict(weights, strict=False).unexpected_keys
+        if unknown:
+            raise ValueError(f"target.path={path}: {file.name} has weights unknown to its code, such as {unknown[0]}")
+        missing -= weights.keys()
+    if missing:
+        raise ValueError(f"target.path={path}: its files lack weights, such as {sorted(missing)[0]}")
+    return model
+
+
+def read_config(path: str) -> dict:
+    """A model's config.json as it stands there. Raises FileNotFoundError where there is none."""
+    from transformers import PretrainedConfig
+
+    with reaching(path):
+        config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
+        if not config.get("model_type"):
+            raise OSError(f"{path}: no config.json, or one without model_type")
+    return config
+
+
+def is_masked(path: str) -> bool:
+    """Whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError where there is none."""
+    config = read_config(path)
+    return config["model_type"].lower() in FOREIGN or config.get("masked_diffusion") is not None
+
+
+def mask_and_shift(path: str, config: dict) -> tuple[int, bool]:
+    """The mask token, and whether outputs are about the next position, from a config.json. Raises ValueError for what
+    is no masked diffusion model, and for one without a mask token."""
+    kind = config["model_type"].lower()
+    mask = config.get("mask_token_id")
+    if kind in FOREIGN:
+        return FOREIGN[kind].mask_token_id if mask is None else mask, FOREIGN[kind].shifted
+    ours = config.get("masked_diffusion")
+    if kind not in NATIVE or ours is None:
+        raise ValueError(
+            f"target.path={path}: a {config['model_type']} model that was not trained to fill masks (no "
+            "masked_diffusion in its config.json), which method=ssd and steps need: give one of ours, LLaDA or Dream"
+        )
+    if mask is None:
+        raise ValueError(
+            f"target.path={path}: this model has no mask token: its config.json needs mask_token_id=<token id>"
+        )
+    return mask, bool(ours.get("shifted", False))

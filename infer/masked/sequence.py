@@ -1,0 +1,81 @@
+"""A text that a masked diffusion model writes: a row of prompt and masks, which its steps fill in any order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infer.engine.sequence import DecodeStats, Text
+from infer.masked.drafting import LONGEST, Guesses, Plan, Write
+from infer.masked.habits import Habits
+from infer.masked.model import MaskedModel
+
+
+@dataclass
+class MaskedStats(DecodeStats):
+    """What one text took. `rounds` are passes of the model, each over one or more states of the text, whatever other
+    texts were in them; `histogram[i]` counts those that wrote i + 1 tokens."""
+
+    written: int = 0  # tokens, which step-by-step decoding takes a pass each for; `tokens` of them are kept
+    full: int = 0  # passes over the whole row
+    states: int = 0  # computed, all passes together
+    valid: int = 0  # tokens before the first end token
+
+    @property
+    def tau(self) -> float:
+        """Tokens written a pass."""
+        return self.written / self.rounds if self.rounds else 1.0
+
+    @property
+    def step_reduction(self) -> float:
+        """The share of forward passes saved against step by step (the paper's Step↓)."""
+        return 1 - self.rounds / self.written if self.written else 0.0
+
+
+@dataclass(eq=False)
+class MaskedText(Text):
+    """A text and its row. `ids` are what is certain of the answer: its tokens up to the first mask. A written token is
+    never written again, so that this grows and never changes."""
+
+    writes: list[Write] = field(default_factory=list)  # (position in the answer, token), in the order of the steps
+    row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
+    masked: list[int] = field(default_factory=list)  # where the row has masks, ascending
+    guesses: Guesses = field(default_factory=dict)  # the newest of every position: where drafts come from
+    habits: Habits | None = None
+    slot: int = 0  # of the engine's rows
+    since: int = 0  # cache=dual: tokens written since the last full step
+    full: bool = True  # cache=dual: whether the next step is one
+    began: float = 0.0  # by the engine's clock
+
+    def __post_init__(self) -> None:
+        self.stats = MaskedStats(len(self.prompt), histogram=[0] * (LONGEST + 1))
+
+    def begin(self, model: MaskedModel, length: int) -> None:
+        """Lays out the row, with `length` masks."""
+        start = len(self.prompt)
+        self.row = torch.tensor(self.prompt + [model.mask_token_id] * length, device=model.device)
+        self.masked = list(range(start, start + length))
+        self.habits = Habits(dict(enumerate(self.prompt)))
+
+    def plan(self, block_length: int, most: int) -> Plan:
+        """How far a round may draft."""
+        return Plan(self.masked, len(self.prompt), block_length, most)
+
+    def write(self, writes: Sequence[Write], model: MaskedModel) -> None:
+        """Takes in the writes of a round, (position in the row, token), in order."""
+        start = len(self.prompt)
+        positions, tokens = torch.tensor(writes, device=self.row.device).T
+        self.row[positions] = tokens
+        written = {position for position, _ in writes}
+        self.masked = [position for position in self.masked if position not in written]
+        self.habits.wrote(writes)
+        self.since += len(writes)
+        self.writes += [(position - start, token) for position, token in writes]
+        certain = self.masked[0] if self.masked else len(self.row)
+        self.take([self.habits.row[position] for position in range(start + len(self.ids), certain)], model)
+
+    def end(self, end_ids: frozenset[int], now: float) -> None:
+        """Counts what the finished text took."""
+        stats = self.stats
+        stats.tokens, stats.seconds = len(self.ids), now - self.began
+        stats.valid = next((at for at, token in enumerate(self.ids) if token in end_ids), len(self.ids))

@@ -1,0 +1,340 @@
+"""Counts the n-grams of a corpus, out of core and on all cores, into a file for `infer.ngrams.model`.
+
+Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each plus 1, the first in
+the highest bits; 0 fills up behind the document's end. Chunks of keys are sorted and written as runs, which then are
+merged by ranges of keys: a sorted list of distinct keys with counts holds the nodes of all levels, as their prefixes.
+A range may begin within the children of a node; what it shares with the range before is added up at the end, when the
+levels are put together.
+"""
+
+import os
+import re
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from infer.utils.files import sync
+
+if TYPE_CHECKING:
+    from infer.ngrams.model import NGram
+
+
+def count_ngrams(
+    documents: Iterable[Sequence[int]],
+    vocabulary: int,
+    order: int,
+    out: Path,
+    digest: str,
+    workers: int | None = None,
+    chunk_tokens: int = 8_000_000,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> "NGram":
+    """Counts all n-grams of 1 to `order` ids within the documents into the file `out`, and opens it.
+
+    documents: sequences of ids below `vocabulary`, read once, each of them in memory only for its turn. digest: of the
+    tokenizer, 64 hexadecimal digits. workers: processes, one for each core by default; with 1 everything happens in
+    this one (others are spawned: a script needs its `if __name__ == "__main__"`). chunk_tokens: positions that a worker
+    sorts at once, some 40 bytes each. progress is told how many tokens are counted.
+
+    `out` appears whole or not at all. Temporary files are in a hidden folder beside it, gone at the end: at most 12
+    bytes for each position of the corpus and 20 for each node. Raises ValueError for an order that does not fit, ids
+    outside the vocabulary, and a corpus without tokens.
+    """
+    # Here, because it loads numba; the worker processes do without.
+    from infer.ngrams.model import NGram
+
+    out = Path(out)
+    bits = _check(vocabulary, order, digest, chunk_tokens)
+    workers = workers or _cores()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pool = nullcontext() if workers == 1 else ProcessPoolExecutor(workers, get_context("spawn"))
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name, pool as executor:
+        folder = Path(name)
+        chunks = _chunks(documents, vocabulary, order, chunk_tokens)
+        jobs = ((folder, run, *chunk, order, bits) for run, chunk in enumerate(chunks))
+        tokens = runs = 0
+        for counted in _spread(_write_run, jobs, executor, workers):
+            tokens, runs = tokens + counted, runs + 1
+            progress(tokens)
+        if not tokens:
+            raise ValueError("there is nothing to count: no document has a token")
+        cuts = _cuts(folder, runs, chunk_tokens)
+        jobs = (
+            (folder, runs, *cut, order, bits) for cut in zip(range(len(cuts)), cuts, [*cuts[1:], None], strict=True)
+        )
+        ranges = list(_spread(_merge_range, jobs, executor, workers))
+        fresh = folder / "whole"
+        with fresh.open("w+b") as file:
+            _write(file, _Merged(folder, ranges, vocabulary, order), tokens, digest)
+        fresh.replace(out)
+    sync(out.parent)
+    return NGram.open(out)
+
+
+def _check(vocabulary: int, order: int, digest: str, chunk_tokens: int) -> int:
+    """How many bits of a key a token takes; ValueError if the arguments cannot be."""
+    if not 1 <= vocabulary <= 1 << 31:
+        raise ValueError(f"a vocabulary of {vocabulary} ids: between 1 and {1 << 31} can be counted")
+    bits = vocabulary.bit_length()
+    if not 1 <= order <= 64 // bits:
+        raise ValueError(
+            f"n-grams of order {order} over {vocabulary} ids: {64 // bits} is the largest order possible for this "
+            f"vocabulary, whose ids take {bits} of 64 bits each, and 1 the smallest"
+        )
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"the tokenizer's digest is {digest!r} and not 64 hexadecimal digits")
+    if not 1 <= chunk_tokens < 1 << 32:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}: take one between 1 and {(1 << 32) - 1}")
+    return bits
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _spread(function: Callable, jobs: Iterable[tuple], executor: Executor | None, workers: int) -> Iterator:
+    """Results of the jobs in their order, from the executor's processes or from this one. Takes up new jobs only as old
+    ones are done, so that few of them are in memory."""
+    waiting = deque()
+    for job in jobs:
+        if executor is None:
+            yield function(*job)
+            continue
+        waiting.append(executor.submit(function, *job))
+        if len(waiting) > workers:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _chunks(
+    documents: Iterable[Sequence[int]], vocabulary: int, order: int, chunk_tokens: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """The corpus as chunks: tokens (n,) uint32 of whole documents, a long one cut; the documents' lengths; how many
+    positions are the chunk's own: up to order - 1 tokens behind a cut are there only to be looked at."""
+    pieces, own = [], 0
+    for number, document in enumerate(documents):
+        tokens = _ids(document, number, vocabulary)
+        position = 0
+        while position < len(tokens):
+            taken = min(chunk_tokens - own, len(tokens) - position)
+            pieces.append(tokens[position : position + taken + order - 1])
+            own += taken
+            position += taken
+            if own == chunk_tokens:
+                yield np.concatenate(pieces), np.array([len(piece) for piece in pieces]), own
+                pieces, own = [], 0
+    if pieces:
+        yield np.concatenate(pieces), np.array([len(piece) for piece in pieces]), own
+
+
+def _ids(document: Sequence[int], number: int, vocabulary: int) -> np.ndarray:
+    """A document as uint32; ValueError if it is no sequence of ids of the vocabulary."""
+    tokens = np.asarray(document)
+    if tokens.size == 0:
+        return np.empty(0, np.uint32)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"document {number} is no list of token ids: shape {tokens.shape}, type {tokens.dtype}")
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"document {number} has token id {token}, outside the vocabulary of {vocabulary} ids")
+    return tokens.astype(np.uint32)
+
+
+def _write_run(folder: Path, run: int, tokens: np.ndarray, lengths: np.ndarray, own: int, order: int, bits: int) -> int:
+    """Sorts and counts the keys of one chunk's own positions into two files; returns how many positions there were."""
+    codes = tokens.astype(np.uint64) + np.uint64(1)
+    keys = codes.copy()
+    for j in range(1, order):
+        keys <<= np.uint64(bits)
+        keys[: max(len(keys) - j, 0)] |= codes[j:]
+    ends = np.cumsum(lengths)
+    for j in range(1, order):  # positions with j tokens left: what the next document's tokens filled is cleared
+        keys[(ends - j)[lengths >= j]] &= np.uint64(((1 << 64) - 1) << (order - j) * bits & ((1 << 64) - 1))
+    del codes
+    keys = keys[:own]
+    keys.sort()
+    first = _first_of_each(keys)
+    np.save(folder / f"run-{run}-keys.npy", keys[first])
+    np.save(folder / f"run-{run}-counts.npy", np.diff(first, append=own).astype(np.uint32))
+    return own
+
+
+def _first_of_each(values: np.ndarray) -> np.ndarray:
+    """Where each distinct value starts in a sorted, non-empty array."""
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+
+
+def _cuts(folder: Path, runs: int, chunk_tokens: int) -> list[int]:
+    """The lowest key of every range, such that one holds about half a chunk of keys from all runs together (merging
+    takes twice the memory of sorting). From every stride-th key of each run: they are off by at most runs x stride."""
+    target = max(chunk_tokens // 2, 1)
+    stride = max(target // (4 * runs), 1)
+    keys = [np.array(np.load(folder / f"run-{run}-keys.npy", mmap_mode="r")[::stride]) for run in range(runs)]
+    samples = np.sort(np.concatenate(keys))
+    return np.unique(samples[:: target // stride]).tolist()
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What the merging of one range found; the nodes themselves are in files."""
+
+    low: int  # its first and last key
+    high: int
+    sizes: list[int]  # nodes of level 1 .. order
+
+
+def _merge_range(folder: Path, runs: int, number: int, low: int, end: int | None, order: int, bits: int) -> _Range:
+    """Adds up the counts of the keys from `low` to below `end` over all runs, and writes the nodes of every level in
+    files: tokens uint32, counts uint64, and, of inner levels, where their children start in the next level's."""
+    keys, counts = [], []
+    for run in range(runs):
+        run_keys = np.load(folder / f"run-{run}-keys.npy", mmap_mode="r")
+        start = np.searchsorted(run_keys, np.uint64(low))
+        stop = len(run_keys) if end is None else np.searchsorted(run_keys, np.uint64(end))
+        keys.append(np.array(run_keys[start:stop]))  # copied: there may be more runs than files that may be open
+        counts.append(np.array(np.load(folder / f"run-{run}-counts.npy", mmap_mode="r")[start:stop]))
+    keys, counts = np.concatenate(keys), np.concatenate(counts)
+    place = np.argsort(keys, kind="stable")  # which merges what is sorted in parts
+    keys, counts = keys[place], counts[place].astype(np.uint64)
+    first = _first_of_each(keys)
+    keys, counts = keys[first], np.add.reduceat(counts, first)
+    ends, sizes, starts = (int(keys[0]), int(keys[-1])), [], None
+    for level in range(order, 0, -1):
+        codes = keys & np.uint64((1 << bits) - 1)
+        real = codes > 0  # else it would end behind its document
+        np.save(_level(folder, number, level, "tokens"), (codes[real] - np.uint64(1)).astype(np.uint32))
+        np.save(_level(folder, number, level, "counts"), counts[real])
+        if starts is not None:
+            np.save(_level(folder, number, level, "starts"), starts[real])
+        sizes.insert(0, int(real.sum()))
+        keys = keys >> np.uint64(bits)  # of the parents
+        first = _first_of_each(keys)
+        starts = (np.cumsum(real) - real)[first]
+        keys, counts = keys[first], np.add.reduceat(counts, first)
+    return _Range(*ends, sizes)
+
+
+def _level(folder: Path, number: int, level: int, what: str) -> Path:
+    return folder / f"range-{number}-level-{level}-{what}.npy"
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The levels of the whole model, read from the files of the merged ranges."""
+
+    folder: Path
+    ranges: list[_Range]
+    vocabulary: int
+    order: int
+
+    def shared(self, number: int, level: int) -> int:
+        """1 if a range's first node of a level is also the last one of the range before, else 0."""
+        if not 0 < number < len(self.ranges):
+            return 0
+        shift = self.vocabulary.bit_length() * (self.order - level)
+        return int(self.ranges[number - 1].high >> shift == self.ranges[number].low >> shift)
+
+    def nodes(self) -> list[int]:
+        """How many there are on each level."""
+        above = (
+            sum(found.sizes[level - 1] - self.shared(number, level) for number, found in enumerate(self.ranges))
+            for level in range(2, self.order + 1)
+        )
+        return [self.vocabulary, *above]
+
+    def counts(self, level: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens uint32 and counts uint64 of a level's nodes, range by range."""
+        total = np.zeros(self.vocabulary if level == 1 else 0, np.uint64)
+        carried = np.uint64(0)
+        for number in range(len(self.ranges)):
+            tokens, counts = (np.load(_level(self.folder, number, level, what)) for what in ("tokens", "counts"))
+            if level == 1:
+                total[tokens] += counts
+                continue
+            if self.shared(number, level):
+                counts[0] += carried
+            if self.shared(number + 1, level):
+                carried = counts[-1]
+                tokens, counts = tokens[:-1], counts[:-1]
+            yield tokens, counts
+        if level == 1:
+            yield np.arange(self.vocabulary, dtype=np.uint32), total
+
+    def child_starts(self) -> Iterator[np.ndarray]:
+        """Where the children of every inner node start, among all nodes, int64; at last the number of nodes."""
+        nodes = self.nodes()
+        for level in range(1, self.order):
+            at, firsts = sum(nodes[:level]), []  # the place of each range's first node of the next level
+            for number, found in enumerate(self.ranges):
+                firsts.append(at - self.shared(number, level + 1))
+                at = firsts[-1] + found.sizes[level]
+            starts = np.full(self.vocabulary if level == 1 else 0, at)
+            for number in reversed(range(len(self.ranges))) if level == 1 else range(len(self.ranges)):
+                found = np.load(_level(self.folder, number, level, "starts")) + firsts[number]
+                if level == 1:  # backwards: of a shared node, the range counts where it starts
+                    starts[np.load(_level(self.folder, number, 1, "tokens"))] = found
+                else:
+                    yield found[self.shared(number, level) :]
+            if level == 1:
+                yield np.minimum.accumulate(starts[::-1])[::-1]  # an unseen token's: where the next one's are
+        yield np.array([sum(nodes)])
+
+
+def _write(file: BinaryIO, merged: _Merged, tokens: int, digest: str) -> None:
+    """Writes the levels as one file, as `infer.ngrams.model` describes it, and waits until it is on the disk."""
+    from infer.ngrams import model as ngram
+
+    count_bits, nodes = ngram.count_bits(merged.vocabulary), merged.nodes()
+    largest = (1 << count_bits) - 1
+    overflow_nodes, overflow_counts, bases, at = [], [], [], 0
+    file.write(bytes(ngram.HEADER.itemsize))
+    for level in range(1, merged.order + 1):
+        for ids, counts in merged.counts(level):
+            codes = np.minimum(counts, np.uint64(largest)).astype(np.uint32)
+            file.write((ids << np.uint32(count_bits) | codes).astype("<u4"))
+            large = np.flatnonzero(codes == largest)
+            overflow_nodes.append(large + at)
+            overflow_counts.append(counts[large])
+            at += len(ids)
+    _align(file, ngram.ALIGNMENT)
+    for group in _grouped(merged.child_starts(), 1 << ngram.GROUP_BITS):
+        if group[-1] - group[0] >= 1 << 32:
+            raise ValueError(
+                f"{len(group)} neighbouring n-grams have more than {1 << 32} continuations, too many for this format: "
+                "count less text or a lower order"
+            )
+        bases.append(group[0])
+        file.write((group - group[0]).astype("<u4"))
+    _align(file, ngram.ALIGNMENT)
+    for array in (bases, np.concatenate(overflow_nodes), np.concatenate(overflow_counts)):
+        file.write(np.asarray(array).astype("<i8"))
+        _align(file, ngram.ALIGNMENT)
+    ngram.seal(file, merged.order, merged.vocabulary, tokens, digest, nodes, sum(map(len, overflow_nodes)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _align(file: BinaryIO, alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
+
+
+def _grouped(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """The same numbers in arrays of `size`, the last one shorter."""
+    rest = np.empty(0, np.int64)
+    for array in arrays:
+        rest = np.concatenate([rest, array])
+        whole = len(rest) // size * size
+        yield from rest[:whole].reshape(-1, size)
+        rest = rest[whole:]
+    if len(rest):
+        yield rest

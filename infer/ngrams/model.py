@@ -1,0 +1,374 @@
+"""An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes a leaf, 8 an inner node.
+
+A node is an n-gram, and the nodes stand breadth first. Level 1 has one node for each of the V token ids, seen or not,
+so that there a node's number is its token; level k, for k = 2 .. order, has the k-grams that were seen, siblings sorted
+by token. Node numbers run over all levels. The file, little endian, sections aligned to 64 bytes:
+
+    header           HEADER: what the file is, where its sections are; its last field is the CRC32 of the rest
+    entries          uint32 a node: token << count_bits | code; a code is the node's count, or the largest code
+    low, base        uint32 an inner node and one more, int64 for each 65,536 of these: the children of node i are the
+                     nodes child(i) .. child(i + 1) - 1, with child(i) = base[i >> GROUP_BITS] + low[i]
+    overflow_nodes   int64, sorted: the nodes whose counts the codes cannot say, all with the largest code ...
+    overflow_counts  int64: ... and these counts
+    checksums        uint32: the CRC32 of each MiB between the header and here; the header has this table's own
+
+`infer.ngrams.count` writes such files. V tokens of vocabulary, N nodes.
+"""
+
+import mmap
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+import numpy as np
+
+from infer.utils.jit import njit
+
+if TYPE_CHECKING:
+    from infer.targets.target import Target
+
+MAGIC, VERSION = b"ngrams\r\n", 1  # a file that was sent as text has another line ending
+ALIGNMENT = 64
+BLOCK = 1 << 20  # bytes that share a checksum
+GROUP_BITS = 16
+MAX_ORDER = 64
+FEW = 6  # children of a node that are gone through one by one
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("order", "<u4"),
+        ("vocabulary", "<u8"),
+        ("tokens", "<u8"),
+        ("digest", "S64"),
+        ("nodes", "<u8", MAX_ORDER),
+        ("sections", "<u8", (6, 2)),  # offset and bytes of entries, low, base, ..., checksums
+        ("checksums", "<u4"),
+        ("padding", "V56"),
+        ("checksum", "<u4"),
+    ]
+)
+DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8", "<u4")  # of the sections
+
+
+class Arrays(NamedTuple):
+    """The model for compiled code. A damaged file may hold any numbers: tokens that it names can be V or larger."""
+
+    entries: np.ndarray  # (N,) uint32
+    low: np.ndarray  # (inner + 1,) uint32
+    base: np.ndarray  # ((inner >> GROUP_BITS) + 1,) int64
+    overflow_nodes: np.ndarray  # (O,) int64
+    overflow_counts: np.ndarray  # (O,) int64
+    count_bits: int
+    vocabulary: int
+    inner: int  # nodes of all levels but the last, which come first
+
+
+def count_bits(vocabulary: int) -> int:
+    """How many bits of an entry a vocabulary's ids leave for the count."""
+    return 32 - max((vocabulary - 1).bit_length(), 1)
+
+
+def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
+    """(6, 2) uint64: offset and bytes of every section, for the nodes of each level and the overflowing ones."""
+    inner = sum(nodes[:-1])
+    sizes = [4 * sum(nodes), 4 * (inner + 1), 8 * ((inner >> GROUP_BITS) + 1), 8 * overflow, 8 * overflow]
+    sections, offset = [], HEADER.itemsize
+    for size in sizes:
+        sections.append((offset, size))
+        offset = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
+    sections.append((offset, 4 * -(-(offset - HEADER.itemsize) // BLOCK)))
+    return np.array(sections, np.uint64)
+
+
+def checksums(file: BinaryIO, sections: np.ndarray) -> Iterator[int]:
+    """The CRC32 of each MiB of a file's body."""
+    end = int(sections[-1, 0])
+    file.seek(HEADER.itemsize)
+    for start in range(HEADER.itemsize, end, BLOCK):
+        yield zlib.crc32(file.read(min(BLOCK, end - start)))
+
+
+def header_checksum(header: np.void) -> int:
+    """Of everything in a header before its last field."""
+    return zlib.crc32(header.tobytes()[: HEADER.fields["checksum"][1]])
+
+
+def seal(
+    file: BinaryIO, order: int, vocabulary: int, tokens: int, digest: str, nodes: Sequence[int], overflow: int
+) -> None:
+    """Writes the checksums and the header of a file whose body is written, from behind the header to here."""
+    sections = layout(nodes, overflow)
+    assert file.tell() == sections[-1, 0], "the body is not as the header will say"
+    table = np.array(list(checksums(file, sections)), "<u4").tobytes()
+    file.write(table)
+    header = np.zeros((), HEADER)
+    header["magic"], header["version"], header["order"] = MAGIC, VERSION, order
+    header["vocabulary"], header["tokens"], header["digest"] = vocabulary, tokens, digest
+    header["nodes"][:order], header["sections"], header["checksums"] = nodes, sections, zlib.crc32(table)
+    header["checksum"] = header_checksum(header)
+    file.seek(0)
+    file.write(header.tobytes())
+
+
+def _read_header(path: Path, file: BinaryIO) -> np.void:
+    """A file's header, found right in itself and against the file's size; ValueError otherwise."""
+    start = file.read(HEADER.itemsize)
+    if start[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{path}: not an n-gram file of this program")
+    if len(start) < HEADER.itemsize:
+        raise ValueError(f"{path}: truncated, it ends within its header; copy it or count it again")
+    header = np.frombuffer(start, HEADER)[0]
+    if header["version"] != VERSION:
+        raise ValueError(f"{path}: version {header['version']} of the n-gram format, this program reads {VERSION}")
+    nodes = [int(count) for count in header["nodes"][: header["order"]]]
+    sections = header["sections"]
+    whole = (
+        header["checksum"] == header_checksum(header)
+        and 1 <= header["order"] <= MAX_ORDER
+        and nodes[0] == header["vocabulary"]
+        and np.array_equal(sections, layout(nodes, int(sections[3, 1]) // 8))
+    )
+    if not whole:
+        raise ValueError(f"{path}: its header is altered or damaged; copy it or count it again")
+    size, expected = file.seek(0, os.SEEK_END), int(sections[-1].sum())
+    if size != expected:
+        wrong = "truncated" if size < expected else "too long"
+        raise ValueError(f"{path}: {wrong}, {size} bytes instead of {expected}; copy it or count it again")
+    return header
+
+
+@dataclass(frozen=True, eq=False)
+class NGram:
+    """An n-gram model over token ids. Ids outside the vocabulary are never seen ones. All of its memory is the file's,
+    shared by every process that opens it; the file must not be written while it is open (replacing it is safe)."""
+
+    path: Path
+    order: int  # the longest n-grams counted
+    vocabulary: int
+    tokens: int  # counted, in all
+    nodes: tuple[int, ...]  # of level 1 .. order
+    digest: str  # of the tokenizer
+    size_bytes: int
+    arrays: Arrays
+
+    @classmethod
+    def open(cls, path: Path | str, digest: str | None = None, check: bool = False) -> "NGram":
+        """Maps a file that `infer.ngrams.count` wrote, in milliseconds; nothing is read before it is looked up.
+
+        `digest`: the tokenizer's, which must be the one that the file was counted with. `check` reads the whole file
+        and compares its checksums. Raises FileNotFoundError, and ValueError, naming the file, if it is another kind of
+        file, of another version or tokenizer, truncated, too long, or (its header always, the rest with `check`)
+        altered.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: there is no such n-gram file")
+        with path.open("rb") as file:
+            header = _read_header(path, file)
+            counted, sections = header["digest"].decode(errors="replace"), header["sections"].astype(np.int64)
+            if digest not in (None, counted):
+                raise ValueError(
+                    f"{path}: counted with another tokenizer ({counted[:12]}..., this one is {digest[:12]}...); "
+                    "count it again with this tokenizer"
+                )
+            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            views = [memory[at : at + size].view(dtype) for (at, size), dtype in zip(sections, DTYPES, strict=True)]
+            if check:
+                same = zlib.crc32(views[-1].tobytes()) == header["checksums"]
+                if not same or list(checksums(file, sections)) != views[-1].tolist():
+                    raise ValueError(f"{path}: altered or damaged, its checksums differ; copy it or count it again")
+        vocabulary, nodes = int(header["vocabulary"]), tuple(map(int, header["nodes"][: header["order"]]))
+        arrays = Arrays(*views[:-1], count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
+        tokens = int(header["tokens"])
+        return cls(path, len(nodes), vocabulary, tokens, nodes, counted, int(sections[-1].sum()), arrays)
+
+    def count(self, ids: Sequence[int]) -> int:
+        """How often an n-gram of 1 .. order ids was seen; ValueError if it is longer, or empty."""
+        if not 1 <= len(ids) <= self.order:
+            raise ValueError(f"an n-gram of {len(ids)} ids: {self.path} counts those of 1 to {self.order}")
+        ids = np.asarray(ids, np.int64)
+        return int(count_of(self.arrays, find(self.arrays, ids, 0, len(ids))))
+
+    def continuations(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1 ids, and how often (C,) int64.
+        ValueError if the context is longer."""
+        if len(context) >= self.order:
+            raise ValueError(f"a context of {len(context)} ids: {self.path} knows those of 0 to {self.order - 1}")
+        first, last = 0, self.vocabulary
+        if len(context):
+            ids = np.asarray(context, np.int64)
+            first, last = children(self.arrays, find(self.arrays, ids, 0, len(ids)))
+        tokens, counts = self._decode(first, last)
+        seen = counts > 0
+        return tokens[seen], counts[seen]
+
+    def probabilities(self, context: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Pr(token | context) of each of tokens (T,): (T,) float64, see `gather_probabilities`. Only the last order - 1
+        ids of the context matter."""
+        ids, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)
+        order = np.argsort(tokens)
+        found, counts = np.empty(len(tokens)), np.empty(len(tokens), np.int64)
+        start = max(len(ids) - self.order + 1, 0)
+        gather_probabilities(self.arrays, self.tokens, ids, start, len(ids), tokens[order], counts, found)
+        result = np.empty_like(found)
+        result[order] = found
+        return result
+
+    def _decode(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and counts of the nodes first .. last - 1."""
+        entries = self.arrays.entries[first:last].astype(np.int64)
+        largest = (1 << self.arrays.count_bits) - 1
+        counts = entries & largest
+        nodes, overflow = self.arrays.overflow_nodes, self.arrays.overflow_counts
+        if len(nodes):
+            large = np.flatnonzero(counts == largest)
+            at = np.searchsorted(nodes, first + large).clip(max=len(nodes) - 1)
+            counts[large] = np.where(nodes[at] == first + large, overflow[at], largest)
+        return entries >> self.arrays.count_bits, counts
+
+
+def open_ngram(path: str, target: "Target") -> NGram:
+    """The n-gram model of a target's tokenizer. Raises FileNotFoundError, and ValueError where it is another's."""
+    return NGram.open(path, None if target.tokenizer is None else target.tokenizer_digest)
+
+
+# The lookups, for compiled code, which calls them with an `Arrays`. They stay inside the arrays whatever these hold.
+
+
+@njit(cache=True, nogil=True)
+def _child(arrays, node):
+    """Where the children of an inner node (or of the one behind the last) start, if the file is sound."""
+    total = len(arrays.entries)
+    base = min(max(arrays.base[node >> GROUP_BITS], 0), total)
+    return min(base + np.int64(arrays.low[node]), total)
+
+
+@njit(cache=True, nogil=True)
+def children(arrays, node):
+    """A node's children are the nodes first .. last - 1: (first, last). Of none (-1) and of a leaf: nothing."""
+    if node < 0 or node >= arrays.inner:
+        return 0, 0
+    first = _child(arrays, node)
+    return first, max(first, _child(arrays, node + 1))
+
+
+@njit(cache=True, nogil=True)
+def token_of(arrays, node):
+    return np.int64(arrays.entries[node]) >> arrays.count_bits
+
+
+@njit(cache=True, nogil=True)
+def lower_bound(arrays, first, last, token):
+    """The first of the siblings first .. last - 1 whose token is not below `token`, or last: a binary search."""
+    while first < last:
+        middle = (first + last) // 2
+        if token_of(arrays, middle) < token:
+            first = middle + 1
+        else:
+            last = middle
+    return first
+
+
+@njit(cache=True, nogil=True)
+def find_child(arrays, first, last, token):
+    """Which of the siblings first .. last - 1, as `children` gives them, is `token`: a node, or -1."""
+    at = lower_bound(arrays, first, last, token)
+    return at if at < last and token_of(arrays, at) == token else -1
+
+
+@njit(cache=True, nogil=True)
+def find(arrays, ids, start, end):
+    """The node of the n-gram ids[start:end], or -1 if it was never seen (or is empty, or longer than the order).
+    ids: int64."""
+    if start >= end or ids[start] < 0 or ids[start] >= arrays.vocabulary:
+        return -1
+    node = ids[start]
+    for i in range(start + 1, end):
+        first, last = children(arrays, node)
+        node = find_child(arrays, first, last, ids[i])
+        if node < 0:
+            return -1
+    return node
+
+
+@njit(cache=True, nogil=True)
+def count_of(arrays, node):
+    """A node's count; 0 of none (-1)."""
+    if node < 0 or node >= len(arrays.entries):
+        return 0
+    largest = (1 << arrays.count_bits) - 1
+    code = np.int64(arrays.entries[node]) & largest
+    if code < largest:
+        return code
+    at = np.searchsorted(arrays.overflow_nodes, node)
+    found = at < len(arrays.overflow_nodes) and arrays.overflow_nodes[at] == node
+    return arrays.overflow_counts[at] if found else code
+
+
+@njit(cache=True, nogil=True)
+def find_children(arrays, node, sorted_tokens, out):
+    """Fills out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
+    returns how many the node has in all.
+
+    One traversal (DART appendix C.2): of very few children each is looked for among the tokens; else the tokens among
+    the children, by a merge if these are few, by searches that each start where the last one ended if not."""
+    out[:] = -1
+    at, last = children(arrays, node)
+    total = last - at
+    if total <= FEW:
+        for child in range(at, last):
+            token = token_of(arrays, child)
+            i = np.searchsorted(sorted_tokens, token)
+            while i < len(sorted_tokens) and sorted_tokens[i] == token:
+                out[i] = child
+                i += 1
+        return total
+    for i in range(len(sorted_tokens)):
+        token = sorted_tokens[i]
+        if total <= 4 * len(sorted_tokens):
+            while at < last and token_of(arrays, at) < token:
+                at += 1
+        else:
+            at = lower_bound(arrays, at, last, token)
+        if at < last and token_of(arrays, at) == token:
+            out[i] = at
+    return total
+
+
+@njit(cache=True, nogil=True)
+def gather_counts(arrays, node, sorted_tokens, out):
+    """Fills out (T,) int64 with the counts of sorted_tokens (T,) int64, ascending, after a node: 0 where unseen."""
+    find_children(arrays, node, sorted_tokens, out)
+    for i in range(len(sorted_tokens)):
+        out[i] = count_of(arrays, out[i])
+
+
+@njit(cache=True, nogil=True)
+def gather_probabilities(arrays, total, ids, start, end, sorted_tokens, counts, out):
+    """Fills out (T,) float64 with Pr(token | ids[start:end]) of sorted_tokens (T,) int64, ascending; counts (T,) int64
+    is scratch. DART section 4: count(context, token) / count(context), from the longest suffix of the context in which
+    the token was seen, without a discount for a shorter one; from the `total` tokens if in none; 0 if never seen.
+
+    At most order - 1 ids of context; with more, the longest suffixes are searched in vain."""
+    out[:] = 0.0
+    left = len(sorted_tokens)
+    for begin in range(start, end):
+        node = find(arrays, ids, begin, end)
+        context = count_of(arrays, node)
+        if context <= 0:
+            continue
+        gather_counts(arrays, node, sorted_tokens, counts)
+        for i in range(len(sorted_tokens)):
+            if out[i] == 0.0 and counts[i] > 0:
+                out[i] = counts[i] / context
+                left -= 1
+        if left == 0:
+            return
+    for i in range(len(sorted_tokens)):
+        token = sorted_tokens[i]
+        if out[i] == 0.0 and 0 <= token < arrays.vocabulary:
+            out[i] = count_of(arrays, token) / max(total, 1)

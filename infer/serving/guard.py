@@ -1,0 +1,127 @@
+"""Who may ask the server, how much, and how slowly.
+
+`Guard` stands around the application: the key, the size of a request, the count of answers. `Patient` is the protocol
+below it: a client that sends or reads too slowly is hung up on.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from functools import partial
+
+import h11
+import prometheus_client
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from infer.config import ServerConfig
+from infer.serving.protocol import error
+
+PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
+
+
+class Refused(HTTPException):
+    """What a client is told: an HTTP status, a sentence, and which field it is about."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param = param
+
+
+class Guard:
+    """Around the application: asks for the key (but for /health), counts answers, and reads no more of a request than
+    it may have."""
+
+    def __init__(self, app: ASGIApp, options: ServerConfig, answered: prometheus_client.Counter) -> None:
+        self.app, self.most, self.answered, key = app, options.max_body, answered, options.key()
+        self.digest = None if key is None else hashlib.sha256(b"Bearer " + key).digest()
+
+    def welcome(self, scope: Scope) -> bool:
+        """Whether a request carries the key. Digests are compared: how long that takes says nothing about the key."""
+        if self.digest is None or scope["path"] == "/health":
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(hashlib.sha256(given).digest(), self.digest)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self.most:
+                raise Refused(413, f"a request may have {self.most} bytes")
+            return message
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in PATHS else "other"
+                self.answered.labels(path, message["status"]).inc()
+            await send(message)
+
+        if self.welcome(scope):
+            return await self.app(scope, bounded, counted)
+        refusal = error(401, "this server asks for a key: send it as Authorization: Bearer <key>")
+        refusal.headers["WWW-Authenticate"] = "Bearer"
+        await refusal(scope, receive, counted)
+
+
+class Patient(H11Protocol):
+    """HTTP/1.1 with an end to waiting: `patience` seconds for a client to send a whole request, and for one that has
+    stopped reading to go on."""
+
+    def __init__(self, patience: float, **uvicorns: object) -> None:
+        super().__init__(**uvicorns)
+        self.patience = patience
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.sending = self.loop.call_later(self.patience, transport.abort)
+        self.reading: asyncio.TimerHandle | None = None
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        unfinished = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if unfinished and self.sending is None:
+            self.sending = self.loop.call_later(self.patience, self.transport.abort)
+        elif not unfinished and self.sending is not None:
+            self.sending.cancel()
+            self.sending = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.reading = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.reading is not None:
+            self.reading.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self.sending, self.reading):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+
+def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
+    """How uvicorn serves the application. Headers may have 16 KiB together; a stopped server gives answers that are on
+    their way five seconds to end."""
+    return uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        http=partial(Patient, options.patience),
+        ws="none",
+        log_level="warning",
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=options.max_connections,
+        h11_max_incomplete_event_size=16 * 1024,
+        timeout_graceful_shutdown=5,
+    )

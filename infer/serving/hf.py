@@ -1,0 +1,150 @@
+"""For Hugging Face users: `model.generate(..., custom_generate=speculative(target, drafter))`.
+
+Everything around the decoding loop stays theirs: generation configs, logits processors, stopping criteria, streamers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+
+from infer.config import EngineConfig, TextOptions
+from infer.drafters.base import Drafter
+from infer.engine.engine import Engine
+from infer.engine.sequence import Processor, Text
+from infer.targets.target import Target
+
+# In this order `infer.engine.sampling.adjust` does the same for all rows and nodes at once. Value: its attribute, our option.
+KNOWN = {
+    RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+# What `generate` prepares for a loop of its own, and this one has no use for.
+UNUSED = {"past_key_values", "use_cache", "cache_position", "position_ids", "logits_to_keep", "token_type_ids"}
+
+
+def speculative(
+    target: Target,
+    drafter: Drafter | None,
+    method: str = "ddtree",
+    budget: int | str = 64,
+    streamer=None,
+    continuity: str | None = None,
+) -> Callable:
+    """A decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
+
+    Greedy output is what `generate` writes without it. Sampled output has the same distribution; its seeds come from
+    torch's generator, so that `torch.manual_seed` repeats it, whatever the method. A streamer is given here and not to
+    `generate`, which (transformers 5.23) does not hand it on to loops that are not its own. Raises ValueError for what
+    this loop does not do: beams, scores and hidden states as output, prompts as embeddings.
+    """
+    how = EngineConfig(method, budget, continuity)
+    how.check()
+
+    @torch.inference_mode()
+    def generate(
+        model,
+        input_ids: torch.Tensor,  # (B, T)
+        logits_processor=(),
+        stopping_criteria=(),
+        generation_config=None,
+        **others,  # the model's own arguments, and an attention mask (B, T)
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        if model is not target.model:
+            raise ValueError("custom_generate was made for another model: call speculative(Target(model), drafter)")
+        attention_mask = others.pop("attention_mask", None)
+        _refuse(generation_config, attention_mask, others)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
+        most = generation_config.max_length - input_ids.shape[1]
+        settings, processors = _settings(logits_processor)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        engine = Engine(target, drafter, replace(how, rows=len(prompts)), max(map(len, prompts)) + most)
+        texts = []
+        for row, prompt in zip(input_ids, prompts, strict=True):
+            seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
+            settings["temperature"] = settings.get("temperature", 1.0) if generation_config.do_sample else 0.0
+            options = TextOptions(max_new_tokens=most, seed=seed, ignore_eos=True, **settings)
+            padding = row[: len(row) - len(prompt)][None]
+            texts.append(engine.submit(prompt, options, [partial(_padded_call, each, padding) for each in processors]))
+        criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
+        kept = _run(engine, texts, input_ids, criteria, streamer)
+        if streamer is not None:
+            streamer.end()
+        sequences = _padded(input_ids, kept, generation_config)
+        return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
+
+    return generate
+
+
+def _padded_call(processor: Processor, padding: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that counts positions counts the padding too."""
+    return processor(torch.cat([padding, ids], 1), scores)
+
+
+def _run(engine: Engine, texts: list[Text], prompts: torch.Tensor, criteria: Sequence[Callable], streamer) -> list:
+    """Decodes until every text has ended or a criterion has ended it; returns the kept new tokens of each."""
+    lengths = dict.fromkeys(texts, 0)  # tokens that the criteria and the streamer have seen
+    rows = dict(zip(texts, prompts, strict=True))
+    while engine.busy:
+        for text in engine.step():
+            first = lengths[text]
+            while lengths[text] < len(text.ids) and not text.cancelled:
+                lengths[text] += 1
+                if criteria:
+                    new = torch.tensor(text.ids[: lengths[text]], device=prompts.device)
+                    ids = torch.cat([rows[text], new])[None]
+                    text.cancelled = any(bool(torch.as_tensor(ends(ids, None)).all()) for ends in criteria)
+            if streamer is not None and lengths[text] > first:
+                streamer.put(torch.tensor(text.ids[first : lengths[text]]))
+    return [text.ids[: lengths[text]] for text in texts]
+
+
+def _settings(processors: Sequence[Processor]) -> tuple[dict[str, float], Sequence[Processor]]:
+    """Text options that say the same as the processors, if there are such; else the processors themselves, which then
+    see every node's true prefix, one after the other."""
+    kinds = [type(processor) for processor in processors]
+    order = list(KNOWN)
+    places = [order.index(kind) if kind in KNOWN else -1 for kind in kinds]
+    if -1 in places or places != sorted(set(places)):
+        return {}, processors
+    named = [(KNOWN[kind], processor) for kind, processor in zip(kinds, processors, strict=True)]
+    return {option: getattr(processor, attribute) for (attribute, option), processor in named}, ()
+
+
+def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, object]) -> None:
+    """Raises ValueError for what this loop does not do."""
+    outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    asked = [name for name in outputs if config.return_dict_in_generate and getattr(config, name, False)]
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in UNUSED)
+    if config.num_beams not in (None, 1):
+        raise ValueError(f"num_beams={config.num_beams}: speculative decoding follows one text, use num_beams=1")
+    if asked or unknown:
+        raise ValueError(f"{', '.join(asked + unknown)}: not with speculative decoding; leave it out")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask has {attention_mask.dim()} dimensions: give (batch, tokens)")
+    if attention_mask is not None and (attention_mask.diff(dim=1) < 0).any():
+        raise ValueError("attention_mask: pad the prompts on the left (tokenizer.padding_side = 'left')")
+
+
+def _padded(input_ids: torch.Tensor, kept: list[list[int]], config) -> torch.Tensor:
+    """(B, T + longest) with padding after shorter answers."""
+    longest = max(map(len, kept))
+    pad = getattr(config, "_pad_token_tensor", None)
+    new = torch.full((len(kept), longest), 0 if pad is None else int(pad), dtype=torch.long)
+    for row, ids in enumerate(kept):
+        new[row, : len(ids)] = torch.tensor(ids)
+    return torch.cat([input_ids, new.to(input_ids.device)], 1)

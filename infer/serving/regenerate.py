@@ -1,0 +1,186 @@
+"""The target's own answers to the prompts of a data set: what a drafter should learn from.
+
+Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on behind the last
+whole line. Either our engine writes them, or any server with OpenAI's API (vLLM, SGLang, ours).
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
+
+LARGEST_RESPONSE = 32 << 20  # bytes of what a server answers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt: a text or the messages of a chat; `index` is its place in the data."""
+
+    index: int
+    prompt: str | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a row: a text and why it ended, or what went wrong."""
+
+    row: Row
+    text: str | None = None
+    finish: str | None = None
+    error: str | None = None
+
+
+def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callable[[Iterable[Row]], Iterator[Answer]]:
+    """Answers by our engine, `options.rows` side by side, handed out in order."""
+    from infer.api import answer_text, encode
+    from infer.engine.engine import open_engine
+
+    engine = open_engine(target, drafter, options, capacity)
+
+    def answers(rows: Iterable[Row]) -> Iterator[Answer]:
+        rows, queue = iter(rows), []  # [(row, text or error)] in order
+        while True:
+            for row in islice(rows, 4 * options.rows - len(queue)):
+                try:
+                    queue.append((row, engine.submit(encode(target, row.prompt), options)))
+                except ValueError as wrong:
+                    queue.append((row, str(wrong)))
+            if not queue:
+                return
+            while queue and (isinstance(queue[0][1], str) or queue[0][1].finish is not None):
+                row, text = queue.pop(0)
+                if isinstance(text, str):
+                    yield Answer(row, error=text)
+                else:
+                    yield Answer(row, answer_text(target, text.ids, options), text.finish)
+            if engine.busy:
+                engine.step()
+
+    return answers
+
+
+def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int) -> Callable:
+    """Answers by a server with OpenAI's API, `at_once` requests under way, handed out in order. A request is tried
+    three times before its row counts as failed; the key is taken from OPENAI_API_KEY and goes nowhere else."""
+    import httpx
+
+    headers = {"Accept-Encoding": "identity"}  # what is small on the way stays small here
+    if os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+    client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=600))
+
+    def asked(method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
+        """A response's status and content; ValueError for one that is larger than any answer."""
+        content = b""
+        with client.stream(method, path, json=body) as response:
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > LARGEST_RESPONSE:
+                    raise ValueError(f"a response of more than {LARGEST_RESPONSE} bytes")
+        return response.status_code, content
+
+    if model is None:
+        try:
+            model = str(json.loads(asked("GET", "/models")[1])["data"][0]["id"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as wrong:
+            raise ValueError(f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule") from wrong
+
+    def ask(row: Row) -> Answer:
+        chat = not isinstance(row.prompt, str)
+        body = {"model": model, "max_tokens": options.max_new_tokens, "temperature": options.temperature}
+        body |= {"seed": options.seed, "top_p": options.top_p}
+        body |= {"stop": list(options.stop)} if options.stop else {}
+        body |= {"messages": row.prompt} if chat else {"prompt": row.prompt}
+        for _ in range(3):
+            try:
+                status, content = asked("POST", "/chat/completions" if chat else "/completions", body)
+                if status == 200:
+                    choice = json.loads(content)["choices"][0]
+                    text = choice["message"]["content"] if chat else choice["text"]
+                    if not isinstance(text or "", str):
+                        raise ValueError("an answer that is no text")
+                    return Answer(row, text or "", choice["finish_reason"])
+                error = f"status {status}: {content[:200].decode(errors='replace')}"
+                if 400 <= status < 500 and status != 429:
+                    break  # asking again changes nothing
+            except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as wrong:
+                error = f"{type(wrong).__name__}: {wrong}"
+        return Answer(row, error=error)
+
+    def answers(rows: Iterable[Row]) -> Iterator[Answer]:
+        rows = iter(rows)
+        with ThreadPoolExecutor(at_once) as pool:
+            queue = [pool.submit(ask, row) for row in islice(rows, 2 * at_once)]
+            while queue:
+                yield queue.pop(0).result()
+                queue += [pool.submit(ask, row) for row in islice(rows, 1)]
+
+    return answers
+
+
+def regenerate(
+    rows: list[Row],
+    answers: Callable[[Iterable[Row]], Iterator[Answer]],
+    out: Path,
+    settings: dict,
+    most_failures: int,
+    progress: Callable[[int, int, int], None] = lambda done, total, failed: None,
+) -> dict[str, int]:
+    """Writes {"index", "prompt" or "messages", "response", "finish"} lines to `out`, and {"index", "error"} lines to
+    `out`.failed; returns how many of each there are. `settings` say how the answers come about: a file that was begun
+    with others is not gone on with. Raises ValueError for that, and when more than `most_failures` rows failed."""
+    failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
+    settings = settings | {"rows": len(rows)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if settings_path.exists() and (before := json.loads(settings_path.read_text())) != settings:
+        changed = sorted(key for key in settings | before if settings.get(key) != before.get(key))
+        raise ValueError(f"out={out} was begun with another {', '.join(changed)}: give another out, or delete it")
+    if out.exists() and not settings_path.exists():
+        raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
+    settings_path.write_text(json.dumps(settings, indent=1) + "\n")
+    done, failed = _whole_lines(out), _whole_lines(failed_path)
+    ready = {line["index"] for line in done + failed}
+    count, lost = len(done), len(failed)
+    left = [row for row in rows if row.index not in ready]
+    with out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
+        for answer in answers(left):
+            index, prompt = answer.row.index, answer.row.prompt
+            if answer.error is None:
+                key = "prompt" if isinstance(prompt, str) else "messages"
+                line = {"index": index, key: prompt, "response": answer.text, "finish": answer.finish}
+                good.write(json.dumps(line, ensure_ascii=False) + "\n")
+                good.flush()
+                count += 1
+            else:
+                bad.write(json.dumps({"index": index, "error": answer.error}, ensure_ascii=False) + "\n")
+                bad.flush()
+                lost += 1
+            progress(count + lost, len(rows), lost)
+            if lost > most_failures:
+                raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {answer.error!r}")
+    return {"answers": count, "failed": lost}
+
+
+def _whole_lines(path: Path) -> list[dict]:
+    """The lines that were written to their end; a last one that was not is cut off."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def options_of(options: DecodeOptions) -> dict:
+    """What an answer depends on: not how fast it is decoded."""
+    speed = {"method", "budget", "rows", "compile", "draft_length", "order", "nodes"}
+    if options.method not in MASKED_METHODS:
+        speed |= MaskedConfig.__dataclass_fields__.keys()
+    return {key: value for key, value in asdict(options).items() if key not in speed}

@@ -1,0 +1,373 @@
+"""The server: OpenAI-compatible HTTP in front of one engine, whose rows all requests share.
+
+The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between them go
+`Ticket`s, one for each text, and `Piece`s back.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import prometheus_client
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from infer.api import TextStream, encode
+from infer.config import ServerConfig, TextOptions
+from infer.engine.engine import AnyEngine
+from infer.engine.sequence import Text
+from infer.evaluation.lossless import Difference, Watch
+from infer.serving.guard import Guard, Refused, network
+from infer.serving.protocol import (
+    Chat,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Form,
+    Piece,
+    PromptRequest,
+    error,
+    event,
+    usage,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One text on its way through the engine. `pieces` belongs to the event loop."""
+
+    prompt: list[int]
+    options: TextOptions
+    loop: asyncio.AbstractEventLoop
+    pieces: "asyncio.Queue[Piece]" = field(default_factory=asyncio.Queue)
+    text: Text | None = None  # the engine thread's, like what was told of it so far
+    tokens: int = 0
+    rounds: int = 0
+    cancelled: bool = False
+
+    def tell(self, piece: Piece) -> None:
+        """From the engine's thread to the event loop."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class Metrics:
+    """What /metrics shows."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+        counter = self._counter
+        self.requests = counter("requests", "Answered HTTP requests", ["path", "status"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
+        self.tokens = counter("generated_tokens", "Committed tokens")
+        self.rounds = counter("rounds", "Rounds, one count per row")
+        self.drafted = counter("drafted_tokens", "Verified draft nodes")
+        self.cancelled = counter("cancelled_texts", "Texts whose client went away")
+        self.checked = counter("checked_texts", "Finished texts compared with the target's own", ["outcome"])
+        self.writing = self._gauge("texts_writing", "Texts being written")
+        self.waiting = self._gauge("texts_waiting", "Texts waiting for a row")
+
+    def _counter(self, name: str, text: str, labels: list[str] = ()) -> prometheus_client.Counter:
+        return prometheus_client.Counter(f"blockdraft_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> prometheus_client.Gauge:
+        return prometheus_client.Gauge(f"blockdraft_{name}", text, registry=self.registry)
+
+
+class Worker(threading.Thread):
+    """Runs the engine as long as there is something to write."""
+
+    def __init__(self, engine: AnyEngine, metrics: Metrics, verify: float) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.engine, self.metrics = engine, metrics
+        self.watch = Watch(engine.target, verify, self._checked)
+        self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self.open: dict[Text, tuple[Ticket, TextStream]] = {}
+
+    def run(self) -> None:
+        while True:
+            working = self.engine.busy or self.watch.busy
+            tickets = [] if working else [self.inbox.get()]  # sleeps while there is nothing to do
+            while not self.inbox.empty():
+                tickets.append(self.inbox.get())
+            if None in tickets:
+                return
+            for ticket in tickets:
+                self._take(ticket)
+            if self.engine.busy:
+                self._step()
+            if self.watch.busy:
+                self.watch.step()
+
+    def _checked(self, text: Text, difference: Difference | None) -> None:
+        self.metrics.checked.labels("same" if difference is None else difference.cause).inc()
+        if difference is not None:
+            level = logging.INFO if difference.cause == "tie" else logging.ERROR
+            log.log(level, "a text of %d tokens is not the target's own: %s", len(text.ids), difference)
+
+    def _take(self, ticket: Ticket) -> None:
+        if ticket.cancelled:
+            return
+        try:
+            ticket.text = text = self.engine.submit(ticket.prompt, ticket.options)
+        except ValueError:
+            log.exception("a text was let in that the engine refuses")
+            return ticket.tell(Piece("", [], [], "error"))
+        self.open[text] = ticket, TextStream(self.engine.target, text)
+
+    def _step(self) -> None:
+        for text, (ticket, _) in self.open.items():
+            text.cancelled = ticket.cancelled
+        try:
+            changed = self.engine.step()
+        except Exception:  # one bad round must not leave everybody waiting
+            log.exception("a round failed; all texts in work are given up")
+            for ticket, _ in self.open.values():
+                ticket.tell(Piece("", [], [], "error"))
+            self.open.clear()
+            self.engine.reset()
+            return
+        for text in changed:
+            self._tell(text)
+        self.metrics.writing.set(len(self.engine.writing))
+        self.metrics.waiting.set(len(self.engine.waiting))
+
+    def _tell(self, text: Text) -> None:
+        ticket, pieces = self.open[text]
+        new, rounds = text.ids[ticket.tokens :], text.drafted[ticket.rounds :]
+        rejected = text.rejected[-1] if text.rejected else None
+        ticket.tell(Piece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected))
+        if ticket.tokens == 0 and new:
+            self.metrics.prompt_tokens.inc(len(text.prompt))
+        self.metrics.tokens.inc(len(new))
+        self.metrics.rounds.inc(len(rounds))
+        self.metrics.drafted.inc(sum(rounds))
+        ticket.tokens, ticket.rounds = len(text.ids), len(text.drafted)
+        if text.finish is not None:
+            del self.open[text]
+            drawn = self.engine.options.method == "static" and text.options.temperature > 0
+            if not drawn:  # a sampled static tree writes another text, of the same distribution
+                self.watch.offer(text)
+
+
+class Service:
+    """The event loop's side: the texts in work, from the moment they are let in until their request has ended."""
+
+    def __init__(self, engine: AnyEngine, options: ServerConfig) -> None:
+        self.engine, self.options = engine, options
+        self.target, self.name = engine.target, options.model_name or engine.target.name
+        self.metrics = Metrics()
+        self.worker = Worker(engine, self.metrics, options.verify)
+        self.inside: set[Ticket] = set()
+
+    def admit(self, body: CompletionRequest) -> list[Ticket]:
+        """Checks a request's texts and queues them, all or none."""
+        if body.model not in (None, self.name):
+            raise Refused(404, f"the model here is {self.name}, not {body.model}", "model")
+        prompts = body.prompts()
+        if not prompts:
+            raise Refused(400, "prompt: an empty list", "prompt")
+        count, most = len(self.inside) + len(prompts) * body.n, self.options.max_texts
+        if len(prompts) * body.n > most:
+            raise Refused(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
+        if count > most:
+            raise Refused(429, f"{len(self.inside)} texts are in work or waiting, {most} may be: try again later")
+        tickets = []
+        for prompt in prompts:
+            try:
+                ids = encode(self.target, prompt)
+                for index in range(body.n):
+                    tickets.append(Ticket(ids, self._settings(body, ids, index), asyncio.get_running_loop()))
+            except ValueError as wrong:
+                raise Refused(400, str(wrong)) from wrong
+        self.inside.update(tickets)
+        for ticket in tickets:
+            self.worker.inbox.put(ticket)
+        return tickets
+
+    def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
+        """Checked options of one text. Raises ValueError."""
+        vocabulary, capacity = self.target.head_weight.shape[0], self.engine.capacity
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if bad := [id for id in ids if not 0 <= id < vocabulary]:
+            raise ValueError(f"prompt: token {bad[0]} does not exist, there are {vocabulary}")
+        if len(ids) >= capacity:
+            raise ValueError(f"the prompt has {len(ids)} tokens, prompt and answer may have {capacity} together")
+        most, logprobs = body.limits()
+        settings = body.text_options(capacity - len(ids) if most is None else most, logprobs, index)
+        self.engine.check_text(settings)
+        if len(ids) + settings.max_new_tokens > capacity:
+            raise ValueError(
+                f"prompt ({len(ids)} tokens) and max_tokens ({settings.max_new_tokens}) may be {capacity} together"
+            )
+        return settings
+
+    def leave(self, tickets: list[Ticket]) -> None:
+        """Every request ends here, however it ends: an abandoned text stops costing work."""
+        for ticket in self.inside.intersection(tickets):
+            self.inside.discard(ticket)
+            if ticket.text is None or ticket.text.finish is None:
+                self.metrics.cancelled.inc()
+            ticket.cancelled = True
+
+    async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
+        """The response to a request, whole or streamed."""
+        tickets = self.admit(body)
+        form = form(self.target, self.name, body.limits()[1] is not None)
+        if body.stream:
+            usage_too = bool((body.stream_options or {}).get("include_usage"))
+            return Stream(self.events(tickets, form, usage_too), lambda: self.leave(tickets))
+        whole = asyncio.ensure_future(gather(tickets))
+        gone = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                return error(499, "the client went away")
+            return JSONResponse(form.whole([ticket.prompt for ticket in tickets], whole.result()))
+        finally:
+            whole.cancel()
+            gone.cancel()
+            self.leave(tickets)
+
+    async def events(self, tickets: list[Ticket], form: Form, usage_too: bool) -> AsyncIterator[str]:
+        """Server-sent events, as rounds commit; texts of one request come mixed, told apart by their index."""
+        merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+        async def forward(index: int, ticket: Ticket) -> None:
+            async for piece in follow(ticket):
+                merged.put_nowait((index, piece))
+
+        tasks = [asyncio.ensure_future(forward(i, ticket)) for i, ticket in enumerate(tickets)]
+        try:
+            for i in range(len(tickets)):
+                if opening := form.opening(i):
+                    yield event(opening)
+            left, tokens = len(tickets), 0
+            while left:
+                index, piece = await merged.get()
+                if piece.finish == "error":
+                    yield event({"error": {"message": "the engine failed on this text", "type": "server_error"}})
+                    return
+                tokens += len(piece.ids)
+                left -= piece.finish is not None
+                if piece.text or piece.logprobs or piece.finish or piece.rejected:
+                    yield event(form.chunk(index, piece))
+            if usage_too:
+                counts = usage([ticket.prompt for ticket in tickets], tokens)
+                yield event(form.envelope([], chunk=True) | {"usage": counts})
+            yield "data: [DONE]\n\n"
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+class Stream(StreamingResponse):
+    """Server-sent events. `after` is called when the response is over, even if nobody ever listened."""
+
+    def __init__(self, events: AsyncIterator[str], after: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.after = after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.after()
+
+
+def create_app(engine: AnyEngine, options: ServerConfig) -> FastAPI:
+    """The application around an engine; starting it starts the engine's thread, stopping it ends the thread."""
+    service = Service(engine, options)
+    began = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        service.worker.inbox.put(None)
+        await asyncio.to_thread(service.worker.join)
+
+    app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None)
+    app.state.service = service
+    app.add_middleware(Guard, options=options, answered=service.metrics.requests)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, wrong: HTTPException) -> Response:
+        return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, wrong: RequestValidationError) -> Response:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return error(400, f"{where}: {first['msg']}" if where else first["msg"], where or None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = service.worker.is_alive()
+        return JSONResponse({"status": "ok" if alive else "the engine's thread is dead"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = prometheus_client.generate_latest(service.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        model = {"id": service.name, "object": "model", "created": began, "owned_by": "local"}
+        return {"object": "list", "data": [model | {"max_model_len": engine.capacity}]}
+
+    @app.post("/v1/completions")
+    async def completions(body: PromptRequest, request: Request) -> Response:
+        return await service.answer(body, request, Completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, request, Chat)
+
+    return app
+
+
+async def follow(ticket: Ticket) -> AsyncIterator[Piece]:
+    """The pieces of a text up to its end."""
+    while True:
+        piece = await ticket.pieces.get()
+        yield piece
+        if piece.finish is not None:
+            return
+
+
+async def gather(tickets: list[Ticket]) -> list[Piece]:
+    """Whole texts."""
+    texts = []
+    for ticket in tickets:
+        pieces = [piece async for piece in follow(ticket)]
+        if pieces[-1].finish == "error":
+            raise Refused(500, "the engine failed on this text")
+        text = "".join(piece.text for piece in pieces)
+        ids = [id for piece in pieces for id in piece.ids]
+        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+        texts.append(Piece(text, ids, logprobs, pieces[-1].finish))
+    return texts
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has gone away."""
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.1)
+
+
+def serve(engine: AnyEngine, options: ServerConfig) -> None:
+    """Serves until interrupted."""
+    uvicorn.Server(network(create_app(engine, options), options)).run()

@@ -1,0 +1,354 @@
+"""The target: any Hugging Face causal language model, frozen, tapped and verified through one wrapper.
+
+B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+
+from infer.attention.compile import Program, padded
+from infer.attention.kv_cache import KVCache, Window
+from infer.attention.masks import additive, cached, dense, nearby, packed_causal_mod
+from infer.targets.support import (
+    head_size,
+    key_heads,
+    logit_scale,
+    longest,
+    refuse_unfit,
+    refuse_unsupported,
+    windows,
+)
+from infer.trees import DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
+
+
+@dataclass(frozen=True)
+class Features:
+    """What one target pass leaves: the drafter's food and the head's."""
+
+    context: torch.Tensor  # (B, Q, K*D) outputs of the tapped layers, concatenated
+    last: torch.Tensor  # (B, Q, D) final hidden state, after the target's last norm
+
+
+@dataclass
+class Target:
+    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0."""
+
+    model: nn.Module
+    tokenizer: object | None = None
+    name: str = "target"
+    _tapped: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.model.eval().requires_grad_(False)
+        refuse_unsupported(self.model.config)
+        refuse_unfit(self.model)
+        self.config = self.model.config.get_text_config()
+        self.scale, self.windows = logit_scale(self.config), windows(self.config)
+        self.body = self.model.get_decoder()
+        for layer, module in enumerate(self.body.layers):
+            module.register_forward_hook(self._tap(layer))
+        self._taps: frozenset[int] = frozenset()
+        self._program: Program | None = None
+
+    def _tap(self, layer: int):
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+            if layer in self._taps:
+                self._tapped[layer] = output if isinstance(output, torch.Tensor) else output[0]
+
+        return hook
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """(V, D), shared with the drafter and frozen."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text, from the generation config."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = generation.eos_token_id if generation is not None else self.config.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """What the tokenizer's output follows from, as 64 hexadecimal digits."""
+        from data.packing import tokenizer_digest
+
+        return tokenizer_digest(self.tokenizer)
+
+    def shard(self, device: torch.device) -> None:
+        """Spreads the layers over the processes of the group, each on its `device`: a pass gathers them one after the
+        other, and takes all processes (FSDP without gradients: what ZeRO stage 3 does). Embedding, norm and head stay
+        whole in every process."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in self.body.layers:
+            fully_shard(layer, mesh=mesh)
+        inside = {parameter for layer in self.body.layers for parameter in layer.parameters()}
+        rest = {parameter for parameter in self.body.parameters() if parameter not in inside}
+        fully_shard(self.body, mesh=mesh, ignored_params=rest)
+        for parameter in {*rest, self.head_weight}:
+            parameter.data = parameter.data.to(device)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(device)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (...,) to what enters the first layer, (..., D)."""
+        embedded = self.embedding(ids)  # Gemma's module scales by itself, Granite's does not
+        multiplier = getattr(self.config, "embedding_multiplier", None)
+        return embedded * multiplier if multiplier else embedded
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states (..., D) to logits (..., V)."""
+        return self.scale(self.model.get_output_embeddings()(hidden))
+
+    def cache(self, rows: int, capacity: int, static: bool = False) -> KVCache:
+        """A cache for up to `rows` texts of up to `capacity` positions, none in use yet. Passes over trees are compiled
+        if it is `static`. Layers with a sliding window keep all positions too: rows then have one length, and the
+        window is a matter of masks alone. That takes the memory of full attention."""
+        config, most = self.config, longest(self.config)
+        if most is not None and capacity > most:
+            raise ValueError(
+                f"this target's rotary angles change beyond {most} positions, {capacity} are asked for: shorten "
+                "prompts or answers"
+            )
+        layers, heads = config.num_hidden_layers, key_heads(config)
+        return KVCache(layers, rows, capacity, heads, head_size(config), self.dtype, self.device, static)
+
+    def _masks(
+        self, allowed: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The additive mask of every kind of layers, or the only one, from what full attention allows queries at
+        `positions` (B, Q), (B, 1, Q, S). Keys are the queries themselves, or the cache that has `ends` (B,)."""
+        masks = {}
+        for kind, width in self.windows.items():
+            seen = allowed if width is None else allowed & nearby(positions, ends, allowed.shape[-1], width)
+            masks[kind] = additive(seen, self.dtype)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def _pass(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor | dict[str, torch.Tensor],
+        window: Window | None,
+        layers: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over ids (B, Q) at absolute positions (B, Q) under additive masks (B, 1, Q, S): the outputs of
+        `layers` only, not of every layer, concatenated, and the final hidden states."""
+        self._taps = frozenset(layers)
+        last = self.body(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=window,
+            use_cache=window is not None,
+        ).last_hidden_state
+        tapped = [self._tapped[layer] for layer in layers]
+        self._tapped.clear()
+        return torch.cat(tapped, dim=-1) if tapped else last[..., :0], last
+
+    @torch.no_grad()
+    def packed_features(
+        self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor, layers: tuple[int, ...]
+    ) -> Features:
+        """Features of packed documents for training: all arguments (B, T), documents -1 on padding."""
+        rows, length = ids.shape
+        allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
+        return Features(*self._pass(ids, positions, self._masks(allowed, positions), None, layers))
+
+    def extend(self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
+        """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
+        width = max(map(len, ids))
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(ids), -1, -1)
+        tokens = pad_ids(ids, self.device)
+        window = cache.window(width)
+        positions = cache.positions(len(ids), width)
+        mask = self._masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
+        features = self._pass(tokens, positions, mask, window, layers)
+        cache.advance([len(row) for row in ids])
+        return Features(*features)
+
+    def verify(
+        self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
+    ) -> Features:
+        """Scores every node of the draft trees in one pass (DDTree section 4.4): positions by depth, each node sees its
+        row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a path."""
+        used, width = tree.tokens.shape
+        window = cache.window(width)
+        rows = len(window.slots)
+        ends = cache.ends[:rows]
+        positions = padded(tree.positions(ends[:used]), rows)
+        mask = self._masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
+        run = self._pass
+        if cache.static:
+            self._program = self._program or Program(self._pass, self.device)
+            run = self._program
+        context, last = run(padded(tree.tokens, rows), positions, mask, window, layers)
+        return Features(context[:used], last[:used])
+
+
+def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Token ids of several rows, padded on the right: (B, Q) int64."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for anything that is no such dtype."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
+    return getattr(torch, name)
+
+
+def resolve_path(path: str) -> str:
+    return str(EMBEDDED) if path == "embedded" else path
+
+
+def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
+    """A target's tokenizer alone. Raises FileNotFoundError with what could not be found."""
+    from transformers import AutoTokenizer
+
+    with reaching(path):
+        return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
+def load_config(path: str = "embedded", trust_remote_code: bool = False) -> "PretrainedConfig":
+    """A target's config.json alone. Raises FileNotFoundError with what could not be found."""
+    from transformers import AutoConfig
+
+    with reaching(path):
+        return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def reaching(path: str) -> Iterator[None]:
+    """Around what reads a model: FileNotFoundError says where it is not; what is wrong with a folder that is there is
+    left as it is."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and Path(resolve_path(path)).exists():
+            raise
+        raise FileNotFoundError(
+            f"target.path={path}: found neither as a local folder nor on the model hub from here. "
+            "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
+        ) from error
+
+
+def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Gives embedding, head, last norm and some decoder layers of a model without memory their weights from the files.
+    Layers that are stored in another form than the model's own stay as they are. Raises ValueError where one of the
+    others is."""
+    body, head = model.get_decoder(), model.get_output_embeddings()
+    ends = {"embedding": model.get_input_embeddings(), "last norm": body.norm}
+    if not model.config.get_text_config().tie_word_embeddings:
+        ends["head"] = head
+    modules = ends | {f"layer {i}": body.layers[i] for i in layers}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    where = {}
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            where |= dict.fromkeys(weights.keys(), file)
+    for what, module in modules.items():
+        found = {leaf: names[id(parameter)] for leaf, parameter in module.named_parameters()}
+        if not all(name in where for name in found.values()):
+            if what in ends:
+                raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
+            continue
+        for leaf, name in found.items():
+            with safe_open(where[name], "pt") as weights:
+                tensor = weights.get_tensor(name).to(device, dtype)
+            owner, _, attribute = leaf.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
+    model.tie_weights()
+
+
+def weight_files(path: str) -> list[Path]:
+    """A model's safetensors files, on this machine."""
+    from huggingface_hub import snapshot_download
+
+    source = resolve_path(path)
+    folder = source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def load_target(
+    path: str = "embedded",
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    only_layers: Iterable[int] | None = None,
+) -> Target:
+    """Loads a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
+    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
+
+    Raises FileNotFoundError with what could not be found and how to give a local path.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    place = resolve_device(device)
+    options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
+    config = load_config(path, trust_remote_code)
+    refuse_unsupported(config)
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    with reaching(path):
+        model = without_memory(config, **options)
+        refuse_unfit(model)
+        if only_layers is not None:
+            fill(model, weight_files(path), only_layers, options["dtype"], place)
+            return Target(model, tokenizer, name=path)
+        options["attn_implementation"] = model.config.get_text_config()._attn_implementation
+        model = AutoModelForCausalLM.from_pretrained(resolve_path(path), **options)
+    return Target(model.to(place), tokenizer, name=path)
+
+
+def without_memory(config: "PretrainedConfig", **options: object) -> nn.Module:
+    """A model whose weights have shapes only. Its attention is SDPA, or Hugging Face's own arithmetic ("eager") where
+    SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
+        except ValueError:  # the model's class says so
+            return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)

@@ -1,0 +1,149 @@
+"""From the command line to a checked dataclass: Hydra composes, types are enforced, and no DictConfig survives.
+
+Used by the `main.py` stubs only; the rest of `infer` needs no Hydra.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from infer.utils.redact import redact_text
+
+CONF = str(Path(__file__).resolve().parent.parent.parent / "conf")
+_HYDRA_FLAGS = (
+    "--cfg",
+    "-c",
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--info",
+    "-i",
+    "--version",
+    "--resolve",
+    "--package",
+    "-p",
+)
+LONGEST_SENTENCE = 500  # characters
+LARGEST = 2**62  # of a whole number: seeds and counts are 64 bits
+STOPPED = 3  # exit code of what was begun and could not go on
+
+
+class Stopped(Exception):
+    """What was begun has to end, for the reason that the message says in one sentence."""
+
+
+def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
+    """Composes conf/<name>.yaml with the overrides, checks it against the dataclass `schema`, and calls `run(config)`.
+
+    Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
+    goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped.
+    Hydra's own flags (`--cfg job`, `--help`) work as usual.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
+        import hydra
+
+        prepare(name, schema)
+        hydra.main(version_base=None, config_path=CONF, config_name=name)(lambda cfg: None)()
+        return
+    try:
+        config = composed(name, schema, arguments)
+        run(config)
+    except (ValueError, FileNotFoundError) as error:
+        fail(str(error))
+    except Stopped as error:
+        fail(str(error), STOPPED)
+
+
+def prepare(name: str, schema: type) -> None:
+    """Makes the schema known to Hydra, and the environment unknown: it holds keys, and configurations are logged."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    def closed(*names: str) -> None:
+        raise ValueError("a configuration does not read the environment: give the value itself")
+
+    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    OmegaConf.register_new_resolver("oc.env", closed, replace=True)
+
+
+def composed(name: str, schema: type, arguments: list[str]):
+    """conf/<name>.yaml with the overrides as a checked `schema`, which has a `check()` that raises ValueError for
+    impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    prepare(name, schema)
+    try:
+        with hydra.initialize_config_dir(version_base=None, config_dir=CONF):
+            config = hydra.compose(config_name=name, overrides=arguments)
+        # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless
+        plain = OmegaConf.to_container(config, resolve=True)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+    except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
+        raise ValueError(sentence(error)) from error
+    try:
+        check_values(config)
+        config.check()
+    except (ValueError, OSError) as error:
+        raise ValueError(sentence(error)) from error
+    return config
+
+
+def check_values(config: object) -> None:
+    """Raises ValueError for a value that nothing can be meant by, whatever its key: nan, infinity, a number beyond 64
+    bits, a text that is no UTF-8 or holds a null byte."""
+    for name, value in values(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value}: a finite number")
+        if isinstance(value, int) and not -LARGEST < value < LARGEST:
+            raise ValueError(f"{name}: a whole number of at most 62 bits")
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}={ascii(value)}: not UTF-8") from None
+            if "\0" in value:
+                raise ValueError(f"{name}={ascii(value)}: holds a null byte")
+
+
+def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """(key, value) of everything in a dataclass, its lists and dictionaries. Raises ValueError for lists of lists."""
+    if is_dataclass(config):
+        inside = ((field.name, getattr(config, field.name)) for field in fields(config))
+    elif isinstance(config, dict):
+        inside = config.items()
+    elif isinstance(config, (list, tuple)):
+        if any(isinstance(value, (list, tuple, dict)) for value in config):  # OmegaConf lets them through
+            raise ValueError(f"{name}={config}: a list of single values")
+        inside = enumerate(config)
+    else:
+        yield name, config
+        return
+    for key, value in inside:
+        yield from values(value, f"{name}.{key}" if name else str(key))
+
+
+def sentence(error: BaseException) -> str:
+    """The first line of an error and of its cause as one sentence, with the choices there are."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if type(error) is ValueError:  # ours: lines of a value, not of the message
+        lines = [" ".join(lines)]
+    keys = [line.split(":", 1)[1].strip() for line in lines if line.strip().startswith("full_key:")]
+    parts = [key for key in keys if key and key not in lines[0]] + [lines[0]]
+    if error.__cause__ is not None and str(error.__cause__).strip():
+        parts.append(str(error.__cause__).strip().splitlines()[0])
+    for i, line in enumerate(lines):
+        if line.startswith("Available options"):
+            options = takewhile(lambda line: line.startswith("\t"), lines[i + 1 :])
+            parts.append("there is " + ", ".join(option.strip() for option in options))
+    whole = ": ".join(part.rstrip(". :") for part in parts)
+    return whole if len(whole) <= LONGEST_SENTENCE else f"{whole[: LONGEST_SENTENCE // 2]} ... {whole[-100:]}"
+
+
+def fail(message: str, code: int = 2) -> None:
+    print(f"error: {redact_text(message)}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,129 @@
+"""`./launch.sh ngram` and `./launch.sh compare` as they are called, and what they are made of."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from data.rows import DataConfig
+from infer import save_drafter
+from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
+from infer.drafters.bigram import Bigram
+from infer.drafters.families import new_drafter
+from infer.engine.engine import decode
+from infer.engine.sequence import Text
+from infer.evaluation.evaluate import hits
+from infer.main import CompareCommand, NgramCommand, load, run_compare, run_name, run_ngram
+from infer.ngrams.model import NGram
+
+HELD_OUT = "the first row of every fifty is kept for evaluation, and not counted"
+TEXTS = ["import os\n\ndef read(path):\n    return os.stat(path)\n", "class A:\n    def read(self): pass\n", "x = 1\n"]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory, embedded):
+    """An n-gram file of a few texts, made by the command."""
+    folder = tmp_path_factory.mktemp("counted")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [HELD_OUT, *TEXTS]))
+    data = DataConfig(source="jsonl", path=str(folder / "texts.jsonl"))
+    run_ngram(NgramCommand(out=str(folder / "new" / "texts.ngrams"), order=4, workers=1, data=data))
+    return folder / "new" / "texts.ngrams"
+
+
+def test_the_command_counts_what_training_would_read(counted, embedded):
+    model = NGram.open(counted, embedded.tokenizer_digest)
+    expected = Counter()
+    for text in TEXTS:
+        ids = [*embedded.tokenizer(text)["input_ids"], embedded.tokenizer.eos_token_id]
+        for order in range(1, 5):
+            expected.update(tuple(ids[i : i + order]) for i in range(len(ids) - order + 1))
+    assert len(expected) > 100
+    assert model.tokens == sum(count for ids, count in expected.items() if len(ids) == 1)
+    for ids, count in expected.items():
+        assert model.count(ids) == count
+    assert (model.order, model.vocabulary) == (4, 512)
+
+
+def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded, ngrams):
+    drafter = new_drafter(DrafterConfig(layers=1), embedded)
+    drafter.reset(torch.Generator().manual_seed(0))
+    options = DecodeOptions(4, continuity=str(counted))
+    assert len(decode(embedded, drafter, [[1, 2, 3]], options)[0].ids) == 4
+    with pytest.raises(ValueError, match=r"tiny\.ngrams: counted with another tokenizer"):
+        decode(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, continuity=str(ngrams)))
+    assert isinstance(load(TargetConfig(), str(counted))[1], Bigram)
+
+
+def test_every_drafter_meets_every_tree_in_one_table(counted, embedded, tmp_path, capsys):
+    checkpoints = []
+    for family in ("dflash", "dart"):
+        drafter = new_drafter(DrafterConfig(family=family, layers=1, block_size=5), embedded)
+        drafter.start(embedded, torch.Generator().manual_seed(0), warm=True)
+        folder = tmp_path / family / "checkpoints" / "best"
+        save_drafter(drafter.config, drafter.state_dict(), folder / "drafter")
+        checkpoints.append(str(folder))
+    evaluation = EvaluationConfig(
+        prompts=2, prompt_tokens=16, max_new_tokens=8, budgets=[4], rows=2, continuity=str(counted)
+    )
+    checkpoints.append(str(counted))
+    command = CompareCommand(checkpoints, str(tmp_path / "out"), evaluation=evaluation)
+    command.check()
+    run_compare(command)
+    table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
+    assert table[0] in capsys.readouterr().out
+    assert [line.split("|")[1:3] for line in table[2:7]] == [
+        [f" {tree} ", f" {nodes} "]
+        for tree, nodes in [
+            ("plain", "-"),
+            ("chain", "-"),
+            ("DDTree", 4),
+            ("continuity", 4),
+            ("DDTree + continuity", 4),
+        ]
+    ]
+    assert all(line.count("|") == 12 for line in table[:7])
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert list(results) == ["dflash", "dart", "texts.ngrams"]
+    for result in results.values():
+        assert all(method["identical"] for method in result["methods"])
+        assert len(result["accuracy"]) == result["block_size"] - 1
+        assert all(0 <= share <= 1 for share in result["accuracy"])
+
+
+def test_checkpoints_are_called_by_their_runs():
+    assert run_name("runs/mine/checkpoints/best") == run_name("/a/mine/checkpoints/step-00000003") == "mine"
+    assert run_name("some/folder") == "folder"
+    with pytest.raises(ValueError, match="twice"):
+        CompareCommand(["runs/a/checkpoints/best", "runs/a/checkpoints/step-1"]).check()
+    with pytest.raises(ValueError, match="which drafters"):
+        CompareCommand([]).check()
+
+
+def drafted(target, drafter, known: list[int], bonus: int) -> list[int]:
+    """The likeliest block behind a text, with a memory made for it alone."""
+    cache, state = target.cache(1, 40), drafter.state(1, 40)
+    with torch.no_grad(), cache.add(1) as rows, state.add(1) as begun:
+        context = target.extend([known], rows, drafter.layer_ids).context
+        drafter.absorb(target, context, torch.tensor([known]), [len(known)], begun)
+    return drafter.draft(target, torch.tensor([bonus]), state)[0].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_accuracy_is_that_of_blocks_drafted_one_by_one(make_tiny, family):
+    """Texts of several lengths that follow the drafter's first guess two times out of three."""
+    target, drafter = make_tiny(block_size=4, family=family)
+    texts = [Text(prompt, TextOptions()) for prompt in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3])]
+    expected = torch.zeros(3, 2, dtype=torch.long)
+    for text, length in zip(texts, (14, 7, 12), strict=True):
+        text.ids = [7]
+        for step in range(1, length):
+            guess = drafted(target, drafter, text.prompt + text.ids[:-1], text.ids[-1])[0]
+            text.ids.append(guess if step % 3 else 50)
+        for step in range(length - 1):
+            guesses = drafted(target, drafter, text.prompt + text.ids[:step], text.ids[step])
+            for t, (guess, truth) in enumerate(zip(guesses, text.ids[step + 1 :], strict=False)):
+                expected[t] += torch.tensor([guess == truth, 1])
+    assert torch.equal(hits(target, drafter, texts, 30), expected)
+    assert 0 < expected[0, 0] < expected[0, 1] == 30

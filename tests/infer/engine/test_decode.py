@@ -1,0 +1,363 @@
+"""The round loop: lossless for every method, budget, block size and batch; sampling exact; ends where it should."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infer import generate
+from infer.config import DecodeOptions
+from infer.drafters.bigram import Bigram
+from infer.engine.engine import decode
+from infer.ngrams.model import NGram
+from infer.targets.target import Target
+
+
+class ScriptedDrafter:
+    """A drafter that knows the texts to come and is right now and then, so that walks of all lengths happen.
+
+    Position t of text b is guessed right with probability `skill`; the truth is otherwise among the next likeliest.
+    """
+
+    layer_ids = (1,)
+
+    def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
+        self.texts, self.block_size, self.vocabulary, self.skill = texts, block_size, vocabulary, skill
+        self.generator = torch.Generator().manual_seed(block_size)
+
+    def state(self, rows: int, capacity: int, static: bool = False) -> "Script":
+        return Script()
+
+    def absorb(self, target, features, tokens, counts, state, on_device=None) -> None:
+        assert features.shape[1] == tokens.shape[1] >= max(counts)
+        state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+
+    def draft(self, target, bonus, state) -> torch.Tensor:
+        shape = (len(bonus), self.block_size - 1, self.vocabulary)
+        logits = torch.randn(shape, generator=self.generator) * 2
+        for b, which in enumerate(state.texts):
+            text, at = self.texts[which], state.lengths[b]
+            assert text[at] == bonus[b]
+            ahead = text[at + 1 :]
+            for t, token in enumerate(ahead[: self.block_size - 1]):
+                right = torch.rand((), generator=self.generator) < self.skill
+                logits[b, t, token] = 12.0 if right else 4.0
+        return logits.log_softmax(-1)
+
+
+class Script:
+    """Which text every row is, and how far it has come. Texts are let in one after the other."""
+
+    def __init__(self) -> None:
+        self.lengths, self.texts, self.admitted = [], [], 0
+
+    @contextmanager
+    def add(self, count: int):
+        part = Script()
+        part.lengths = [0] * count
+        yield part
+        self.lengths += part.lengths
+        self.texts += range(self.admitted, self.admitted + count)
+        self.admitted += count
+
+    def keep(self, order: list[int]) -> None:
+        self.lengths = [self.lengths[i] for i in order]
+        self.texts = [self.texts[i] for i in order]
+
+
+def random_prompts(count: int, vocabulary: int = 90, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 20, (count,), generator=generator).tolist()
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def hugging_face(target: Target, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def plain(target: Target, prompts: list[list[int]], tokens: int, **options) -> list[list[int]]:
+    settings = DecodeOptions(method="plain", max_new_tokens=tokens, **options)
+    return [decode(target, None, [prompt], settings)[0].ids for prompt in prompts]
+
+
+@pytest.mark.parametrize("block_size", [2, 8, 16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_method_and_budget_writes_what_plain_decoding_writes(make_tiny, block_size, temperature):
+    target, drafter = make_tiny(block_size=block_size)
+    prompts = random_prompts(6)
+    expected = plain(target, prompts, 40, temperature=temperature, seed=11)
+    if temperature == 0:
+        assert expected == [hugging_face(target, prompt, 40) for prompt in prompts]
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    longest = 0
+    for method, budget in [("chain", 512), ("chain", 1), *(("ddtree", budget) for budget in (1, 7, 64, 512))]:
+        options = DecodeOptions(40, temperature, seed=11, method=method, budget=budget)
+        scripted = ScriptedDrafter(known, block_size, 97, skill=0.85)
+        together = decode(target, scripted, prompts, options)
+        assert [row.ids for row in together] == expected, (method, budget)
+        longest = max(longest, *(max(row.commits) for row in together))
+        if budget == 7:  # a random drafter, whose guesses are nearly always wrong
+            assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, budget)
+    assert longest >= min(block_size, 10)  # (nearly) whole blocks were accepted now and then
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(make_tiny, ngrams, family, temperature):
+    """Chain, DDTree, continuity and DDTree + continuity; several rows of their own lengths, and a penalty."""
+    target, drafter = make_tiny(block_size=6, family=family)
+    prompts = random_prompts(5, seed=3)
+    controls = {"temperature": temperature, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.95}
+    expected = plain(target, prompts, 30, **controls)
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    trees = [("chain", 5, None), ("ddtree", 20, None), ("continuity", 59, str(ngrams)), ("ddtree", 20, str(ngrams))]
+    for method, budget, file in trees:
+        options = DecodeOptions(30, method=method, budget=budget, continuity=file, rows=3, **controls)
+        assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, file)
+        options = replace(options, rows=5)
+        scripted = decode(target, ScriptedDrafter(known, 6, 97), prompts, options)
+        assert [row.ids for row in scripted] == expected, (method, file)
+        assert max(row.stats.tau for row in scripted) > 1.5
+
+
+def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distribution(make_tiny):
+    """20,000 draws of the first three tokens from a drafter that is often right; chi-square, false alarm rate 1e-4
+    (z = 3.72). The first token is the prefill's, the others come out of the walk."""
+    target, drafter = make_tiny(block_size=4)
+    prompts = random_prompts(3)
+    expected = plain(target, prompts, 20)
+    options = DecodeOptions(20, method="static", budget=14, width=2)
+    assert [row.ids for row in decode(target, drafter, prompts, options)] == expected
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    rows = decode(target, ScriptedDrafter(known, 4, 97), prompts, options)
+    assert [row.ids for row in rows] == expected
+    assert max(row.stats.tau for row in rows) > 1.5
+
+    with torch.no_grad():  # few tokens are likely, so that three of them are seen often enough
+        target.head_weight[:92] = 0
+        target.head_weight[92:] *= 3
+    prompt, draws, temperature = [3, 1, 4], 20_000, 1.0
+    counts = torch.zeros(97, 97, 97)
+    options = DecodeOptions(3, temperature, method="static", budget=14, width=2, rows=1000)
+    rounds = 0
+    for first in range(0, draws, 1000):
+        texts = decode(target, drafter, [prompt] * 1000, options, seeds=list(range(first, first + 1000)))
+        rounds += sum(row.stats.rounds for row in texts)
+        for row in texts:
+            counts[tuple(row.ids)] += 1
+    assert rounds < 2 * draws  # some drafts were accepted
+    tokens = torch.arange(97)
+    with torch.no_grad():
+        one = (target.model(torch.tensor([prompt])).logits[0, -1].double()).softmax(-1)
+        kept = one.topk(12).indices
+        expected = torch.zeros(97, 97, 97, dtype=torch.float64)
+        for a in kept.tolist():
+            two = target.model(torch.tensor([[*prompt, a]])).logits[0, -1].double().softmax(-1)
+            ids = torch.cat([torch.tensor([[*prompt, a]]).expand(97, -1), tokens[:, None]], 1)
+            three = target.model(ids).logits[:, -1].double().softmax(-1)
+            expected[a] = one[a] * two[:, None] * three * draws
+    common = expected >= 8
+    cells = [*zip(counts[common].tolist(), expected[common].tolist(), strict=True)]
+    cells.append((draws - sum(seen for seen, _ in cells), draws - sum(mean for _, mean in cells)))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    assert len(cells) > 30
+    assert statistic < critical(len(cells) - 1, 3.72), (statistic, len(cells))
+
+
+def test_a_static_tree_reports_the_targets_own_log_probabilities(make_tiny):
+    target, drafter = make_tiny(block_size=5)
+    options = DecodeOptions(24, 1.0, seed=4, method="static", budget=30, width=3, logprobs=2, rows=2)
+    for row in decode(target, drafter, random_prompts(3), options):
+        with torch.no_grad():
+            ids = torch.tensor([row.prompt + row.ids])
+            log_probs = target.model(ids).logits[0, len(row.prompt) - 1 : -1].log_softmax(-1)
+        assert len(row.logprobs) == len(row.ids) == 24
+        for i, token in enumerate(row.ids):
+            assert row.logprobs[i].logprob == pytest.approx(log_probs[i, token].item(), abs=1e-4)
+
+
+def test_an_ngram_file_drafts_and_its_tree_knows_the_pairs(make_tiny, ngrams):
+    """The bigram drafter of the article, with a static tree over pairs: lossless, like with any other tree."""
+    target, _ = make_tiny()
+    bigram = Bigram(NGram.open(ngrams), block_size=5)
+    prompts = random_prompts(4, seed=8)
+    expected = plain(target, prompts, 24)
+    for method, budget in (("chain", 4), ("ddtree", 16), ("static", 14)):
+        rows = decode(target, bigram, prompts, DecodeOptions(24, method=method, budget=budget, rows=3))
+        assert [row.ids for row in rows] == expected, method
+
+
+def test_the_embedded_target_is_decoded_losslessly(embedded):
+    text = "import os\n\n\nclass Reader:\n    def read(self, path):\n        "
+    prompts = [embedded.tokenizer(text[:end])["input_ids"] for end in (10, 30, len(text))]
+    expected = plain(embedded, prompts, 48)
+    assert expected == [hugging_face(embedded, prompt, 48) for prompt in prompts]
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for method, budget in (("chain", 7), ("ddtree", 7), ("ddtree", 64)):
+        scripted = ScriptedDrafter(known, 8, embedded.config.vocab_size)
+        rows = decode(embedded, scripted, prompts, DecodeOptions(48, method=method, budget=budget))
+        assert [row.ids for row in rows] == expected
+        assert min(row.stats.tau for row in rows) > 1.5
+
+
+def critical(freedom: int, z: float) -> float:
+    """Chi-square quantile by Wilson and Hilferty; z is the normal quantile."""
+    return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_tiny, temperature):
+    """20,000 draws, false alarm rate 1e-4 (z = 3.72)."""
+    target, drafter = make_tiny()
+    prompt, draws = [3, 1, 4, 1, 5], 20_000
+    counts = torch.zeros(97, 97)
+    for first in range(0, draws, 2000):
+        options = DecodeOptions(2, temperature, method="plain", rows=2000)
+        rows = decode(target, None, [prompt] * 2000, options, seeds=list(range(first, first + 2000)))
+        for row in rows:
+            counts[row.ids[0], row.ids[1]] += 1
+        if first == 0:
+            options = DecodeOptions(2, temperature, budget=7, rows=2000)
+            again = decode(target, drafter, [prompt] * 2000, options, seeds=list(range(2000)))
+            assert [row.ids for row in again] == [row.ids for row in rows]
+    with torch.no_grad():
+        one = (target.model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
+        ids = torch.tensor([[*prompt, token] for token in range(97)])
+        two = (target.model(ids).logits[:, -1].double() / temperature).softmax(-1)
+    expected = (one[:, None] * two * draws).flatten()
+    observed = counts.flatten().double()
+    common = expected >= 8
+    cells = [*zip(observed[common].tolist(), expected[common].tolist(), strict=True)]
+    cells.append((observed[~common].sum().item(), expected[~common].sum().item()))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    assert len(cells) > 30
+    assert statistic < critical(len(cells) - 1, 3.72), (statistic, len(cells))
+
+
+def test_rows_do_not_depend_on_their_batch(make_tiny):
+    target, drafter = make_tiny(block_size=8)
+    prompts = random_prompts(5, seed=4)
+    options = DecodeOptions(30, 0.8, seed=3, budget=16)
+    together = decode(target, drafter, prompts, options)
+    for prompt, row in zip(prompts, together, strict=True):
+        assert decode(target, drafter, [prompt], options)[0].ids == row.ids
+
+
+@pytest.mark.parametrize("method", ["plain", "chain", "ddtree"])
+def test_ends_at_an_end_token_and_never_past_it(make_tiny, method):
+    target, _ = make_tiny(block_size=8)
+    prompts = random_prompts(4, seed=9)
+    free = plain(target, prompts, 40)
+    known = [prompt + text for prompt, text in zip(prompts, free, strict=True)]
+    end = free[0][17]
+    target.model.generation_config.eos_token_id = [end, 95]
+    rows = decode(
+        target, ScriptedDrafter(known, 8, 97, skill=0.95), prompts, DecodeOptions(40, method=method, budget=32)
+    )
+    for row, text in zip(rows, free, strict=True):
+        if end in text:
+            assert row.ids == text[: text.index(end) + 1]
+            assert row.finish == "stop"
+        else:
+            assert row.ids == text
+            assert row.finish == "length"
+    target.model.generation_config.eos_token_id = free[0][0]  # the very first token: no round is run
+    (row,) = decode(target, ScriptedDrafter(known[:1], 8, 97), prompts[:1], DecodeOptions(40, method=method, budget=32))
+    assert row.ids == free[0][:1]
+    assert row.stats.rounds == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 29])
+def test_limit_and_statistics_add_up(make_tiny, limit):
+    target, _ = make_tiny(block_size=8)
+    prompts = random_prompts(2, seed=2)
+    known = [p + text for p, text in zip(prompts, plain(target, prompts, 29), strict=True)]
+    drafter = ScriptedDrafter(known, 8, 97, skill=0.9)
+    for row in decode(target, drafter, prompts, DecodeOptions(limit, budget=32)):
+        stats = row.stats
+        assert len(row.ids) == stats.tokens == limit == sum(row.commits)
+        assert row.finish == "length"
+        assert sum(stats.histogram) == stats.rounds == len(row.commits) - 1
+        assert 1 + sum((i + 1) * n for i, n in enumerate(stats.histogram)) == stats.tokens
+        if stats.rounds:
+            assert stats.tau == (stats.tokens - 1) / stats.rounds
+        assert 0 < sum(stats.stage_seconds.values()) <= stats.seconds
+
+
+def test_stop_strings_cut_text_and_ids(embedded):
+    prompt = "import os\nimport sys\n\n\ndef main():\n    "
+    free = generate(embedded, None, prompt, method="plain", max_new_tokens=60)
+    stop = free.text[20:23]
+    answer = generate(embedded, None, prompt, method="plain", max_new_tokens=60, stop=[stop])
+    assert answer.text == free.text[: free.text.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert answer.ids == free.ids[: len(answer.ids)]
+    assert stop in embedded.tokenizer.decode(answer.ids)
+    assert stop not in embedded.tokenizer.decode(answer.ids[:-1])
+    known = [embedded.tokenizer(prompt)["input_ids"] + free.ids]
+    drafter = ScriptedDrafter(known, 8, embedded.config.vocab_size, skill=0.95)
+    assert generate(embedded, drafter, prompt, max_new_tokens=60, stop=[stop]).ids == answer.ids
+
+
+def test_generate_takes_text_ids_or_many(embedded):
+    ids = embedded.tokenizer("import os")["input_ids"]
+    one = generate(embedded, None, "import os", method="plain", max_new_tokens=8)
+    many = generate(embedded, None, ["import os", "class A"], method="plain", max_new_tokens=8)
+    assert generate(embedded, None, ids, method="plain", max_new_tokens=8).ids == one.ids == many[0].ids
+    assert len(many) == 2
+    assert one.prompt_ids == ids
+    assert one.text == embedded.tokenizer.decode(one.ids, skip_special_tokens=True)
+
+
+def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
+    target, drafter = make_tiny()
+    for options, word in [
+        ({"method": "tree"}, "tree"),
+        ({"method": "continuity"}, "continuity=<n-gram file>"),
+        ({"method": "chain", "continuity": "x"}, "continuity=x"),
+        ({"continuity": "missing.ngrams"}, "missing.ngrams"),
+        ({"continuity_weight": -1.0}, "continuity_weight=-1"),
+        ({"method": "static", "width": 0}, "width=0"),
+        ({"method": "static", "width": 9, "budget": 8}, "width=9"),
+        ({"budget": 0}, "budget=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"max_new_tokens": 600}, "512"),
+        ({"stop": ["x"]}, "tokenizer"),
+        ({"stop": [""]}, "empty"),
+    ]:
+        with pytest.raises((ValueError, FileNotFoundError), match=word):
+            generate(target, drafter, [1, 2, 3], **options)
+    with pytest.raises(ValueError, match="drafter"):
+        generate(target, None, [1, 2, 3], method="chain")
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(target, drafter, [[1], []])
+    with pytest.raises(ValueError, match="tokenizer"):
+        generate(target, drafter, "text")
+
+
+def test_tree_verification_equals_sequential_logits(make_tiny):
+    """Logits at every node of a tree, in one pass, equal the target run on that node's own path."""
+    target, _ = make_tiny()
+    from infer.trees import ddtree
+
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    marginals = torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    tree = ddtree(torch.tensor([1, 2]), marginals, 40)
+    cache = target.cache(2, 80)
+    with torch.no_grad():
+        with cache.add(2) as rows:
+            target.extend(prompts, rows, ())
+        logits = target.head(target.verify(tree, tree.ancestors(), cache).last)
+        for b in range(2):
+            for node in range(41):
+                path, at = [], node
+                while at:
+                    path.insert(0, int(tree.tokens[b, at]))
+                    at = int(tree.parents[b, at])
+                ids = torch.tensor([[*prompts[b], int(tree.tokens[b, 0]), *path]])
+                assert torch.allclose(target.model(ids).logits[0, -1], logits[b, node], atol=1e-4)

@@ -1,0 +1,233 @@
+"""The engine: rows that come and go, compiled passes, budgets that fit the machine, log-probabilities and streams."""
+
+import random
+import time
+import warnings
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from infer import Engine, generate, stream
+from infer.attention.compile import Program
+from infer.config import EngineConfig, TextOptions
+from infer.engine.budget import SIZES, BudgetRule, calibrate
+from infer.engine.sampling import adjust
+from infer.trees import ddtree, root_only
+
+
+@pytest.fixture(scope="module")
+def tiny(make_tiny):
+    return make_tiny(seed=11, block_size=6)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(count)]
+
+
+OPTIONS = [
+    TextOptions(max_new_tokens=5),
+    TextOptions(max_new_tokens=33),
+    TextOptions(max_new_tokens=21, temperature=0.8, seed=4),
+    TextOptions(max_new_tokens=40, temperature=1.3, top_k=7, top_p=0.8, seed=9),
+    TextOptions(max_new_tokens=17, temperature=0.6, min_p=0.1, repetition_penalty=1.3, seed=2),
+    TextOptions(max_new_tokens=28, repetition_penalty=1.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "compile"),
+    [("plain", False), ("chain", False), ("ddtree", False), pytest.param("ddtree", True, marks=pytest.mark.slow)],
+)
+def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, compile):
+    """Texts of all kinds arrive while others are being written; some are given up. Each is what plain decoding writes
+    for it alone, and the engine is empty in the end."""
+    target, drafter = tiny
+    rows = 2 if compile else 4  # every number of rows, to the next power of two, is compiled for itself
+    everything = prompts(14)
+    alone = Engine(target, None, EngineConfig("plain", rows=1, compile=False), 80)
+    expected = []
+    for i, prompt in enumerate(everything):
+        text = alone.submit(prompt, OPTIONS[i % len(OPTIONS)])
+        while alone.busy:
+            alone.step()
+        expected.append(text.ids)
+
+    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows, compile=compile), 80)
+    dice, texts, given_up = random.Random(1), [], set()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compile=true")  # what falling back to eager passes says
+        while len(texts) < len(everything) or engine.busy:
+            for _ in range(dice.randrange(3)):
+                if len(texts) < len(everything):
+                    texts.append(engine.submit(everything[len(texts)], OPTIONS[len(texts) % len(OPTIONS)]))
+            if texts and dice.random() < 0.15:
+                chosen = dice.choice(texts)
+                if chosen.finish is None:
+                    chosen.cancelled = True
+                    given_up.add(chosen)
+            assert len(engine.writing) <= rows
+            engine.step()
+    assert given_up and len(given_up) < 8
+    for text, ids in zip(texts, expected, strict=True):
+        if text in given_up:
+            assert text.finish == "cancelled" and text.ids == ids[: len(text.ids)]
+        else:
+            assert text.finish == "length" and text.ids == ids
+            assert sum(text.commits) == len(text.ids) == text.stats.tokens
+    assert engine.cache.lengths == [] and not engine.cache.ends.any()
+    if compile:
+        assert target._program.compiled is not None
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compiling_that_fails_is_said_and_does_no_harm():
+    def double(x):
+        return (x * 2,)
+
+    program = Program(double, torch.device("cpu"))
+
+    def broken(x):
+        raise RuntimeError("no compiler")
+
+    program.compiled = broken
+    with pytest.warns(UserWarning, match="compile=true does not work here.*no compiler"):
+        assert program(torch.ones(2))[0].tolist() == [2, 2]
+    assert program(torch.ones(2))[0].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_filters_are_hugging_faces(seed):
+    """Penalty, temperature, top-k, top-p and min-p of four different rows at once, and the processors one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 3, 50, generator=generator) * 3
+    seen = torch.rand(4, 3, 50, generator=generator) < 0.3
+    rows = [
+        TextOptions(temperature=0.7, top_k=5),
+        TextOptions(temperature=1.2, top_p=0.6, repetition_penalty=1.4),
+        TextOptions(temperature=0.9, min_p=0.2, top_k=20, top_p=0.9),
+        TextOptions(repetition_penalty=0.8),
+    ]
+    ours = adjust(logits, rows, seen)
+    for b, row in enumerate(rows):
+        processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(row.repetition_penalty)])
+        if row.temperature:
+            processors += [TemperatureLogitsWarper(row.temperature)]
+            processors += [TopKLogitsWarper(row.top_k)] if row.top_k else []
+            processors += [TopPLogitsWarper(row.top_p)] if row.top_p < 1 else []
+            processors += [MinPLogitsWarper(row.min_p)] if row.min_p else []
+        for q in range(3):
+            ids = seen[b, q].nonzero()[:, 0][None]
+            expected = processors(ids, logits[b, q][None].clone())[0]
+            assert torch.equal(ours[b, q].isinf(), expected.isinf())
+            kept = ~expected.isinf()
+            torch.testing.assert_close(ours[b, q][kept], expected[kept], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:4])
+def test_log_probabilities_are_the_targets(tiny, options):
+    target, drafter = tiny
+    prompt = prompts(1, seed=8)[0]
+    settings = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+    answer = generate(target, drafter, prompt, logprobs=3, budget=9, **settings)
+    logits = target.model(torch.tensor([prompt + answer.ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert len(answer.logprobs) == len(answer.ids)
+    for token, entry, row in zip(answer.ids, answer.logprobs, expected, strict=True):
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        values = row.topk(3).values.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-4)
+
+
+def test_streams_are_the_answer_in_pieces(embedded):
+    prompt = "import os\n\n\ndef "
+    whole = generate(embedded, None, prompt, method="plain", max_new_tokens=70)
+    pieces = list(stream(embedded, None, prompt, method="plain", max_new_tokens=70))
+    assert "".join(pieces) == whole.text and len(pieces) > 30
+    for at in (5, 30, 60):
+        stop = whole.text[at : at + 4]
+        cut = list(stream(embedded, None, prompt, method="plain", max_new_tokens=70, stop=[stop]))
+        assert "".join(cut) == whole.text[: whole.text.index(stop)]
+
+
+def test_streams_hold_back_half_characters(embedded):
+    """Every token is one byte or more: characters of three bytes come whole."""
+    from infer.api import TextStream
+    from infer.engine.sequence import Text
+
+    ids = embedded.tokenizer("naïve → 日本語 ✓ x")["input_ids"]
+    text = Text([1], TextOptions())
+    pieces = TextStream(embedded, text)
+    seen = []
+    for id in ids:
+        text.ids.append(id)
+        seen.append(pieces.next())
+    text.finish = "length"
+    seen.append(pieces.next())
+    assert "".join(seen) == "naïve → 日本語 ✓ x"
+    assert not any("\ufffd" in piece for piece in seen) and len([piece for piece in seen if piece]) > 8
+
+
+def test_a_budget_rule_takes_the_best_expected_speed():
+    rule = BudgetRule(positions=(1, 9, 17, 65, 257), seconds=(1.0, 1.1, 1.3, 3.0, 9.0), other=0.5)
+    assert rule.cost(17) == pytest.approx(1.8) and rule.cost(41) == pytest.approx(0.5 + 1.3 + 1.7 * 24 / 48)
+    assert rule.cost(513) == pytest.approx(0.5 + 9 + 6 * 256 / 192)
+    for spread in (0.3, 1.0, 4.0):
+        logits = torch.randn(1, 7, 60, generator=torch.Generator().manual_seed(3)) * spread
+        tree = ddtree(torch.tensor([0]), logits.log_softmax(-1), SIZES[-1])
+        speeds = {}
+        for size in SIZES:
+            # node by node, as proposition 1 says: a tree commits the sum of its nodes' probabilities, the root's is 1
+            expected = sum(float(p.exp()) for p in tree.log_probs[0, : size + 1])
+            speeds[size] = expected / rule.cost(size + 1)
+        assert rule.nodes(tree) == max(speeds, key=speeds.get)
+    two = ddtree(torch.tensor([0, 1]), logits.log_softmax(-1).expand(2, -1, -1), SIZES[-1])
+    assert rule.nodes(two) <= rule.nodes(tree)  # twice the positions, the same gain for each row
+
+
+def test_auto_budget_measures_and_writes_the_same(tiny):
+    target, drafter = tiny
+    rule = calibrate(target, drafter, time.perf_counter, repeats=2)
+    assert rule.positions[0] == 1 and list(rule.seconds) == sorted(rule.seconds) and rule.other > 0
+    prompt = prompts(1, seed=3)[0]
+    answer = generate(target, drafter, prompt, budget="auto", max_new_tokens=30)
+    assert answer.ids == generate(target, None, prompt, method="plain", max_new_tokens=30).ids
+
+
+def test_the_first_nodes_of_a_tree_are_the_best_tree_of_that_size():
+    marginals = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    bonus = torch.tensor([3, 4])
+    large = ddtree(bonus, marginals, 100)
+    for size in (1, 6, 40, 99):
+        small, first = ddtree(bonus, marginals, size), large.first(size)
+        for name in ("tokens", "parents", "depths", "log_probs"):
+            assert torch.equal(getattr(small, name), getattr(first, name))
+    assert root_only(bonus).budget == 0
+
+
+def test_noise_that_steers_the_tree_is_worth_it(embedded):
+    """At temperature 1 a drafter that knows the noise accepts more than one that does not, and the text is the same."""
+    from unittest.mock import patch
+
+    from infer.config import DrafterConfig
+    from infer.drafters.dflash import DFlash, drafter_config
+
+    drafter = DFlash(drafter_config(DrafterConfig(layers=2, block_size=6), embedded))
+    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.warm_start(embedded)
+    settings = {"temperature": 1.0, "max_new_tokens": 60, "budget": 12, "seed": 1}
+    texts = ["import os\n", "class A:\n    def ", "def main(", "# The"]
+    with_noise = generate(embedded, drafter, texts, **settings)
+    with patch("infer.engine.engine.steer", lambda marginals, *_: marginals):
+        without = generate(embedded, drafter, texts, **settings)
+    assert [answer.ids for answer in with_noise] == [answer.ids for answer in without]
+    rounds = [sum(answer.stats.rounds for answer in answers) for answers in (with_noise, without)]
+    assert rounds[0] < rounds[1]

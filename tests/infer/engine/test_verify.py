@@ -1,0 +1,114 @@
+"""The walk against a plain one, and the target's choice of tokens against probabilities."""
+
+import pytest
+import torch
+
+from infer.config import TextOptions
+from infer.engine.sampling import choose, gumbel_noise, round_noise
+from infer.engine.verify import walk
+from infer.trees import ddtree, root_only
+
+
+def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
+    path = [0]
+    while True:
+        token = int(chosen[row, path[-1]])
+        children = [
+            node
+            for node in range(1, tree.budget + 1)
+            if int(tree.parents[row, node]) == path[-1] and int(tree.tokens[row, node]) == token
+        ]
+        if not children:
+            return path, token
+        assert len(children) == 1
+        path += children
+
+
+def test_walk_equals_a_plain_walk():
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for budget in (1, 3, 10, 40):
+        for _ in range(40):
+            marginals = torch.randn(3, 6, 4, generator=generator).log_softmax(-1)
+            tree = ddtree(torch.randint(4, (3,), generator=generator), marginals, budget)
+            chosen = torch.randint(4, tree.tokens.shape, generator=generator)
+            likely = torch.rand(tree.tokens.shape, generator=generator) < 0.7  # often the first child's token
+            for row in range(3):
+                for node in range(tree.budget, 0, -1):
+                    if likely[row, node]:
+                        chosen[row, tree.parents[row, node]] = tree.tokens[row, node]
+            accepted = walk(tree, chosen)
+            for row in range(3):
+                path, bonus = slow_walk(tree, chosen, row)
+                assert accepted.lengths[row] == len(path)
+                assert accepted.path[row, : len(path)].tolist() == path
+                assert accepted.path[row, len(path) :].tolist() == path[-1:] * (7 - len(path))
+                assert accepted.bonus[row] == bonus
+                seen.add(len(path))
+    assert seen == {1, 2, 3, 4, 5, 6, 7}
+
+
+def test_walk_over_the_empty_tree_commits_the_root():
+    accepted = walk(root_only(torch.tensor([5, 6])), torch.tensor([[7], [8]]))
+    assert accepted.path.tolist() == [[0], [0]]
+    assert accepted.lengths.tolist() == [1, 1]
+    assert accepted.bonus.tolist() == [7, 8]
+
+
+def test_noise_is_a_function_of_seed_position_and_token_alone():
+    seeds, positions = torch.tensor([1, 2, -5]), torch.tensor([[4, 9], [9, 4], [0, 10**9]])
+    noise = gumbel_noise(seeds, positions, 50)
+    assert torch.isfinite(noise).all()
+    for row in range(3):
+        for column in range(2):
+            alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1, column : column + 1], 50)
+            assert torch.equal(alone[0, 0], noise[row, column])
+    assert torch.equal(gumbel_noise(seeds, positions, 20), noise[..., :20])
+    assert torch.equal(gumbel_noise(torch.tensor([1]), torch.tensor([[4]]), 50)[0, 0], noise[0, 0])
+    assert not torch.equal(noise[0, 0], noise[1, 1])  # the same position, another seed
+
+
+def test_noise_is_gumbel_and_uncorrelated():
+    """2 million values; bounds at 5 standard errors (false alarm 6e-7 each)."""
+    noise = gumbel_noise(torch.arange(10), torch.arange(200).expand(10, 200), 1000).double()
+    count = noise.numel()
+    assert abs(noise.mean().item() - 0.5772157) < 5 * 1.2825 / count**0.5
+    assert abs(noise.var().item() - 1.6449341) < 5 * 3.5 / count**0.5
+    centred = (noise - noise.mean()) / noise.std()
+    for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1]), (centred[..., 1:], centred[..., :-1])):
+        assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5
+
+
+def test_greedy_is_argmax():
+    logits = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0))
+    depths = torch.tensor([[0, 1, 1, 2, 2]] * 2)
+    assert torch.equal(choose(logits, depths, [TextOptions()] * 2, None), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_chosen_tokens_follow_the_softmax(temperature):
+    """40,000 positions, chi-square with 11 degrees of freedom, false alarm rate 1e-4 (critical value 37.4)."""
+    logits = torch.linspace(-2, 2, 12)
+    depths = torch.zeros(1, 1, dtype=torch.long)
+    draws = 40_000
+    rows = [TextOptions(temperature=temperature, seed=5)] * draws
+    noise = round_noise(rows, torch.arange(draws), 1, 12)
+    chosen = choose(logits.expand(draws, 1, 12), depths.expand(draws, 1), rows, noise)
+    expected = (logits.double() / temperature).softmax(-1) * draws
+    observed = torch.bincount(chosen[:, 0], minlength=12)
+    assert ((observed - expected) ** 2 / expected).sum().item() < 37.4
+
+
+def test_noise_of_a_node_is_that_of_its_position():
+    """The token chosen at a node of depth d is the one plain decoding chooses at the same absolute position."""
+    logits = torch.randn(1, 1, 40, generator=torch.Generator().manual_seed(1))
+    rows = [TextOptions(temperature=1.0, seed=9)]
+    for depth in range(4):
+        tree = choose(logits, torch.tensor([[depth]]), rows, round_noise(rows, torch.tensor([20]), 4, 40))
+        plain = choose(logits, torch.tensor([[0]]), rows, round_noise(rows, torch.tensor([20 + depth]), 1, 40))
+        assert torch.equal(tree, plain)
+
+
+def test_bad_temperature_is_refused():
+    with pytest.raises(ValueError, match="temperature=-0.5"):
+        TextOptions(temperature=-0.5).check()

@@ -1,0 +1,163 @@
+"""The card of an exported drafter: what the hub reads, the measured numbers and no others, nothing private."""
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
+
+from infer import save_drafter
+from infer.cli.commands import ExportCommand
+from infer.config import DrafterConfig, EvaluationConfig
+from infer.drafters.families import new_drafter
+from infer.evaluation.card import PICTURE, write_card
+from infer.evaluation.evaluate import evaluate
+from infer.main import run_export
+from train.config import TrainConfig
+
+SECRET = "/home/secret/place"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_tiny, tmp_path_factory):
+    """A run's best checkpoint, as training leaves it, in folders and under names that are nobody's business."""
+    target, drafter = make_tiny(block_size=4)
+    target.name = f"{SECRET}/Qwen3-4B"
+    run = tmp_path_factory.mktemp("secret-run")
+    step = run / "checkpoints" / "step-00000007"
+    save_drafter(drafter.config, drafter.state_dict(), step / "drafter")
+    (run / "checkpoints" / "best").symlink_to(step.name)
+    prompts = torch.randint(90, (3, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    options = EvaluationConfig(max_new_tokens=12, budgets=[4, 9], samples=0)
+    result = evaluate(target, drafter, prompts, options)
+    result |= {"step": 7, "checkpoint": str(step), "drafter": "secret-run"}
+    (step / "evaluation").mkdir()
+    (step / "evaluation" / "evaluation.json").write_text(json.dumps(result))
+    config = TrainConfig(name="secret-run", runs_dir=SECRET, features=f"{SECRET}/features")
+    config.target.path = f"{SECRET}/Qwen3-4B"
+    config.data.source, config.data.path = "jsonl", f"{SECRET}/secret.jsonl"
+    config.evaluation.continuity = f"{SECRET}/secret.ngrams"
+    config.drafter.init = f"{SECRET}/drafter"
+    config.tracking.project = "secret-project"
+    (run / "config.json").write_text(json.dumps(asdict(config)))
+    return run / "checkpoints" / "best"
+
+
+def exported(checkpoint, folder):
+    """The drafter in a folder of its own, as an export leaves it."""
+    shutil.copytree(checkpoint / "drafter", folder, dirs_exist_ok=True)
+    return folder
+
+
+def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoint, tmp_path):
+    path = write_card(checkpoint, exported(checkpoint, tmp_path / "new"), "Apache-2.0", "Qwen/Qwen3-4B")
+    assert path == tmp_path / "new" / "README.md" and (path.parent / PICTURE).read_bytes().startswith(b"\x89PNG")
+    card = ModelCard.load(path)
+    validate_repo_id(card.data.base_model)
+    assert card.data.to_dict() == {
+        "base_model": "Qwen/Qwen3-4B",
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["speculative-decoding", "block-diffusion", "draft-model", "dflash"],
+    }
+    evaluation = json.loads((checkpoint / "evaluation" / "evaluation.json").read_text())
+    table = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in card.text.split("\n") if line.endswith("yes |")
+    ]
+    assert table == [
+        [name, f"{m['tau']:.2f}", f"{m['tokens_per_second']:.1f}", f"{m['speedup']:.2f}x", "yes"]
+        for name, m in zip(("plain", "chain", "DDTree 4", "DDTree 9"), evaluation["methods"], strict=True)
+    ]
+    assert f"({PICTURE})" in card.text and "3 held-out prompts, 1 at a time, at most 12 new tokens" in card.text
+    assert "2 layers, block size 4, fed by the target's layers 1, 3" in card.text and "step 7." in card.text
+    assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
+    served = re.search(r"vllm serve Qwen/Qwen3-4B --speculative-config '(.*)'", card.text)
+    assert json.loads(served[1])["num_speculative_tokens"] == 3
+    assert "--speculative-algorithm DFLASH" in card.text and "--speculative-num-draft-tokens 4" in card.text
+    assert "./launch.sh serve target.path=Qwen/Qwen3-4B" in card.text
+
+
+def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):
+    for base in ("Qwen/Qwen3-4B", f"{SECRET}/Qwen3-4B", "embedded"):
+        text = write_card(checkpoint, exported(checkpoint, tmp_path), None, base).read_text()
+        assert "secret" not in text and str(checkpoint.resolve()) not in text
+        assert not re.search(r"(?<![\w:/.)])/\w", text), "an absolute path"
+        assert "Data: files of the publisher's own." in text
+        if base != "Qwen/Qwen3-4B":
+            assert ModelCard(text).data.base_model is None and "its target model" in text
+
+
+def test_a_licence_is_what_the_publisher_says(checkpoint, tmp_path):
+    text = write_card(checkpoint, exported(checkpoint, tmp_path), None, "Qwen/Qwen3-4B").read_text()
+    assert ModelCard(text).data.license is None and "named no licence" in text
+    data = ModelCard(
+        write_card(checkpoint, exported(checkpoint, tmp_path), "Our Terms, 2026", "Qwen/Qwen3-4B").read_text()
+    ).data
+    assert (data.license, data.license_name) == ("other", "our-terms-2026")
+
+
+def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
+    """A drafter folder alone: no evaluation, no run."""
+    alone = exported(checkpoint, tmp_path / "alone")
+    text = write_card(alone, exported(checkpoint, tmp_path / "out"), "mit", "Qwen/Qwen3-4B").read_text()
+    assert "Nothing was measured with this checkpoint." in text and "How it was trained is not recorded" in text
+    assert not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".png" not in text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is no drafter"):
+        write_card(checkpoint, tmp_path / "empty", None, "Qwen/Qwen3-4B")
+
+
+def test_only_engines_that_would_load_it_are_named(checkpoint, tmp_path):
+    folder = exported(checkpoint, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_target_layers"]  # SGLang would guess it, and guess wrong
+    (folder / "config.json").write_text(json.dumps(config))
+    text = write_card(checkpoint, folder, None, "Qwen/Qwen3-4B").read_text()
+    assert "sglang" not in text and "vllm serve" in text
+
+
+def test_an_export_has_a_card(embedded, tmp_path):
+    """`./launch.sh export`, with the licence and the name that the publisher gives."""
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
+    drafter.reset(torch.Generator().manual_seed(0))
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
+    command = ExportCommand(str(tmp_path), out=str(tmp_path / "out"), license="mit", base_model="someone/target")
+    command.check()
+    run_export(command)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.base_model) == ("mit", "someone/target")
+    command = ExportCommand(str(tmp_path), "speculators", out=str(tmp_path / "other"))
+    run_export(command)
+    card = ModelCard.load(tmp_path / "other" / "README.md")
+    assert card.data.base_model is None and "vllm serve path/to/target" in card.text and "sglang" not in card.text
+
+
+def test_data_sets_of_the_hub_are_named(checkpoint, tmp_path):
+    run = checkpoint.resolve().parent.parent / "config.json"
+    before = run.read_text()
+    config = json.loads(before)
+    parts = [{"path": "someone/chats", "split": "train", "weight": 2.0}, {"path": "mine.jsonl", "weight": 1.0}]
+    config["data"] |= {"source": "mixture", "parts": parts}
+    config["drafter"]["init"] = "someone/first"
+    try:
+        run.write_text(json.dumps(config))
+        card = ModelCard.load(write_card(checkpoint, exported(checkpoint, tmp_path), None, "Qwen/Qwen3-4B"))
+    finally:
+        run.write_text(before)
+    assert card.data.datasets == ["someone/chats"]
+    assert (
+        "someone/chats (weight 2); files of the publisher's own (weight 1). It goes on from someone/first." in card.text
+    )
+
+
+def test_dart_is_served_by_those_who_read_it(make_tiny, tmp_path):
+    _, drafter = make_tiny(family="dart")
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
+    card = ModelCard.load(write_card(tmp_path, tmp_path, None, "Qwen/Qwen3-4B"))
+    assert "vllm" not in card.text and "sglang" not in card.text and "./launch.sh serve" in card.text
+    assert "dart" in card.data.tags

@@ -1,0 +1,129 @@
+"""The watch: it finds nothing where nothing is wrong, every token that is not the target's own, and knows ties."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infer.config import DecodeOptions, TextOptions
+from infer.engine.engine import decode
+from infer.engine.sequence import Text
+from infer.evaluation.lossless import CHUNK, Watch, explain, recheck
+
+PROMPTS = [[5, 6, 7], list(range(40)) + list(range(40)), [9]]
+OPTIONS = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "top_p": 0.7, "top_k": 20, "min_p": 0.02, "seed": 4},
+    {"repetition_penalty": 1.4},
+]
+
+
+def verdict(target, text: Text):
+    """What a check of a whole text says, and in how many passes."""
+    check, passes = recheck(target, text), 0
+    while True:
+        try:
+            next(check)
+            passes += 1
+        except StopIteration as done:
+            return done.value, passes
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_our_own_texts_pass_and_any_other_token_is_a_defect_at_its_place(make_tiny, options):
+    target, drafter = make_tiny()
+    dice = random.Random(0)
+    texts = decode(target, drafter, PROMPTS, DecodeOptions(20, method="ddtree", budget=8, **options))
+    for text in texts:
+        found, passes = verdict(target, text)
+        assert found is None
+        assert passes == -(-(len(text.prompt) + len(text.ids) - 1) // CHUNK)
+        place = dice.randrange(len(text.ids))
+        other = list(text.ids)
+        other[place] = (other[place] + 1 + dice.randrange(95)) % 97
+        wrong = replace(text, ids=other)
+        wrong.finish = text.finish
+        found, _ = verdict(target, wrong)
+        assert found.place == place and found.cause == "defect"
+        assert (found.written, found.expected) == (other[place], text.ids[place])
+        same = explain(target, text.prompt, other, text.ids, text.options)
+        assert same.place == place and same.cause == "defect" and same.gap == pytest.approx(found.gap, rel=1e-4)
+
+
+def test_a_text_that_ends_elsewhere_is_a_defect(make_tiny):
+    target, _ = make_tiny()
+    (text,) = decode(target, None, [[5, 6]], DecodeOptions(8, method="plain"))
+    short = replace(text, ids=text.ids[:5])
+    short.finish = "length"
+    assert verdict(target, short)[0].cause == "defect"
+    missing = explain(target, [5, 6], text.ids[:5], text.ids, text.options)
+    assert (missing.place, missing.written, missing.expected, missing.cause) == (5, None, text.ids[5], "defect")
+    assert explain(target, [5, 6], text.ids, text.ids, text.options) is None
+
+
+def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tiny):
+    """A copy of the chosen token's row in the head makes another token just as good; a little smaller, it is worse."""
+    target, _ = make_tiny(seed=1)
+    (text,) = decode(target, None, [[5, 6]], DecodeOptions(1, method="plain"))
+    twin = 90
+    assert text.ids != [twin]
+    with torch.no_grad():
+        target.head_weight[twin] = target.head_weight[text.ids[0]]
+    found = explain(target, [5, 6], [twin], text.ids, text.options)
+    assert found.cause == "tie" and found.gap == 0
+    # the noise of the two is not the same: one of them is likelier to be drawn, and it shows by how much
+    sampled = explain(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8))
+    assert sampled.cause == "defect" and sampled.gap > 0.01
+    with torch.no_grad():
+        target.head_weight[twin] *= 0.999
+    assert explain(target, [5, 6], [twin], text.ids, text.options).cause == "defect"
+
+
+def test_a_token_at_the_edge_of_top_p_is_a_tie():
+    """Between probabilities of 0.6 and 0.4, top-p 0.6 lets the second one in only by how the first is rounded."""
+    from infer.evaluation.lossless import Chosen
+
+    logits = torch.tensor([0.6, 0.4]).log()[None, None]
+    for top_p, possible in ((0.6, True), (0.59, False)):
+        seed = next(s for s in range(99) if Chosen(logits, 0, [], TextOptions(temperature=1.0, seed=s)).token() == 1)
+        chosen = Chosen(logits, 0, [], TextOptions(temperature=1.0, top_p=top_p, seed=seed))
+        assert chosen.possible(0, 1e-4)
+        assert chosen.possible(1, 1e-4) == possible
+
+
+def test_differences_in_bfloat16_are_ties(make_tiny):
+    """A random target has many near-ties, which passes over trees round otherwise."""
+    target, drafter = make_tiny(torch.bfloat16, seed=2)
+    prompts = [[i, 2 * i % 97, 3 * i % 97] for i in range(1, 33)]
+    plain = decode(target, None, prompts, DecodeOptions(16, method="plain", rows=32))
+    trees = decode(target, drafter, prompts, DecodeOptions(16, method="ddtree", budget=12, rows=32))
+    found = [explain(target, a.prompt, a.ids, b.ids, a.options) for a, b in zip(trees, plain, strict=True)]
+    causes = [difference.cause for difference in found if difference]
+    assert causes and set(causes) == {"tie"}
+
+
+def test_a_watch_checks_its_share_and_survives_what_goes_wrong(make_tiny, monkeypatch):
+    target, drafter = make_tiny()
+    texts = decode(target, drafter, [[i] for i in range(1, 41)], DecodeOptions(3, method="chain"))
+    told = []
+    watch = Watch(target, 0.5, lambda text, difference: told.append((text, difference)))
+    watch.dice = random.Random(0)
+    for text in texts:
+        watch.offer(text)
+    cancelled = replace(texts[0], ids=[1])
+    cancelled.finish = "cancelled"
+    for _ in range(20):
+        watch.offer(cancelled)
+    while watch.busy:
+        watch.step()
+    assert 10 < len(told) < 30 and not any(difference for _, difference in told)  # false alarm: 2e-4
+    watch.share = 1.0
+    for text in texts * 2:
+        watch.offer(text)
+    assert len(watch.waiting) == 64
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "extend", None)
+        watch.step()
+    assert watch.busy and watch.current is None and len(watch.waiting) == 63

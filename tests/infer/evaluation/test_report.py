@@ -1,0 +1,123 @@
+"""Evaluation and its report: numbers that add up, pictures that are pictures, a page that needs no network."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from infer.config import EvaluationConfig
+from infer.evaluation.evaluate import best_tau, evaluate, same_output
+from infer.evaluation.report import headline, table, write_report
+
+
+def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> dict:
+    methods = []
+    for name, budget, tau in (("plain", 0, 1.0), ("chain", 7, 1.8), ("ddtree", 16, 2.2), ("ddtree", 64, 2.7)):
+        methods.append(
+            {
+                "name": name,
+                "budget": budget,
+                "tau": tau + step / 1000 * (budget > 0),
+                "rounds": 321,
+                "tokens_per_second": 123.4,
+                "speedup": 1.0 if name == "plain" else speedup,
+                "histogram": [321] if name == "plain" else [100, 100, 121, 0, 0, 0, 0, 0],
+                "identical": identical or name != "ddtree",
+            }
+        )
+    return {
+        "step": step,
+        "checkpoint": f"runs/x/step-{step}",
+        "target": "embedded",
+        "device": "CPU, 2 threads",
+        "dtype": "float32",
+        "prompts": 16,
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "rows": 1,
+        "block_size": 8,
+        "methods": methods,
+        "samples": [{"prompt": "<script>alert(1)</script>", "pieces": [["a < b", "accepted"], ["&", "bonus"]]}],
+    }
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.sources, self.tags = [], [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img", "br", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
+    page = write_report(tmp_path, [made_up(300), made_up(100), made_up(200)])
+    text = page.read_text()
+    parsed = Page(text)
+    assert parsed.open == []
+    assert len(parsed.sources) == 3
+    assert all(source.startswith("data:image/png;base64,") for source in parsed.sources)
+    assert "script" not in parsed.tags
+    assert "http" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "runs/x/step-300" in text  # the best of the three in detail
+    for name in ("acceptance_histogram", "budget_curve", "tau_by_step"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    alone = write_report(tmp_path / "alone", [made_up(0)])
+    assert not (alone.parent / "tau_by_step.png").exists()
+
+
+def test_table_holds_the_numbers():
+    lines = table(made_up(0)).splitlines()
+    assert lines[4].split() == ["ddtree", "64", "2.70", "321", "123.4", "1.40x", "yes"]
+    assert table(made_up(0, identical=False)).splitlines()[4].endswith("NO")
+
+
+def test_headline_is_as_plain_about_bad_news():
+    assert "1.40 times as fast" in headline(made_up(0))
+    assert "exactly what plain decoding wrote" in headline(made_up(0))
+    assert "does not pay" in headline(made_up(0, speedup=0.8))
+    bad = headline(made_up(0, identical=False))
+    assert "DDTree 16, DDTree 64 differ" in bad
+    assert "exactly" not in bad
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_evaluation_adds_up(embedded, temperature):
+    import torch
+
+    from infer.config import DrafterConfig
+    from infer.drafters.dflash import DFlash, drafter_config
+
+    drafter = DFlash(drafter_config(DrafterConfig(layers=1, block_size=4), embedded))
+    drafter.reset(torch.Generator().manual_seed(0))
+    prompts = [embedded.tokenizer(text)["input_ids"] for text in ("import os\n", "class Reader:\n    ")]
+    config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, samples=1)
+    calls = []
+    result = evaluate(embedded, drafter, prompts, config, lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 2), (2, 2)]
+    assert same_output(result)
+    assert [(method["name"], method["budget"]) for method in result["methods"]] == [
+        ("plain", 0),
+        ("chain", 3),
+        ("ddtree", 2),
+        ("ddtree", 30),
+    ]
+    for method in result["methods"]:
+        assert method["tokens"] == 18
+        assert sum(method["histogram"]) == method["rounds"]
+        assert method["tau"] == pytest.approx(16 / method["rounds"])
+        assert sum(method["stage_seconds"].values()) == pytest.approx(method["seconds"])
+        assert method["stage_seconds"]["other"] >= 0
+    assert result["methods"][0]["tau"] == 1
+    assert result["methods"][0]["speedup"] == 1
+    assert best_tau(result) == max(method["tau"] for method in result["methods"])
+    (sample,) = result["samples"]
+    assert "".join(text for text, _ in sample["pieces"]) == sample["completion"]
+    assert sum(sample["accepted"]) == 9

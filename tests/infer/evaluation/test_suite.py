@@ -1,0 +1,252 @@
+"""`./launch.sh eval suite=...` from end to end: local copies of the public sets, a tiny target, a complete table."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import infer.evaluation.suite
+from data.suites import SETS, Questions, SuiteConfig, load_suite, said
+from infer import generate, load_drafter, load_target, save_drafter
+from infer.cli.commands import EvalCommand
+from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
+from infer.drafters.families import new_drafter
+from infer.evaluation.published import MODELS, TABLES, published
+from infer.evaluation.suite import ask, evaluate_suite
+from infer.main import run_eval
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, embedded):
+    """A folder with a random target called Qwen3-4B, a drafter for it, and two questions of every set."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from infer.targets.target import Target
+
+    folder = tmp_path_factory.mktemp("suite")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder / "Qwen3-4B")
+    embedded.tokenizer.save_pretrained(folder / "Qwen3-4B")
+    target = Target(model, embedded.tokenizer)
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), target)
+    drafter.start(target, torch.Generator().manual_seed(0), warm=True)
+    save_drafter(drafter.config, drafter.state_dict(), folder / "checkpoint" / "drafter")
+    for one in SETS:
+        row = dict.fromkeys(one.columns, "What is it?")
+        rows = [row | {one.columns[0]: f"Say {n}."} for n in range(2)]
+        if one.name == "mt-bench":
+            rows = [{"prompt": [f"Say {n}.", "Say more."]} for n in range(2)]
+        (folder / f"{one.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def command(place, tmp_path):
+    return EvalCommand(
+        checkpoint=str(place / "checkpoint"),
+        out=str(tmp_path / "out"),
+        target=TargetConfig(path=str(place / "Qwen3-4B"), dtype="float32", device="cpu"),
+        evaluation=EvaluationConfig(max_new_tokens=5, budgets=[3, 6], rows=2),
+        suite=SuiteConfig("ddtree", str(place)),
+    )
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables of a text, as cells."""
+    blocks = [block for block in text.split("\n\n") if block.startswith("|")]
+    return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in block.split("\n")] for block in blocks]
+
+
+def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, capsys, monkeypatch):
+    command.check()
+    run_eval(command)
+    out = Path(command.out)
+    text = (out / "suite.md").read_text()
+    assert text in capsys.readouterr().out
+    suite = json.loads((out / "suite.json").read_text())
+    measured = {(one["set"], one["temperature"]): one for one in suite["sets"]}
+    titles = [one.title for one in SETS]
+    found = tables(text)
+    assert len(found) == 4 and "arXiv:2604.12989" in text  # two for each temperature
+    for temperature, best, every in ((0.0, *found[:2]), (1.0, *found[2:])):
+        assert len({len(row) for row in best}) == len({len(row) for row in every}) == 1
+        assert [row[0] for row in best[2:]] == [row[0] for row in every[2:]] == [*titles, "**mean**"]
+        assert every[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6"]
+        for one, row, methods in zip(SETS, best[2:], every[2:], strict=False):
+            entry = measured[one.name, temperature]
+            answers = 4 if one.name == "mt-bench" else 2
+            assert (entry["questions"], entry["answers"], entry["left_out"]) == (2, answers, 0)
+            lines = {(m["name"], m["budget"]): m for m in entry["result"]["methods"]}
+            assert set(lines) == {("plain", 0), ("chain", 3), ("ddtree", 3), ("ddtree", 6)}
+            assert all(m["same"] == answers for m in lines.values())  # float32: sampled too
+            assert row[1] == str(answers) and row[-1] == f"{answers}/{answers}"
+            paper = published("Qwen3-4B", temperature, one.name)
+            assert row[4] == f"{paper.chain_speedup:.2f}x" and row[6] == f"{paper.chain_tau:.2f}"
+            assert row[9] == f"{paper.ddtree_speedup:.2f}x" and row[11] == f"{paper.ddtree_tau:.2f}"
+            chain = lines["chain", 3]
+            assert row[3] == f"{chain['decoding_speedup']:.2f}x" and row[5] == f"{chain['tau_prompt_mean']:.2f}"
+            best_tree = max((m for m in lines.values() if m["name"] == "ddtree"), key=lambda m: m["decoding_speedup"])
+            assert row[7:9] == [str(best_tree["budget"]), f"{best_tree['decoding_speedup']:.2f}x"]
+            assert methods[1] == f"{chain['tau_prompt_mean']:.2f}, {chain['decoding_speedup']:.2f}x"
+        mean = sum(measured[one.name, temperature]["result"]["methods"][1]["tau_prompt_mean"] for one in SETS) / 10
+        assert best[-1][5] == f"{mean:.2f}"
+    assert found[0][-1][4] == "4.27x"  # the paper's ten greedy speedups of the chain, averaged
+
+    decoded = []
+    decode = infer.evaluation.suite.decode_prompts
+    monkeypatch.setattr(infer.evaluation.suite, "decode_prompts", lambda *a: decoded.append(a[2]) or decode(*a))
+    run_eval(command)
+    assert not decoded and (out / "suite.md").read_text() == text
+    with pytest.raises(ValueError, match=r"gsm8k-0\.json was measured with another max_new_tokens: give another out="):
+        run_eval(
+            replace(
+                command,
+                suite=replace(command.suite, sets=["gsm8k"]),
+                evaluation=replace(command.evaluation, max_new_tokens=6),
+            )
+        )
+    assert not decoded
+
+
+def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
+    command.suite.sets = ["aime24", "alpaca", "gsm8k"]
+    command.suite.temperatures = [0.0]
+    decode, count = infer.evaluation.suite.decode_prompts, []
+
+    def stopped(*arguments):
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        count.append(1)
+        return decode(*arguments)
+
+    monkeypatch.setattr(infer.evaluation.suite, "decode_prompts", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_eval(command)
+    count.clear()
+    monkeypatch.setattr(infer.evaluation.suite, "decode_prompts", lambda *a: count.append(1) or decode(*a))
+    run_eval(command)
+    assert len(count) == 1
+    assert [line[0] for line in tables(Path(command.out, "suite.md").read_text())[0][2:]] == [
+        "AIME 2024",
+        "Alpaca",
+        "GSM8K",
+        "**mean**",
+    ]
+
+
+def test_another_drafter_under_the_same_name_is_noticed(command, place):
+    command.suite = SuiteConfig("ddtree", str(place), ["aime24"], temperatures=[0.0])
+    command.checkpoint = command.out + "-checkpoint"
+    drafter = load_drafter(place / "checkpoint")
+    for _ in range(2):
+        weights = drafter.state_dict()
+        save_drafter(drafter.config, weights, Path(command.checkpoint))
+        last = weights["norm.weight"]
+        try:
+            run_eval(command)
+        except ValueError as error:
+            assert "another drafter" in str(error)
+            return
+        last += 1
+    raise AssertionError("the second drafter's figures were taken for the first one's")
+
+
+def test_turns_are_asked_with_the_models_own_answers(place):
+    """Against chats made by hand, one text at a time."""
+    target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
+    drafter = load_drafter(place / "checkpoint")
+    chats = [said(["One.", "Two.", "Three."]), said(["Four."]), said(["Five.", "Six."])]
+    options = EvaluationConfig(max_new_tokens=7, budgets=[5], rows=2)
+    calls = []
+    results, left_out = ask(target, drafter, chats, False, options, lambda done, total: calls.append((done, total)))
+    expected = []
+    for chat in chats:
+        messages = []
+        for turn in chat:
+            messages += turn
+            answer = generate(target, None, messages, method="plain", max_new_tokens=7)
+            expected.append((answer.prompt_ids, answer.ids))
+            messages.append({"role": "assistant", "content": answer.text})
+    assert left_out == 0 and calls == [(2, 3), (3, 3), (2, 2), (1, 1)]
+    for measured in results.values():
+        assert sorted((text.prompt, text.ids) for text in measured.texts) == sorted(expected)
+
+
+def test_questions_that_do_not_fit_are_left_out_and_counted(place):
+    target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
+    drafter = load_drafter(place / "checkpoint")
+    options = EvaluationConfig(max_new_tokens=6, budgets=[2])
+    chats = [said(["word " * 600]), said(["Short.", "word " * 600, "Never asked."]), said(["A.", "B.", "C."])]
+    results, left_out = ask(target, drafter, chats, False, options, lambda done, total: None)
+    assert left_out == 3 and len(results["plain", 0].texts) == 1 + 3
+    with pytest.raises(ValueError, match=r"Long: no question and 6 new tokens fit into the target's 512 positions"):
+        evaluate_suite(
+            target,
+            drafter,
+            str(place / "checkpoint"),
+            [Questions("long", "Long", chats[:1])],
+            SuiteConfig("files", str(place), temperatures=[0.0]),
+            options,
+            place / "long",
+        )
+
+
+def test_a_target_without_a_template_reads_plain_text(place):
+    target = load_target(str(place / "Qwen3-4B"), dtype="float32", device="cpu")
+    target.tokenizer.chat_template = None
+    messages = [{"role": "user", "content": "One."}, {"role": "assistant", "content": "Two."}]
+    assert target.tokenizer.decode(infer.evaluation.suite.prompt_ids(target, messages, False)) == "One.\n\nTwo.\n\n"
+
+
+def test_published_figures_are_whole_and_only_for_their_models():
+    for temperature in TABLES:
+        for one in SETS:
+            for model in MODELS:
+                theirs = published(f"Some/{model.upper()}", temperature, one.name)
+                # "DDTree improves every entry in Table 1"
+                assert 1 < theirs.chain_speedup < theirs.ddtree_speedup < theirs.ddtree_tau < 16
+                assert theirs.chain_speedup < theirs.chain_tau < theirs.ddtree_tau
+    assert published("Qwen/Qwen3-8B", 0.0, "math500").ddtree_tau == 10.73
+    assert published("/models/Qwen3-8B/", 1.0, "mt-bench").ddtree_speedup == 3.75
+    for target, temperature, name in (
+        ("Qwen/Qwen3-8B-Base", 0.0, "gsm8k"),
+        ("Qwen/Qwen3-8B", 0.6, "gsm8k"),
+        ("Qwen/Qwen3-8B", 0.0, "qa"),
+    ):
+        assert published(target, temperature, name) is None
+
+
+def test_dashes_stand_where_the_paper_has_nothing(command, place):
+    command.suite = SuiteConfig("specbench", str(place / "question.jsonl"), temperatures=[0.0])
+    rows = [{"question_id": n, "category": kind, "turns": ["Say."]} for n, kind in enumerate(("math", "qa"))]
+    (place / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_eval(command)
+    text = Path(command.out, "suite.md").read_text()
+    assert "arXiv" not in text
+    best, _ = tables(text)
+    assert [row[0] for row in best[2:]] == ["multi-turn", "qa", "**mean**"]
+    assert all(row[i] == "-" for row in best[2:] for i in (4, 6, 9, 11))
+    assert len(load_suite(command.suite)) == 2
+
+
+def test_a_missing_drafter_is_said_before_anything_is_read(command):
+    command.checkpoint = "nowhere"
+    command.suite.folder = "nowhere either"
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder, and no name"):
+        run_eval(command)

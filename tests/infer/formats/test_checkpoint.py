@@ -1,0 +1,193 @@
+"""Drafter folders: what is written is read back bit for bit, and what is wrong with a folder is named."""
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infer import load_drafter, load_target, save_drafter
+from infer.config import DrafterConfig
+from infer.drafters.base import default_mask_token
+from infer.drafters.dflash import default_layer_ids, drafter_config
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_round_trip_is_bit_equal(make_tiny, tmp_path, family):
+    target, drafter = make_tiny(block_size=5, family=family)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
+    again = load_drafter(tmp_path)
+    features, bonus = torch.randn(1, 6, drafter.fc.in_features), torch.tensor([3])
+    outs = []
+    for each in (drafter, again):
+        state = each.state(1, 20)
+        with state.add(1) as row:
+            each.absorb(target, features, torch.arange(6)[None], [6], row)
+        outs.append(each.draft(target, bonus, state))
+    assert torch.equal(*outs)
+    assert outs[0].shape == (1, 4, 97)
+    assert not again.training
+    assert not any(p.requires_grad for p in again.parameters())
+    (tmp_path / "whole").mkdir()
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "whole" / "drafter")
+    assert torch.equal(load_drafter(tmp_path / "whole").fc.weight, drafter.fc.weight)
+
+
+def test_default_layers_are_the_published_ones():
+    assert default_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert default_layer_ids(10, 1) == [5]
+
+
+def test_config_for_a_target_of_qwen3_4b_sizes():
+    from transformers import Qwen3Config
+
+    class Stub:
+        config = Qwen3Config(
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40960,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+        tokenizer = range(151669)
+
+    config = drafter_config(DrafterConfig(layers=5, block_size=16), Stub())
+    assert config.dflash_config == {
+        "block_size": 16,
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+    }
+    assert (config.block_size, config.num_target_layers, config.num_hidden_layers) == (16, 36, 5)
+    for options, word in (
+        ({"target_layer_ids": [1, 36]}, "layers 0 to 35"),
+        ({"mask_token_id": 151936}, "0 to 151935"),
+        ({"layers": 0}, "layers=0"),
+        ({"block_size": 1}, "block_size=1"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            drafter_config(DrafterConfig(**options), Stub())
+
+
+def test_the_mask_token_is_one_that_text_never_uses():
+    class Tokenizer:
+        mask_token_id, pad_token_id, eos_token_id, bos_token_id = None, 7, 2, 1
+        added: ClassVar[dict[str, int]] = {"<|end|>": 2, "<|reserved_special_token_1|>": 95, "<|reserved_token_0|>": 94}
+
+        def __len__(self) -> int:
+            return self.size
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return self.added
+
+    class Stub:
+        config, tokenizer, end_ids = SimpleNamespace(vocab_size=100), Tokenizer(), frozenset([2])
+
+    tokenizer = Stub.tokenizer
+    tokenizer.size = 90
+    assert default_mask_token(Stub()) == 90  # the vocabulary is padded
+    tokenizer.size = 100
+    assert default_mask_token(Stub()) == 94  # reserved by name
+    tokenizer.added = {}
+    assert default_mask_token(Stub()) == 7  # padding, which ends nothing
+    tokenizer.pad_token_id = 2
+    with pytest.raises(ValueError, match="mask_token_id"):
+        default_mask_token(Stub())
+    tokenizer.mask_token_id = 5
+    assert default_mask_token(Stub()) == 5
+
+
+def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):
+    _, drafter = make_tiny()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        load_drafter(tmp_path)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    broken = {name: tensor for name, tensor in weights.items() if name != "norm.weight"}
+    broken |= {"markov.weight": torch.zeros(2), "fc.weight": torch.zeros(3, 3)}
+    save_file(broken, tmp_path / "model.safetensors")
+    found = r"missing tensors: norm\.weight; unknown tensors: markov\.weight; .*"
+    found += r"fc\.weight \[3, 3\], expected \[32, 64\]"
+    with pytest.raises(ValueError, match=found):
+        load_drafter(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        load_drafter(tmp_path)
+
+
+def test_warm_start_makes_the_first_layer_the_targets_own():
+    """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token,
+    then is the target's last layer: its logits are the target's."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from infer.drafters.dflash import DFlash
+    from infer.targets.target import Target
+    from train.blocks import block_mask
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=97, initializer_range=0.2, **sizes, **heads)))
+    options = DrafterConfig(layers=1, target_layer_ids=[2], mask_token_id=96)
+    drafter = DFlash(drafter_config(options, target))
+    drafter.reset(torch.Generator().manual_seed(0))
+    assert drafter.warm_start(target)
+    ids = torch.randint(97, (1, 20))
+    positions = torch.arange(20)[None]
+    with torch.no_grad():
+        out = target.model(ids, output_hidden_states=True)
+        mask = block_mask(positions, torch.zeros_like(ids), width=1)
+        features = out.hidden_states[3]
+        hidden = drafter(features, positions, features, positions, mask)
+        assert torch.allclose(target.head(hidden), out.logits, atol=1e-4)
+
+
+def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from infer.drafters.dflash import DFlash
+    from infer.targets.target import Target
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)))
+    drafter = DFlash(drafter_config(DrafterConfig(mask_token_id=96), target))
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert not drafter.warm_start(target)  # Llama has no q_norm and k_norm
+    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_a_broken_tokenizer_is_not_called_missing(repo, tmp_path):
+    for file in (repo / "data" / "embedded").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{broken")
+    with pytest.raises(ValueError, match="property name"):
+        load_target(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="neither as a local folder"):
+        load_target(str(tmp_path / "nothing"))
+
+
+def test_dart_starts_from_layers_of_its_shape_and_from_noise_elsewhere():
+    """Llama's layers have no q_norm and k_norm, and DART's neither then; Phi-3 has one matrix for all projections."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+    from infer.drafters.families import new_drafter
+    from infer.targets.target import Target
+
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    llama, phi = LlamaForCausalLM(LlamaConfig(**sizes, **heads)), Phi3ForCausalLM(Phi3Config(**sizes, **heads))
+    for model, warm in ((llama, True), (phi, False)):
+        target = Target(model)
+        drafter = new_drafter(DrafterConfig(family="dart", layers=1), target)
+        drafter.start(target, torch.Generator().manual_seed(0), warm=True)
+        assert drafter.warm_start(target) == warm
+        assert torch.equal(drafter.lm_head.weight, target.head_weight)
+        if warm:
+            theirs = target.body.layers[3].self_attn.v_proj.weight  # behind the last tapped layer, 6 - 4
+            assert torch.equal(drafter.midlayer.self_attn.v_proj.weight[:, 32:], theirs)

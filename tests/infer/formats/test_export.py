@@ -1,0 +1,383 @@
+"""Drafters written for other engines: read back bit for bit, as the engines want them, and refused where they would be
+read in another way; and the check of which engine would load a folder."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from infer import load_drafter
+from infer.cli.commands import CheckCommand, ExportCommand
+from infer.formats.compatibility import check_folder
+from infer.formats.export import push, write_dart, write_dflash, write_speculators
+from infer.main import run_check, run_export
+from infer.utils.entry import entry
+
+VLLM, SGLANG, SPECULATORS, OURS = range(4)
+
+
+def marginals(target, drafter) -> torch.Tensor:
+    """(L, V) of a block behind twelve tokens."""
+    ids = torch.arange(12)[None] * 5
+    features = target.packed_features(ids, torch.arange(12)[None], torch.zeros_like(ids), drafter.layer_ids).context
+    state = drafter.state(1, 40)
+    with state.add(1) as row:
+        drafter.absorb(target, features.to(drafter.norm.weight), ids, [12], row)
+    return drafter.draft(target, torch.tensor([7]), state)[0]
+
+
+def authors_dart(make_tiny):
+    """A DART drafter of the authors' architecture, with a target of 6 layers."""
+    from infer.drafters.dart import DART
+
+    target, drafter = make_tiny(family="dart")
+    drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
+    drafter = DART(drafter.config)
+    drafter.reset(torch.Generator().manual_seed(3))
+    return target, drafter
+
+
+def engines(path, **options) -> list[bool]:
+    """Which of the four would load it."""
+    return [not verdict.problems for verdict in check_folder(path, **options)]
+
+
+def slide(drafter):
+    """The same weights, with a first layer that slides over 6 positions."""
+    from infer.drafters.dflash import DFlash
+
+    config = drafter.config
+    config.layer_types, config.use_sliding_window = ["sliding_attention", "full_attention"], True
+    config.sliding_window, config.max_window_layers = 6, 2
+    again = DFlash(config)
+    again.load_state_dict(drafter.state_dict())
+    return again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, sliding):
+    target, drafter = make_tiny(dtype)
+    if sliding:
+        drafter = slide(drafter).to(dtype)
+    expected = marginals(target, drafter)
+    write_dflash(drafter, None, tmp_path / "dflash")
+    assert torch.equal(marginals(target, load_drafter(tmp_path / "dflash")), expected)
+    assert engines(tmp_path / "dflash") == [True, True, False, True]
+    write_speculators(drafter, target, tmp_path / "speculators")
+    again = load_drafter(tmp_path / "speculators")
+    assert torch.equal(marginals(target, again), expected)
+    assert torch.equal(again.embed_tokens.weight, target.embedding.weight)
+    assert engines(tmp_path / "speculators") == [False, False, True, True]
+    with pytest.raises(ValueError, match="give target.path"):
+        write_dflash(again, None, tmp_path / "back")
+    write_dflash(again, target, tmp_path / "back")  # and back, without the copies
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "dflash" / name).read_bytes()
+
+
+def test_the_public_layout_is_as_the_engines_read_it(make_tiny, tmp_path):
+    _, drafter = make_tiny(block_size=5)
+    write_dflash(drafter, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["block_size"] == config["dflash_config"]["block_size"] == 5
+    assert config["layer_types"] == ["full_attention"] * 2
+    assert config["num_target_layers"] == 6 and config["num_hidden_layers"] == 2
+    assert 0 <= config["dflash_config"]["mask_token_id"] < config["vocab_size"]
+    assert all(0 <= i < 6 for i in config["dflash_config"]["target_layer_ids"])
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {name.split(".")[0] for name in names} == {"fc", "hidden_norm", "layers", "norm"}
+
+
+def test_the_speculators_layout_counts_layers_from_one(make_tiny, tmp_path):
+    target, drafter = make_tiny(block_size=5)
+    write_speculators(drafter, target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [i + 1 for i in drafter.layer_ids]
+    method = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    assert config["speculators_config"]["proposal_methods"] == [method]
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": target.name,
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    assert config["draft_vocab_size"] == config["transformer_layer_config"]["vocab_size"] == 97
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
+
+
+def test_a_target_that_scales_its_embeddings(repo, tmp_path):
+    """Gemma's: what is stored is what enters the first layer; and its two ends alone scale as well."""
+    from shutil import copy
+
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    from infer import load_target
+    from infer.config import DrafterConfig
+    from infer.drafters.families import new_drafter
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 512}
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
+    model.save_pretrained(tmp_path / "gemma")
+    for file in (repo / "data" / "embedded").glob("*token*.json"):
+        copy(file, tmp_path / "gemma")
+    target = load_target(str(tmp_path / "gemma"), "float32", "cpu")
+    ends = load_target(str(tmp_path / "gemma"), "float32", "cpu", only_layers=())
+    ids = torch.arange(9)
+    assert torch.equal(ends.embed(ids), target.embed(ids))
+    assert not torch.allclose(target.embed(ids[1:]), target.embedding.weight[1:9])
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1), target)
+    drafter.reset(torch.Generator().manual_seed(0))
+    write_speculators(drafter, ends, tmp_path / "out")
+    again = load_drafter(tmp_path / "out")
+    assert torch.equal(marginals(target, again), marginals(target, drafter))
+    write_dflash(again, ends, tmp_path / "back")
+    assert torch.equal(marginals(target, load_drafter(tmp_path / "back")), marginals(target, drafter))
+
+
+def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny, tmp_path):
+    target, drafter = make_tiny()
+    write_speculators(drafter, target, tmp_path / "whole")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"draft_vocab_size": 30}
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    weights |= {"lm_head.weight": weights["lm_head.weight"][::3][:30].clone(), "d2t": torch.arange(30) * 2}
+    (tmp_path / "pruned").mkdir()
+    (tmp_path / "pruned" / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "pruned" / "model.safetensors")
+    pruned = load_drafter(tmp_path / "pruned")
+    expected = marginals(target, pruned)
+    assert expected.isfinite().sum() == 3 * 30 and expected.isfinite()[0].nonzero()[:, 0].tolist() == [*range(0, 90, 3)]
+    write_speculators(pruned, target, tmp_path / "again")
+    assert torch.equal(marginals(target, load_drafter(tmp_path / "again")), expected)
+    t2d = load_file(tmp_path / "again" / "model.safetensors")["t2d"]
+    assert t2d.nonzero()[:, 0].tolist() == [*range(0, 90, 3)]
+    with pytest.raises(ValueError, match="stores neither embedding nor head, and its head has 30 of 97 tokens"):
+        write_dflash(pruned, target, tmp_path / "no")
+
+
+def test_darts_layout(make_tiny, tmp_path):
+    target, drafter = authors_dart(make_tiny)
+    expected = marginals(target, drafter)
+    write_dart(drafter, None, tmp_path / "dart")
+    config = json.loads((tmp_path / "dart" / "config.json").read_text())
+    assert config["draft_length"] == drafter.block_size - 2 and config["draft_vocab_size"] == 97
+    assert "dart_config" not in config and "block_size" not in config
+    names = load_file(tmp_path / "dart" / "model.safetensors").keys()
+    assert {name.split(".")[0] for name in names} == {"fc", "midlayer", "norm", "lm_head", "t2d", "d2t"}
+    assert torch.equal(marginals(target, load_drafter(tmp_path / "dart")), expected)
+    assert engines(tmp_path / "dart") == [False, False, False, True]
+    for writer in (write_dflash, write_speculators):
+        with pytest.raises(ValueError, match="this is a DART drafter"):
+            writer(drafter, target, tmp_path / "no")
+    _, ours = make_tiny(family="dart", shifted=False)
+    with pytest.raises(ValueError, match="norms of queries and keys, its logits are not shifted, its last norm is"):
+        write_dart(ours, None, tmp_path / "no")
+    with pytest.raises(ValueError, match="this is a DFlash drafter"):
+        write_dart(make_tiny()[1], None, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
+    target, drafter = make_tiny()
+    with pytest.raises(ValueError, match="give target.path"):
+        write_speculators(drafter, None, tmp_path / "no")
+    drafter.config.dflash_config["causal"] = True
+    with pytest.raises(ValueError, match=r"dflash_config\.causal"):
+        write_speculators(drafter, target, tmp_path / "no")
+    write_dflash(drafter, None, tmp_path / "causal")  # vLLM has a word for it, SGLang has not
+    verdicts = check_folder(tmp_path / "causal")
+    assert not verdicts[VLLM].problems
+    assert "causal is True: SGLang goes by layer_types alone" in verdicts[SGLANG].problems[0]
+    drafter.config.dflash_config["sample_from_anchor"] = True
+    with pytest.raises(ValueError, match="sample_from_anchor"):
+        write_dflash(drafter, None, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.fixture
+def exported(make_tiny, tmp_path):
+    """Folders of one drafter in both layouts, and a function that changes one of them: config keys (None: without it;
+    with dots into objects) and tensors."""
+    target, drafter = make_tiny()
+    write_dflash(drafter, None, tmp_path / "dflash")
+    write_speculators(drafter, target, tmp_path / "speculators")
+    originals = {}
+
+    def change(layout: str, keys: dict | None = None, tensors: dict | None = None):
+        folder = tmp_path / layout
+        if layout not in originals:
+            originals[layout] = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
+        config, weights = json.loads(originals[layout][0]), dict(originals[layout][1])
+        for key, value in (keys or {}).items():
+            *path, last = key.split(".")
+            part = config
+            for name in path:
+                part = part[name]
+            part[last] = value
+            if value is None:
+                del part[last]
+        for name, tensor in (tensors or {}).items():
+            weights[name] = tensor
+            if tensor is None:
+                del weights[name]
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(weights, folder / "model.safetensors")
+        return [" | ".join(verdict.problems) for verdict in check_folder(folder)]
+
+    return change
+
+
+def test_check_names_every_key_at_fault(exported):
+    assert exported("dflash")[:2] == ["", ""]
+    found = exported("dflash", {"dflash_config.mask_token_id": None, "num_target_layers": None, "hidden_act": "gelu"})
+    for word in ("mask_token_id is missing", "hidden_act is 'gelu'"):
+        assert all(word in found[engine] for engine in (VLLM, SGLANG, OURS)), found
+    assert "num_target_layers is missing" in found[SGLANG] and "num_target_layers" not in found[VLLM]
+    found = exported("dflash", {"dflash_config.block_size": None, "block_size": None})
+    assert "block_size is missing" in found[SGLANG]
+    found = exported("dflash", {"dflash_config.block_size": None})
+    assert found[0] == found[1] == found[3] == ""
+    found = exported("dflash", {"architectures": ["DFlashDraftModel", "Other"]})
+    assert all("expected exactly ['DFlashDraftModel']" in found[engine] for engine in (VLLM, SGLANG))
+    found = exported("dflash", {"model_type": "llama"})
+    assert "model_type is 'llama'" in found[VLLM] and found[OURS] == ""
+    found = exported("dflash", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64})
+    assert "use_sliding_window is not true" in found[VLLM] and "use_sliding_window" in found[SGLANG]
+    assert found[OURS] == ""
+    found = exported("dflash", {"dflash_config.target_layer_ids": [1, 6]})
+    assert all("[1, 6]: the target has layers 0 to 5" in found[engine] for engine in (VLLM, SGLANG, OURS))
+    found = exported("dflash", {"architectures": ["DFlash2DraftModel"]})
+    assert all("DFlash2DraftModel" in verdict for verdict in found)
+
+
+def test_check_names_every_tensor_at_fault(exported):
+    found = exported("dflash", tensors={"norm.weight": None, "fc.weight": torch.zeros(2, 2), "extra": torch.zeros(1)})
+    for word in ("missing tensors: norm.weight", "fc.weight [2, 2], expected [32, 64]", "unknown tensors: extra"):
+        assert all(word in found[engine] for engine in (VLLM, SGLANG, OURS)), (word, found)
+    found = exported("dflash", tensors={"lm_head.weight": torch.zeros(97, 32)})
+    assert "ignores lm_head.weight" in found[SGLANG] and found[VLLM] == found[OURS] == ""
+    found = exported("dflash", tensors={"d2t": torch.zeros(97, dtype=torch.int64)})
+    assert "draft_vocab_size" in found[VLLM] and found[OURS] == ""
+    found = exported("dflash", {"draft_vocab_size": 40})
+    assert "missing tensors: d2t, lm_head.weight" in found[VLLM] and "missing" not in found[SGLANG]
+    weights = {f"model.{name}": torch.zeros(1) for name in ("fc.weight", "norm.weight")}
+    assert "unknown tensors: model.fc.weight, model.norm.weight" in exported("dflash", tensors=weights)[VLLM]
+
+
+def test_check_of_the_speculators_layout(exported):
+    assert exported("speculators")[2:] == ["", ""]
+    without = {"embed_tokens.weight": None, "lm_head.weight": None}  # newer ones leave the target's own away
+    assert exported("speculators", tensors=without)[2:] == ["", ""]
+    found = exported("speculators", {"speculators_config": None})
+    assert "speculators_config is missing" in found[SPECULATORS] and found[OURS] == ""
+    keys = {"speculators_config.verifier": {}, "speculators_config.proposal_methods": []}
+    found = exported("speculators", keys | {"aux_hidden_state_layer_ids": [0, 3]})
+    for word in ("verifier.name_or_path", "proposal_methods has no first entry", "[0, 3]: the target has layers 1"):
+        assert word in found[SPECULATORS]
+    found = exported("speculators", {"draft_vocab_size": 40})
+    for word in ("missing tensors: d2t", "lm_head.weight [97, 32], expected [40, 32]"):
+        assert word in found[SPECULATORS] and word in found[OURS]
+    found = exported("speculators", {"transformer_layer_config.hidden_size": None})
+    assert "transformer_layer_config.hidden_size is missing" in found[SPECULATORS]
+    found = exported("speculators", {"sample_from_anchor": True})
+    assert "sample_from_anchor is true" in found[SPECULATORS] and found[OURS] == ""
+
+
+def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exported, tmp_path, monkeypatch, capsys):
+    exported("dflash", {"rope_theta": 5e5})
+    monkeypatch.setattr("infer.formats.folders.Folder.load", lambda *names: pytest.fail("tensors were read"))
+    run_check(CheckCommand(str(tmp_path / "dflash")))  # ends as usual
+    assert "vLLM (method dflash): would load it\nSGLang (DFLASH): would load it\n" in capsys.readouterr().out
+    (tmp_path / "dflash" / "config.json").unlink()
+    with pytest.raises(SystemExit) as end:
+        run_check(CheckCommand(str(tmp_path / "dflash")))
+    assert end.value.code == 1
+    out = capsys.readouterr().out
+    assert out.count("would not") == 4 and out.count("config.json is missing") == 4
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        run_check(CheckCommand(str(tmp_path / "gone")))
+
+
+@pytest.fixture
+def checkpoint(embedded, tmp_path):
+    """A drafter for the embedded target."""
+    from infer.config import DrafterConfig
+    from infer.drafters.families import new_drafter
+    from infer.formats.checkpoint import save_drafter
+
+    drafter = new_drafter(DrafterConfig(layers=1), embedded).bfloat16()
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "run" / "drafter")
+    return str(tmp_path / "run")
+
+
+def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys):
+    run_export(ExportCommand(checkpoint, "dflash", str(tmp_path / "dflash")))  # as it is stored
+    assert load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
+    assert "SGLang (DFLASH): would load it" in capsys.readouterr().out
+    out = tmp_path / "out"
+    run_export(ExportCommand(checkpoint, "speculators", str(out)))
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    named = ExportCommand(checkpoint, "speculators", str(tmp_path / "named"), base_model="they/theirs")
+    run_export(named)
+    raw = (tmp_path / "named" / "config.json").read_text()
+    with safe_open(tmp_path / "named" / "model.safetensors", "pt") as written:  # what a later flip is found by
+        assert {"sha256", "config_sha256"} <= written.metadata().keys()
+    assert '"name_or_path": "they/theirs"' in raw and str(repo) not in raw
+    run_export(ExportCommand(str(out), "dflash", str(tmp_path / "back")))  # its ends are the target's, and left away
+    again = (tmp_path / "back" / "model.safetensors").read_bytes()
+    assert again == (tmp_path / "dflash" / "model.safetensors").read_bytes()
+    assert "speculators, and vLLM through it: would load it" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(repo / "data" / "embedded")
+    with pytest.raises(ValueError, match="is not empty"):
+        ExportCommand(checkpoint, "dflash", str(out)).check()
+    (out / "model.safetensors").unlink()
+    with pytest.raises(SystemExit) as end:
+        entry("check", CheckCommand, run_check, [f"path={out}"])
+    assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 4
+
+
+def test_export_options_are_checked():
+    for options, word in (
+        ({"format": "gguf"}, "format=gguf"),
+        ({"out": ""}, "out="),
+        ({"push_to_hub": "name"}, "push_to_hub=name"),
+        ({"push_to_hub": "me/mine", "format": "speculators"}, "base_model="),  # else a path of this machine gets out
+    ):
+        with pytest.raises(ValueError, match=word):
+            ExportCommand(**options).check()
+
+
+def test_the_upload_takes_the_users_token_and_says_nothing_of_it(checkpoint, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    class Api:
+        def create_repo(self, name, exist_ok):
+            asked.append(("create", name, exist_ok))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            asked.append(("upload", repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr("infer.formats.export.HfApi", Api)
+    monkeypatch.setattr("infer.formats.export.get_token", lambda: None)
+    config = ExportCommand(checkpoint, out=str(tmp_path / "out"), push_to_hub="me/mine")
+    with pytest.raises(ValueError, match="push_to_hub needs your token"):
+        run_export(config)
+    assert not asked and not (tmp_path / "out").exists()
+    monkeypatch.setattr("infer.formats.export.get_token", lambda: "hf_secret")
+    run_export(config)
+    assert asked[0] == ("create", "me/mine", True)
+    assert asked[1][:2] == ("upload", "me/mine") and {"config.json", "model.safetensors"} <= set(asked[1][2])
+    printed = capsys.readouterr()
+    assert "https://hub/me/mine" in printed.out and "hf_secret" not in printed.out + printed.err
+
+    def refuse(self, name, exist_ok):
+        raise OSError("hf_secret was not accepted")
+
+    monkeypatch.setattr(Api, "create_repo", refuse)
+    with pytest.raises(ValueError, match="push_to_hub=me/mine: OSError; the export lies in") as error:
+        push(tmp_path / "out", "me/mine")
+    assert "hf_secret" not in str(error.value)

@@ -1,0 +1,79 @@
+"""A drafter's folder holds digests of its weights and its config: whatever is altered is named."""
+
+import json
+import random
+import warnings
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from infer import load_drafter, save_drafter
+from infer.formats.integrity import digest_of, json_digest
+
+
+@pytest.fixture
+def folder(make_tiny, tmp_path):
+    _, drafter = make_tiny()
+    save_drafter(drafter.config, {n: t.bfloat16() for n, t in drafter.state_dict().items()}, tmp_path / "drafter")
+    return tmp_path / "drafter"
+
+
+def test_digests_are_of_content_and_not_of_layout():
+    weights = {"a": torch.arange(6.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+
+    def digest(weights):
+        return digest_of(weights, weights.__getitem__)
+
+    assert digest(weights) == digest(dict(reversed(weights.items())))
+    for name, other in (("a", torch.arange(6.0).view(2, 3)), ("b", weights["b"].half()), ("a", -torch.arange(6.0))):
+        assert digest(weights | {name: other}) != digest(weights)
+    assert digest({"a": weights["a"]}) != digest({"c": weights["a"]})
+    assert json_digest({"x": 1, "y": [2]}) == json_digest({"y": [2], "x": 1}) != json_digest({"x": 1, "y": [3]})
+
+
+def test_every_flipped_bit_is_named_or_changes_nothing(folder):
+    """Also those in a weight, which no reader of the format would notice."""
+    dice, expected = random.Random(0), load_drafter(folder)
+    named = 0
+    for number in range(120):
+        file = folder / ("config.json" if number % 3 == 0 else "model.safetensors")
+        whole = file.read_bytes()
+        place = dice.randrange(1500 if number % 2 else len(whole)) % len(whole)
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << dice.randrange(8)]) + whole[place + 1 :])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                found = load_drafter(folder)
+        except (ValueError, FileNotFoundError, UserWarning) as error:
+            assert str(folder) in str(error) or file.name in str(error)
+            named += 1
+        else:  # a space in config.json, or a letter in the name of a digest
+            assert found.config.to_dict() == expected.config.to_dict()
+            assert all(torch.equal(*pair) for pair in zip(found.parameters(), expected.parameters(), strict=True))
+        file.write_bytes(whole)
+    assert named > 100
+
+
+def test_a_config_that_was_changed_is_named_and_a_folder_of_others_is_believed(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))  # laid out in another way
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_drafter(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    with pytest.warns(UserWarning, match=r"config\.json was changed after its weights were saved"):
+        assert load_drafter(folder).config.rms_norm_eps == 1e-5
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", metadata={"format": "pt"})
+    load_drafter(folder)  # without digests there is nothing to compare
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("key, value", [("num_hidden_layers", 10**9), ("block_size", 10**30), ("vocab_size", 2**62)])
+def test_sizes_too_large_to_be_true_cost_nothing(folder, key, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=f"{key} is more than .* too large to be true"):
+        load_drafter(folder)

@@ -1,0 +1,613 @@
+"""Drafters in the layouts that others publish: written here by hand, they have the logits of a plain forward pass, also
+written here, decode losslessly, and whatever is wrong with them is named."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from infer import generate, load_drafter, save_drafter
+from infer.attention.masks import block_mask_mod, dense
+from train.blocks import block_mask
+
+D, V, HEADS, GROUPS, E, LAYERS = 32, 97, 4, 2, 8, 6  # of `make_tiny`'s targets
+BLOCK, MASK, TAPPED = 5, 96, [1, 4]
+SIZES = {
+    "hidden_size": D,
+    "intermediate_size": 48,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": E,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "vocab_size": V,
+}
+
+
+def matrices(seed: int, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Random float64 weights: matrices small, vectors (norms) around one. Names have __ for dots."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name.replace("__", ".")] = tensor * 0.2 + (1.0 if len(shape) == 1 and "mask" not in name else 0.0)
+    return weights
+
+
+def layer_shapes(inputs: int, norms: bool = True) -> dict[str, tuple[int, ...]]:
+    shapes = {
+        "input_layernorm__weight": (D,),
+        "post_attention_layernorm__weight": (D,),
+        "self_attn__q_proj__weight": (HEADS * E, inputs),
+        "self_attn__k_proj__weight": (GROUPS * E, inputs),
+        "self_attn__v_proj__weight": (GROUPS * E, inputs),
+        "self_attn__o_proj__weight": (D, HEADS * E),
+        "mlp__gate_proj__weight": (48, D),
+        "mlp__up_proj__weight": (48, D),
+        "mlp__down_proj__weight": (D, 48),
+    }
+    return shapes | ({"self_attn__q_norm__weight": (E,), "self_attn__k_norm__weight": (E,)} if norms else {})
+
+
+def dflash_weights(layers: int = 2, **more: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    shapes = {"fc__weight": (D, len(TAPPED) * D), "hidden_norm__weight": (D,), "norm__weight": (D,)}
+    for i in range(layers):
+        shapes |= {f"layers__{i}__{name}": shape for name, shape in layer_shapes(D).items()}
+    return matrices(1, **shapes, **more)
+
+
+def dart_weights(rows: int) -> dict[str, torch.Tensor]:
+    shapes = {f"midlayer__{name}": shape for name, shape in layer_shapes(2 * D, norms=False).items()}
+    shapes |= {"midlayer__hidden_norm__weight": (D,), "midlayer__mask_rep": (2 * D,)}
+    return matrices(2, **shapes, fc__weight=(D, 3 * D), norm__weight=(D,), lm_head__weight=(rows, D))
+
+
+def vocabulary(rows: int) -> dict[str, torch.Tensor]:
+    """t2d and d2t of `rows` of the tokens."""
+    tokens = torch.randperm(V, generator=torch.Generator().manual_seed(4))[:rows].sort().values
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[tokens] = True
+    return {"t2d": t2d, "d2t": tokens - torch.arange(rows)}
+
+
+def public(**changes: object) -> dict:
+    """config.json of the public DFlash layout."""
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "block_size": BLOCK,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": TAPPED},
+        "num_target_layers": LAYERS,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        **SIZES,
+        **changes,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def flat(**changes: object) -> dict:
+    """config.json of DeepSpec's DFlash drafters."""
+    own = {"mask_token_id": MASK, "target_layer_ids": TAPPED, "markov_rank": 0}
+    return public(architectures=["Qwen3DSparkModel"], dflash_config=None, auto_map=None, **own | changes)
+
+
+def speculators(**changes: object) -> dict:
+    part = {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, **SIZES}
+    part["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK - 1}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": "x/y", "architectures": ["Qwen3ForCausalLM"]},
+        },
+        "transformer_layer_config": part,
+        "draft_vocab_size": V,
+        "block_size": BLOCK,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in TAPPED],
+        "mask_token_id": MASK,
+        **changes,
+    }
+
+
+def dart(rows: int, **changes: object) -> dict:
+    own = {"architectures": ["LlamaForCausalLMDart"], "model_type": "llama", "num_hidden_layers": 1}
+    return own | {"draft_length": 3, "draft_vocab_size": rows, "rope_scaling": None} | SIZES | changes
+
+
+def written(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def rms(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return states / (states.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, base 10000, on (T, H, E)."""
+    angles = positions[:, None].double() * 10000.0 ** (-torch.arange(0, E, 2).double() / E)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    low, high = states.chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Softmax attention of (Q, H, E) over (S, H', E), both sides rotated: (Q, H * E)."""
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
+    scores = torch.einsum("qhe,khe->hqk", q, k) / E**0.5
+    return torch.einsum("hqk,khe->qhe", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v).flatten(1)
+
+
+def plain_mlp(w: dict, states: torch.Tensor) -> torch.Tensor:
+    gate, up = states @ w["mlp.gate_proj.weight"].T, states @ w["mlp.up_proj.weight"].T
+    return (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def of_layer(weights: dict, prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def plain_dflash(weights: dict, target, features, bonus: int, views: list[tuple[bool, int | None]]) -> torch.Tensor:
+    """States (BLOCK, D) behind the last norm of a block after features (T, K * D), by the layout's description."""
+    context = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    embedding = weights.get("embed_tokens.weight", target.embedding.weight)
+    block = embedding[torch.tensor([bonus] + [MASK] * (BLOCK - 1))]
+    length = len(context)
+    keys_at = torch.arange(length + BLOCK)
+    queries_at = keys_at[length:]
+    distance = queries_at[:, None] - keys_at
+    for i, (causal, window) in enumerate(views):
+        w = of_layer(weights, f"layers.{i}.")
+        states = rms(block, w["input_layernorm.weight"])
+        both = torch.cat([context, states])
+        q = (states @ w["self_attn.q_proj.weight"].T).unflatten(-1, (-1, E))
+        k = (both @ w["self_attn.k_proj.weight"].T).unflatten(-1, (-1, E))
+        v = (both @ w["self_attn.v_proj.weight"].T).unflatten(-1, (-1, E))
+        q = turned(rms(q, w["self_attn.q_norm.weight"]), queries_at)
+        k = turned(rms(k, w["self_attn.k_norm.weight"]), keys_at)
+        allowed = torch.ones_like(distance, dtype=torch.bool)
+        if causal:
+            allowed &= distance >= 0
+        if window:
+            allowed &= distance.abs() < window
+        block = block + attended(q, k, v, allowed) @ w["self_attn.o_proj.weight"].T
+        block = block + plain_mlp(w, rms(block, w["post_attention_layernorm.weight"]))
+    return rms(block, weights["norm.weight"])
+
+
+def plain_dart(weights: dict, target, features, following: torch.Tensor, masks: int) -> torch.Tensor:
+    """Logits (masks + 1, rows) of DART's published inference code, as FORMATS.md describes it."""
+    w = of_layer(weights, "midlayer.")
+    projected = features @ weights["fc.weight"].T
+    embedded = rms(target.embedding.weight[following], w["input_layernorm.weight"])
+    items = torch.cat([embedded, rms(projected, w["hidden_norm.weight"])], -1)
+    items = torch.cat([items, w["mask_rep"].expand(masks, -1)])
+    residual = torch.cat([projected, w["mask_rep"][:D].expand(masks, -1)])
+    at = torch.arange(len(items))
+    q, k, v = ((items @ w[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, E)) for name in "qkv")
+    mixed = attended(turned(q, at), turned(k, at), v, at[:, None] >= at)
+    states = residual + mixed @ w["self_attn.o_proj.weight"].T
+    states = (states + plain_mlp(w, rms(states, w["post_attention_layernorm.weight"])))[-masks - 1 :]
+    return rms(rms(states, weights["norm.weight"]), weights["norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def scattered(logits: torch.Tensor, d2t: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of a draft vocabulary, (L, rows), among all tokens, (L, V)."""
+    out = torch.full((len(logits), V), -torch.inf, dtype=logits.dtype)
+    for row, offset in enumerate(d2t.tolist()):
+        out[:, row + offset] = logits.log_softmax(-1)[:, row]
+    return out
+
+
+IDS = torch.randint(90, (14,), generator=torch.Generator().manual_seed(9))  # the last one is the bonus token
+
+
+def drafted(target, drafter, compiled: bool = False) -> torch.Tensor:
+    """Marginals (L, V) behind IDS, its context taken in in two pieces."""
+    features = features_of(target, drafter.layer_ids)[None]
+    state = drafter.state(1, 40, static=compiled)
+    with state.add(1) as row:
+        drafter.absorb(target, features[:, :5], IDS[None, :5], [5], row)
+    drafter.absorb(target, features[:, 5:], IDS[None, 5:-1], [len(IDS) - 6], state)
+    return drafter.draft(target, IDS[-1:], state)[0].double()
+
+
+def features_of(target, layers) -> torch.Tensor:
+    with torch.no_grad():
+        states = target.model(IDS[None, :-1], output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in layers], -1)
+
+
+def by_hand(kind: str, folder: Path, target) -> tuple[Path, torch.Tensor]:
+    """A folder of some layout, and the marginals (L, V) that its drafter must have behind IDS."""
+    bonus, full = int(IDS[-1]), [(False, None)] * 2
+    features = features_of(target, TAPPED)
+    weights, head = dflash_weights(), target.head_weight
+    ends = {"embed_tokens__weight": (V, D), "lm_head__weight": (V, D)}
+    if kind == "full":
+        config, states = public(), plain_dflash(weights, target, features, bonus, full)[1:]
+    elif kind == "sliding":  # block causal in the sliding layer, whose window of 7 reaches 3 to 7 context positions
+        more = {"use_sliding_window": True, "sliding_window": 7, "block_size": None}
+        own = {"mask_token_id": MASK, "target_layer_ids": TAPPED, "block_size": BLOCK}
+        config = public(layer_types=["sliding_attention", "full_attention"], dflash_config=own, **more)
+        states = plain_dflash(weights, target, features, bonus, [(True, 7), (False, None)])[1:]
+    elif kind == "causal":
+        own = {"mask_token_id": MASK, "target_layer_ids": TAPPED, "causal": True}
+        config, states = (
+            public(dflash_config=own),
+            plain_dflash(weights, target, features, bonus, [(True, None)] * 2)[1:],
+        )
+    elif kind == "own ends":
+        weights = dflash_weights(**ends)
+        config, states = public(), plain_dflash(weights, target, features, bonus, full)[1:]
+        head = weights["lm_head.weight"]
+    elif kind == "deepspec":  # the bonus token's slot drafts too
+        weights = dflash_weights(**ends)
+        config, states = flat(), plain_dflash(weights, target, features, bonus, full)
+        head = weights["lm_head.weight"]
+    elif kind == "speculators":
+        weights = dflash_weights(**ends)
+        config, states = speculators(), plain_dflash(weights, target, features, bonus, full)[1:]
+        head = weights["lm_head.weight"]
+    elif kind == "pruned speculators":
+        weights = dflash_weights(embed_tokens__weight=(V, D), lm_head__weight=(20, D))
+        states = plain_dflash(weights, target, features, bonus, full)[1:]
+        map = vocabulary(20)
+        written(folder, speculators(draft_vocab_size=20), weights | map)
+        return folder, scattered(states @ weights["lm_head.weight"].T, map["d2t"])
+    elif kind == "dart":
+        weights, map = dart_weights(20), vocabulary(20)
+        features = features_of(target, [1, 2, 2])  # 1, N // 2 - 1, N - 4
+        logits = plain_dart(weights, target, features, IDS[1:], masks=3)
+        written(folder, dart(20), weights | map)
+        return folder, scattered(logits, map["d2t"])
+    return written(folder, config, weights), (states @ head.T).log_softmax(-1)
+
+
+KINDS = (
+    "full",
+    "sliding",
+    "causal",
+    "own ends",
+    "deepspec",
+    "speculators",
+    "pruned speculators",
+    "dart",
+)
+
+
+@pytest.fixture(scope="module")
+def target(make_tiny):
+    return make_tiny(torch.float64)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_written_by_hand_has_the_logits_of_a_plain_forward_and_decodes_losslessly(kind, target, tmp_path):
+    folder, expected = by_hand(kind, tmp_path / "drafter", target)
+    drafter = load_drafter(folder, target_layers=LAYERS)
+    drafter.check_target(target)
+    marginals = drafted(target, drafter)
+    assert marginals.shape == expected.shape == (drafter.block_size - 1, V)
+    assert torch.equal(marginals.isinf(), expected.isinf())
+    assert torch.allclose(marginals, expected, atol=1e-5)
+    prompts = [IDS.tolist(), IDS[:5].tolist()]
+    for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+        plain = generate(target, None, prompts, method="plain", max_new_tokens=12, **sampling)
+        for method, budget in (("chain", 4), ("ddtree", 30)):
+            options = {"method": method, "budget": budget, "compile": False, "max_new_tokens": 12, **sampling}
+            done = generate(target, drafter, prompts, **options)
+            assert [answer.ids for answer in done] == [answer.ids for answer in plain]
+            assert all(answer.stats.rounds > 0 for answer in done)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "causal", "deepspec"])
+def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
+    """Many blocks of a packed row under shared masks have the logits of the block that decoding drafts."""
+    drafter = load_drafter(by_hand(kind, tmp_path / "drafter", target)[0])
+    ids, documents = torch.cat([IDS[:6], IDS])[None], torch.tensor([[0] * 6 + [1] * 14])
+    positions = torch.cat([torch.arange(6), torch.arange(14)])[None]
+    anchors = torch.tensor([[3, 12, 19]])  # the last one is where IDS ends
+    features = target.packed_features(ids, positions, documents, drafter.layer_ids).context
+    masks = [block_mask(anchors, documents, drafter.width, torch.float64, *view) for view in drafter.views]
+    with torch.no_grad():
+        states = drafter(features, positions, *drafter.inputs(target, ids, positions, anchors), *masks)
+    last = states.unflatten(1, (3, drafter.width))[0, 2, drafter.first :]
+    trained = (last @ drafter.head_weight(target).T).log_softmax(-1)
+    assert torch.allclose(trained, drafted(target, drafter), atol=1e-5)
+
+
+def test_compiled_drafts_of_a_sliding_drafter_are_the_same(target, tmp_path, monkeypatch):
+    """Traced as for a real compiler, then run without one: that takes its minute, and adds nothing to the masks."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    drafter = load_drafter(by_hand("sliding", tmp_path / "drafter", target)[0])
+    with torch.inference_mode():
+        assert torch.allclose(drafted(target, drafter, compiled=True), drafted(target, drafter), atol=1e-5)
+    assert drafter._program[1].compiled is not None  # it was compiled, and did not fall back
+
+
+@pytest.mark.parametrize("causal, window", [(False, None), (True, 2), (False, 4), (True, 9)])
+def test_the_mask_of_a_window_equals_a_double_loop(causal, window):
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, -1]])
+    anchors = torch.tensor([[2, 8]])
+    allowed = dense(block_mask_mod(anchors, documents, 3, causal, window), 1, 6, 16, torch.device("cpu"))
+    for q in range(6):
+        anchor, slot = int(anchors[0, q // 3]), q % 3
+        for kv in range(16):
+            at = kv if kv < 10 else int(anchors[0, (kv - 10) // 3]) + (kv - 10) % 3
+            seen = kv < anchor and documents[0, kv] == documents[0, anchor] if kv < 10 else (kv - 10) // 3 == q // 3
+            near = window is None or abs(anchor + slot - at) < window
+            late = causal and kv >= 10 and at > anchor + slot
+            assert bool(allowed[0, 0, q, kv]) == bool(seen and near and not late), (q, kv)
+
+
+@pytest.mark.parametrize("method", ["chain", "ddtree", "static", "continuity", "guided"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_and_sampling_survive_tokens_without_probability(method, temperature, target, tmp_path, ngrams):
+    """A draft vocabulary of 3 tokens, fewer than a tree's children: all others are at minus infinity."""
+    weights = dflash_weights(lm_head__weight=(3, D))
+    folder = written(tmp_path / "drafter", speculators(draft_vocab_size=3), weights | vocabulary(3))
+    drafter = load_drafter(folder)
+    options = {"method": method, "budget": 20, "max_new_tokens": 20, "temperature": temperature, "seed": 1}
+    options |= {"repetition_penalty": 1.3, "top_p": 0.9, "compile": False}
+    if method in ("continuity", "guided"):
+        options |= {"method": "ddtree" if method == "guided" else method, "continuity": str(ngrams)}
+    if method == "static":
+        options["width"] = 4
+    answer = generate(target, drafter, IDS.tolist(), **options)
+    assert len(answer.ids) == 20
+    if method != "static" or not temperature:  # a sampled static tree has draws of its own
+        rest = ("temperature", "seed", "repetition_penalty", "top_p", "max_new_tokens")
+        plain = generate(target, None, IDS.tolist(), method="plain", **{key: options[key] for key in rest})
+        assert answer.ids == plain.ids
+
+
+def test_a_draft_vocabulary_is_used_where_it_has_the_targets_tokens(target, tmp_path):
+    """Nothing but the target's own choices in it, and a head that prefers them in turn: some drafts are accepted."""
+    plain = generate(target, None, IDS.tolist(), method="plain", max_new_tokens=12)
+    tokens = torch.tensor(sorted(set(plain.ids)))
+    t2d = torch.zeros(V, dtype=torch.bool).index_fill_(0, tokens, True)
+    weights = dflash_weights(lm_head__weight=(len(tokens), D))
+    map = {"t2d": t2d, "d2t": tokens - torch.arange(len(tokens))}
+    folder = written(tmp_path / "drafter", speculators(draft_vocab_size=len(tokens)), weights | map)
+    drafter = load_drafter(folder)
+    answer = generate(target, drafter, IDS.tolist(), method="ddtree", budget=60, max_new_tokens=12, compile=False)
+    assert answer.ids == plain.ids
+    assert answer.stats.tau > 1.2
+
+
+@pytest.mark.parametrize(
+    "new, old",
+    [
+        ({"rope_type": "default", "rope_theta": 500.0}, None),
+        ({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}, {"type": "linear", "factor": 3.0}),
+        (
+            {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        ),
+    ],
+    ids=["theta", "linear", "yarn", "llama3"],
+)
+def test_rotary_positions_in_both_spellings(new, old, target, tmp_path):
+    """Cosines and sines are transformers' own for the same parameters, and both spellings draft the same."""
+    folders = [
+        written(tmp_path / "new", public(rope_theta=None, rope_parameters=new), dflash_weights()),
+        written(tmp_path / "old", public(rope_theta=500.0, rope_scaling=old), dflash_weights()),
+    ]
+    drafters = [load_drafter(folder) for folder in folders]
+    rotary = Qwen3RotaryEmbedding(Qwen3Config(head_dim=E, max_position_embeddings=512, rope_parameters=dict(new)))
+    positions = torch.arange(60)[None]
+    cos, sin = rotary(torch.zeros(1), positions)
+    ours_cos, ours_sin = drafters[0].angles(positions)
+    assert torch.allclose(ours_cos, cos.double(), atol=1e-6)
+    assert torch.allclose(ours_sin[..., E // 2 :], sin[..., E // 2 :].double(), atol=1e-6)
+    first, second = (drafted(target, drafter) for drafter in drafters)
+    assert torch.equal(first, second)
+    save_drafter(drafters[0].config, drafters[0].state_dict(), tmp_path / "again")
+    assert torch.equal(drafted(target, load_drafter(tmp_path / "again")), first)
+    if old is not None:  # and scaling is not lost on the way
+        simple = load_drafter(written(tmp_path / "simple", public(rope_theta=500.0), dflash_weights()))
+        assert not torch.allclose(first, drafted(target, simple), atol=1e-3)
+
+
+def test_null_is_as_good_as_nothing(target, tmp_path):
+    own = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": TAPPED, "causal": None}
+    config = public(dflash_config=own) | dict.fromkeys(["block_size", "head_dim", "rope_scaling", "draft_vocab_size"])
+    config |= dict.fromkeys(["num_target_layers", "sliding_window", "use_sliding_window", "hidden_act", "is_causal"])
+    weights = dflash_weights()
+    drafter = load_drafter(written(tmp_path / "null", config, weights))
+    plain = load_drafter(written(tmp_path / "plain", public(), weights))
+    assert torch.equal(drafted(target, drafter), drafted(target, plain))
+
+
+def test_layer_types_follow_from_the_window_where_they_are_not_given(tmp_path):
+    options = {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    drafter = load_drafter(written(tmp_path / "drafter", public(**options), dflash_weights()))
+    assert drafter.views == [(False, None), (True, 9)] and drafter.view_of_layer == [0, 1]
+    own = {"mask_token_id": MASK, "target_layer_ids": TAPPED, "use_swa": True, "swa_window_size": 6}
+    drafter = load_drafter(written(tmp_path / "drafter", public(dflash_config=own), dflash_weights()))
+    assert drafter.views == [(False, 6)]
+
+
+def test_shards_with_an_index(target, tmp_path):
+    folder = written(tmp_path / "whole", public(), dflash_weights())
+    whole = drafted(target, load_drafter(folder))
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
+    for file in set(places.values()):
+        extra = {"leftover": torch.zeros(1)}  # what the index does not name is not read
+        save_file({name: weights[name] for name in places if places[name] == file} | extra, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert torch.equal(drafted(target, load_drafter(folder)), whole)
+
+    def refused(**changes: str) -> str:
+        index.write_text(json.dumps({"weight_map": places | changes}))
+        with pytest.raises(ValueError) as error:
+            load_drafter(folder)
+        return str(error.value)
+
+    other = tmp_path / "model.safetensors"
+    save_file(weights, other)
+    for path in ("../model.safetensors", str(other), "..", "sub/model.safetensors"):
+        assert f"{path!r}, which is no plain name" in refused(**{"norm.weight": path})
+    assert "'gone.safetensors', which is missing" in refused(**{"norm.weight": "gone.safetensors"})
+    swapped = {"fc.weight": places["norm.weight"]} if places["fc.weight"] != places["norm.weight"] else {}
+    text = refused(**(swapped or {"hidden_norm.weight": places["fc.weight"]}))
+    assert "which it does not hold" in text and "missing tensors: " in text
+    for content, word in (("{", "cannot be read"), ("[]", "no JSON object"), ("{}", "no weight_map")):
+        index.write_text(content)
+        with pytest.raises((ValueError, FileNotFoundError), match=word):
+            load_drafter(folder)
+
+
+WRONG = [
+    (public(hidden_size=None), ["hidden_size is missing"]),
+    (public(block_size=None), ["dflash_config.block_size is missing"]),
+    (public(block_size=1), ["block_size is 1"]),
+    (public(dflash_config=None), ["mask_token_id is missing", "target_layer_ids is missing"]),
+    (
+        public(dflash_config={"mask_token_id": V, "target_layer_ids": [1, 6]}),
+        [f"mask_token_id is {V}", r"\[1, 6\]: the"],
+    ),
+    (public(dflash_config={"mask_token_id": "x", "target_layer_ids": 3}), ["'x', expected", "3, expected a list"]),
+    (public(layer_types=["full_attention"]), ["layer_types"]),
+    (public(layer_types=["full_attention", "linear"]), ["linear"]),
+    (public(layer_types=["sliding_attention"] * 2), ["sliding_window is missing"]),
+    (public(num_key_value_heads=3), ["num_key_value_heads is 3"]),
+    (public(hidden_act="gelu", attention_bias=True), ["hidden_act is 'gelu'", "attention_bias is True"]),
+    (public(rope_scaling={"rope_type": "longrope"}), ["rope_type is 'longrope'"]),
+    (public(rope_scaling={"rope_type": "llama3", "factor": 8}), ["low_freq_factor is missing", "high_freq_factor"]),
+    (public(rms_norm_eps="tiny", vocab_size=0), ["rms_norm_eps is 'tiny'", "vocab_size is 0"]),
+    (public(target_hidden_size=64), ["target_hidden_size is 64"]),
+    (public(architectures=["DFlash2DraftModel"]), ["DFlash2DraftModel.*not supported"]),
+    (public(architectures="DFlashDraftModel"), ["architectures is DFlashDraftModel, expected"]),
+    (flat(markov_rank=256), ["markov_rank is 256"]),
+    (speculators(speculators_model_type="eagle3"), ["'eagle3', expected 'dflash'"]),
+    (speculators(transformer_layer_config=None), ["transformer_layer_config is missing"]),
+    (speculators(aux_hidden_state_layer_ids=[0, 2]), [r"\[0, 2\]: the target has layers 1 on"]),
+    (
+        speculators(aux_hidden_state_layer_ids=None, mask_token_id=None),
+        ["aux_hidden_state_layer_ids is", "mask_token_id"],
+    ),
+    (speculators(draft_vocab_size=V + 1), ["more than vocab_size"]),
+]
+
+
+@pytest.mark.parametrize("config, words", WRONG, ids=range(len(WRONG)))
+def test_wrong_and_missing_keys_are_named_all_of_them(config, words, tmp_path):
+    folder = written(tmp_path / "drafter", config, dflash_weights())
+    with pytest.raises(ValueError) as error:
+        load_drafter(folder)
+    for word in words:
+        assert re.search(word, str(error.value)), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"]
+)
+def test_one_missing_key_is_one_fault(key, tmp_path):
+    folder = written(
+        tmp_path / "drafter", {name: value for name, value in public().items() if name != key}, dflash_weights()
+    )
+    with pytest.raises(ValueError) as error:
+        load_drafter(folder)
+    assert str(error.value) == f"{folder}: config.json: {key} is missing"
+
+
+def test_published_dart_says_what_it_lacks(tmp_path):
+    folder = written(tmp_path / "drafter", dart(20), dart_weights(20) | vocabulary(20))
+    with pytest.raises(ValueError, match="num_target_layers is missing: load_drafter"):
+        load_drafter(folder)
+    written(folder, dart(20, draft_length=None, num_hidden_layers=2), dart_weights(20) | vocabulary(20))
+    with pytest.raises(ValueError, match=r"num_hidden_layers is 2.*draft_length is missing"):
+        load_drafter(folder, target_layers=LAYERS)
+
+
+def test_missing_unknown_and_wrong_tensors_are_named(tmp_path):
+    weights = dflash_weights(lm_head__weight=(20, D)) | vocabulary(20)
+    config = public(draft_vocab_size=20)
+    folder = tmp_path / "drafter"
+
+    def refused(**changes: torch.Tensor | None) -> str:
+        changes = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+        kept = {name: tensor for name, tensor in (weights | changes).items() if tensor is not None}
+        written(folder, config, kept)
+        with pytest.raises(ValueError) as error:
+            load_drafter(folder)
+        return str(error.value)
+
+    text = refused(norm__weight=None, layers__1__mlp__up_proj__weight=None, layers__2__bias=torch.zeros(2))
+    assert "missing tensors: layers.1.mlp.up_proj.weight, norm.weight; unknown tensors: layers.2.bias" in text
+    assert "fc.weight [3, 4], expected [32, 64]" in refused(fc__weight=torch.zeros(3, 4))
+    assert "wrong type tensors: fc.weight I8" in refused(fc__weight=torch.zeros(D, 2 * D, dtype=torch.int8))
+    assert "missing tensors: d2t, lm_head.weight" in refused(d2t=None, lm_head__weight=None)
+    assert "outside the vocabulary" in refused(d2t=torch.full((20,), 90))
+    assert "twice to the same" in refused(d2t=weights["d2t"] - torch.arange(20).clamp(max=1) * (weights["d2t"][1] + 1))
+    assert "t2d marks other tokens" in refused(t2d=~weights["t2d"])
+    written(folder, config, weights)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-8])
+    with pytest.raises(FileNotFoundError, match="truncated or altered"):
+        load_drafter(folder)
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "mask_embedding.pt").touch()
+    with pytest.raises(ValueError, match="mask_embedding"):
+        load_drafter(folder)
+
+
+def test_a_name_on_the_hub_needs_a_network_and_a_path_is_never_taken_for_one(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="found neither as a local folder nor on the model hub"):
+        load_drafter("nobody/no-such-drafter")
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        load_drafter(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        load_drafter("../no-such-drafter")
+    folder, asked = written(tmp_path / "drafter", public(), dflash_weights()), []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_drafter("some/drafter").layer_ids == tuple(TAPPED)
+    assert asked == [("some/drafter", ["*.json", "*.safetensors"])]  # no code, no pickles
+
+
+def test_a_drafter_of_another_target_is_refused(target, tmp_path):
+    own = {"mask_token_id": 96, "target_layer_ids": [1, 7]}
+    folder = written(tmp_path / "drafter", public(num_target_layers=8, dflash_config=own), dflash_weights())
+    with pytest.raises(ValueError, match=r"num_target_layers 8, the target has 6; target_layer_ids \[1, 7\]"):
+        load_drafter(folder).check_target(target)

@@ -1,0 +1,300 @@
+"""Masked diffusion decoding: every way of drafting writes what a plain step-by-step loop writes, write for write."""
+
+import math
+from dataclasses import replace
+from itertools import permutations, product
+
+import pytest
+import torch
+
+from infer.config import DecodeOptions
+from infer.engine.sampling import gumbel_noise
+from infer.masked.drafting import (
+    Guess,
+    Plan,
+    as_guesses,
+    chain,
+    drafts,
+    mixed,
+    order_shares,
+    pick,
+    read,
+    token_shares,
+    tree,
+    walk,
+)
+from infer.masked.engine import MaskedEngine
+from infer.masked.evaluate import fewest_passes, traced
+from infer.masked.habits import Habits, Rate
+from infer.masked.model import MaskedModel
+from infer.masked.sequence import MaskedText
+
+MASK = 60
+
+
+@pytest.fixture(scope="module")
+def model(make_masked) -> MaskedModel:
+    return make_masked()
+
+
+@pytest.fixture(scope="module")
+def shifted(make_masked) -> MaskedModel:
+    return make_masked(shifted=True)
+
+
+def options_of(length: int = 16, block_length: int = 8, **more) -> DecodeOptions:
+    settings = {"method": "ssd", "ignore_eos": True, "max_new_tokens": length, "block_length": block_length} | more
+    return DecodeOptions(**settings)
+
+
+def fill(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> MaskedText:
+    """One text, alone."""
+    engine = MaskedEngine(model, replace(options, rows=1), len(prompt) + options.max_new_tokens)
+    text = engine.submit(prompt, options)
+    while engine.busy:
+        engine.step()
+    return text
+
+
+class Kept:
+    """Keys and values of the last full pass; a block's pass sees its own in place of the kept ones of the block."""
+
+    def __init__(self) -> None:
+        self.layers, self.block = {}, None
+
+    def update(self, keys, values, layer):
+        if self.block is None:
+            self.layers[layer] = keys, values
+            return keys, values
+        begin, end = self.block
+        return tuple(
+            torch.cat([old[:, :, :begin], new, old[:, :, end:]], 2)
+            for old, new in zip(self.layers[layer], (keys, values), strict=True)
+        )
+
+    def get_seq_length(self, layer=0):
+        return 0
+
+
+@torch.no_grad()
+def reference(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> list[tuple[int, int]]:
+    """One token a pass, with nothing of ours but the noise."""
+    ids = torch.tensor([prompt + [MASK] * options.max_new_tokens])
+    width, kept, since, writes, shift = ids.shape[1], Kept(), 0, [], int(model.shifted)
+
+    def run(begin: int, end: int) -> torch.Tensor:
+        out = model.model.model(
+            input_ids=ids[:, begin:end],
+            position_ids=torch.arange(begin, end)[None],
+            attention_mask=torch.zeros(1, 1, end - begin, width),
+            past_key_values=kept,
+            use_cache=True,
+        )
+        return model.model.lm_head(out.last_hidden_state)[0]
+
+    for first in range(len(prompt), width, options.block_length):
+        last = first + options.block_length
+        for count in range(options.block_length):
+            if options.cache == "none" or count == 0 or since == options.refresh:
+                kept.block, since = None, 0
+                outputs = dict(enumerate(run(0, width)))
+            else:
+                kept.block = first - shift, last
+                outputs = dict(enumerate(run(*kept.block), first - shift))
+            best = None
+            for position in range(first, last):
+                if ids[0, position] != MASK:
+                    continue
+                logits = outputs[position - shift].double()
+                logits[MASK] = -torch.inf
+                scores = logits
+                if options.temperature:
+                    noise = gumbel_noise(torch.tensor([options.seed]), torch.tensor([[position]]), len(logits))
+                    scores = logits / options.temperature + noise[0, 0]
+                token = int(scores.argmax())
+                confidence = float(logits.softmax(-1)[token])
+                if best is None or confidence > best[0]:
+                    best = confidence, position, token
+            ids[0, best[1]] = best[2]
+            writes.append((best[1] - len(prompt), best[2]))
+            since += 1
+    return writes
+
+
+PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4]]
+POLICIES = [("none", 8), ("dual", 3), ("dual", 8)]
+WAYS = [("greedy", length) for length in (1, 2, 3, 4, 5, 8, "auto")] + [("mixed", 2), ("mixed", 5), ("mixed", "auto")]
+WAYS += [("tree", 3), ("tree", "auto"), ("guided", 4), ("guided", "auto")]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind, block_length", [("model", 4), ("model", 8), ("model", 16), ("shifted", 8)])
+def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_length, temperature, request):
+    model = request.getfixturevalue(kind)
+    accepted = [0] * 9
+    for prompt, (cache, refresh) in zip(PROMPTS, POLICIES, strict=True):
+        policy = {"temperature": temperature, "seed": 4, "cache": cache, "refresh": refresh}
+        options = options_of(16, block_length, method="steps", **policy)
+        expected = reference(model, prompt, options)
+        plain = fill(model, prompt, options)
+        assert plain.writes == expected
+        assert plain.stats.rounds == plain.stats.written == 16 and plain.stats.histogram[0] == 16
+        for order, length in WAYS:
+            way = replace(options, method="ssd", order=order, draft_length=length, nodes=9)
+            done = fill(model, prompt, way)
+            assert done.writes == expected, way
+            accepted = [sum(counts) for counts in zip(accepted, done.stats.histogram, strict=True)]
+    assert sum(accepted[1:]) > sum(accepted) / 20 and sum(accepted[2:]) > 0  # drafts were accepted, several at once
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_statistics_add_up_and_no_way_beats_the_limit(model, cache):
+    options = options_of(32, cache=cache, refresh=5, nodes=24)
+    steps = traced(model, PROMPTS[1], options)
+    assert len(steps.said) == 32 and steps.text.stats.rounds == 32
+    model_with_end = MaskedModel(model.model, None, MASK, False)
+    ids = steps.text.ids
+    model_with_end.end_ids = frozenset([ids[9]])
+    assert fill(model_with_end, PROMPTS[1], options).stats.valid == ids.index(ids[9])
+    fewest = {}
+    for length in (1, 2, 4, 8):
+        fewest[length] = [fewest_passes(steps, options, length, ranks) for ranks in range(1, 6)]
+        assert fewest[length] == sorted(fewest[length], reverse=True)
+        assert fewest[length][-1] >= 32 / (length + 1)
+        for order, ranks in (("greedy", 1), ("mixed", 1), ("tree", 2), ("guided", None)):
+            stats = fill(model, PROMPTS[1], replace(options, order=order, draft_length=length)).stats
+            assert sum(stats.histogram) == stats.rounds
+            assert sum((drafts + 1) * count for drafts, count in enumerate(stats.histogram)) == stats.written == 32
+            assert not any(stats.histogram[length + 1 :])
+            assert (
+                stats.rounds
+                <= stats.states
+                <= stats.rounds * {"greedy": length + 1, "mixed": 2 * length}.get(order, 24)
+            )
+            assert stats.step_reduction == 1 - stats.rounds / 32
+            assert stats.rounds >= (fewest[length][ranks - 1] if ranks else 32 / (length + 1)), (order, length)
+            assert stats.full == stats.rounds if cache == "none" else stats.full == 8  # 4 blocks, 1 refresh in each
+    assert fewest[8][1] < fewest[1][1]
+
+
+def test_chain_and_swapped_drafts_are_the_papers():
+    guesses = {
+        position: Guess([position, 0], [-0.1, -3.0], odds) for position, odds in zip(range(4, 12), ODDS, strict=True)
+    }
+    plan = Plan(range(4, 12), start=0, block_length=8, most=8)
+    writes = drafts(guesses, plan, 5)
+    assert [position for position, _ in writes] == [5, 7, 4, 6, 9]  # the first block by confidence, then the next one
+    assert [len(state) for state in chain(writes)] == [0, 1, 2, 3, 4, 5]
+    within = Plan(range(4, 12), start=4, block_length=8, most=8)
+    for length in range(1, 6):
+        states = mixed(drafts(guesses, within, length), within)
+        assert len(states) == len(set(states)) == 2 * length  # 6, 8 and 10 for draft lengths 3, 4, 5 (table 3)
+    a, b, c, d, e = drafts(guesses, plan, 5)
+    swapped = mixed([a, b, c, d, e], plan)[6:]
+    assert swapped == [frozenset(x) for x in ([b], [a, c], [a, b, d])]  # d and e are in different blocks
+    assert pick({}, plan, "mixed", 4, 9) == [frozenset()]  # nothing is known yet: the text alone
+
+
+ODDS = [1.0, 4.0, 0.5, 2.0, 3.0, 9.0, -1.0, -2.0]
+
+
+def test_a_walk_goes_on_where_two_orders_meet():
+    """Drafted "a, b"; the model takes b first, then a: the state after both is the chain's, and was computed."""
+    a, b, c = (5, 50), (6, 51), (7, 52)
+    plan = Plan([5, 6, 7], start=5, block_length=4, most=2)
+
+    def sure_of(write) -> dict[int, Guess]:
+        return {x: Guess([token], [0.0], 9.0 if x == write[0] else 1.0) for x, token in (a, b, c)}
+
+    states = mixed([a, b], plan)
+    found = [{frozenset(): sure_of(b), frozenset([b]): sure_of(a)}.get(state, sure_of(c)) for state in states]
+    walked = walk(states, found, plan)
+    assert walked.writes == [b, a, c] and states[walked.last] == {a, b}
+
+
+def test_a_tree_has_the_likeliest_states():
+    """Against all orders of all states of up to three writes."""
+    guesses = {
+        position: Guess([1, 2], [math.log(share), math.log(0.9 - share)], odds)
+        for position, share, odds in [(4, 0.6, 1.0), (5, 0.85, 1.5), (6, 0.5, -0.5), (8, 0.8, 3.0)]
+    }
+    plan = Plan([4, 5, 6, 8], start=4, block_length=4, most=3)  # 8 is in the next block
+    best: dict[frozenset, float] = {}
+    for count in range(4):
+        for order in permutations(guesses, count):
+            for ranks in product((0, 1), repeat=count):
+                state, worth = frozenset(), 0.0
+                for position, rank in zip(order, ranks, strict=True):
+                    open_ = plan.open(state)
+                    if position not in open_:
+                        worth = -math.inf
+                        break
+                    total = sum(math.exp(guesses[other].confidence) for other in open_)
+                    worth += guesses[position].confidence - math.log(total) + guesses[position].log_shares[rank]
+                    state = state | {(position, rank + 1)}
+                if worth > -math.inf:
+                    best[state] = max(worth, best.get(state, -math.inf))
+    for nodes in (1, 2, 5, 12, 100):
+        states = tree(guesses, plan, 3, nodes)
+        assert states[0] == frozenset() and len(states) == len(set(states)) == min(nodes, len(best))
+        expected = sorted(best.values(), reverse=True)[:nodes]
+        assert [best[state] for state in states] == pytest.approx(expected)
+        for state in states[1:]:  # and a way to each of them
+            assert any(state - {write} in states for write in state)
+
+
+def test_habits_are_what_the_text_has_shown():
+    habits = Habits(dict(enumerate([1, 2, 3, 9, 2, 3])))
+    assert habits.expects(6, {}) == (2, 9)  # "2 3" was followed by 9
+    assert habits.expects(7, {6: 1}) == (1, 2)  # "2 3 1" is new, "1" was followed by 2
+    assert habits.expects(8, {6: 1}) == (0, 0) and habits.expects(7, {6: 50}) == (0, 0)  # a mask, a new token before it
+    habits.wrote([(6, 9), (7, 4), (9, 5)])  # expected; not expected (2); behind a mask
+    assert habits.last == 9
+    assert habits.right[2].value == 2 / 3 and habits.right[3].value == 1 / 3 and habits.right[1].value == 1 / 2
+    assert habits.next_to_last.value == 2 / 4  # once in advance; 7 stood behind 6; 9 did not stand behind 7
+    assert habits.expects(8, {}) == (0, 0)  # nothing ever followed a 4
+    habits.wrote([(8, 7)])
+    assert habits.expects(20, {19: 4}) == (1, 7) and habits.expects(20, {19: 7}) == (1, 5)
+
+
+def test_a_guided_tree_follows_them_as_far_as_they_were_right():
+    habits = Habits(dict(enumerate([1, 2, 3, 1, 2, 3, 1])))
+    guesses = {position: Guess([50, 51], [-0.7, -0.8], 0.0) for position in (7, 8, 9)}
+    plan = Plan([7, 8, 9], start=7, block_length=3, most=3)
+    for written in ({}, {7: 2}):
+        shares = dict(token_shares(guesses[8], 8, written, habits, 2))
+        assert sum(shares.values()) <= 1 and (3 in shares) == bool(written)  # 3 behind the 2 alone
+    shares = order_shares(guesses, [7, 8, 9], 7, habits)
+    assert [position for position, _ in shares] == [7, 8, 9]
+    assert sum(share for _, share in shares) == pytest.approx(1) and shares[1][1] == pytest.approx(0.5 + 0.5 / 3)
+    habits.next_to_last, habits.right = Rate(99, 100), [Rate(99, 100)] * 4
+    habits._last = 6
+    followed = [frozenset(), *(frozenset([(7, 2), (8, 3), (9, 1)][:size]) for size in (1, 2, 3))]
+    assert tree(guesses, plan, 3, 4, habits) == followed
+    assert tree(guesses, plan, 3, 4) != followed
+
+
+def test_confidences_next_to_one_stay_apart():
+    """As probabilities in float32 both are 1: which position comes first would be chance."""
+    logits = torch.tensor([[[40.0, 1.0, 2.0], [41.0, 1.0, 2.0]]])  # (1, P, V)
+    guesses = as_guesses(read(logits[0], 0.0, None, 2).tolist(), [7, 8])
+    assert logits[0].softmax(-1).max(-1).values.tolist() == [1.0, 1.0]
+    assert guesses[8].confidence - guesses[7].confidence == pytest.approx(1.0)
+    assert guesses[7].tokens == [0, 2]
+
+
+def test_a_model_sees_both_sides_its_mask_and_no_padding(model, shifted):
+    ids = torch.tensor([PROMPTS[2], PROMPTS[2]])
+    ids[1, -1] = 9
+    logits = model.logits(ids)
+    assert (logits[..., MASK] == -torch.inf).all()
+    assert not torch.allclose(logits[0, 0, :MASK], logits[1, 0, :MASK])
+    padded = torch.cat([ids, torch.zeros(2, 5, dtype=torch.long)], 1)
+    real = (torch.arange(17) < 12).expand(2, -1)
+    every = real[:, None] & real[:, :, None]  # (B, T, T)
+    for allowed in (real, every):
+        assert torch.allclose(model.logits(padded, allowed)[:, :12], logits, atol=1e-5)
+    at = torch.tensor([1, 0, 0]), torch.tensor([3, 11, 3])
+    assert torch.allclose(model.logits(ids, at=at), logits[at], atol=1e-5)
+    twin = MaskedModel(shifted.model, None, MASK, shifted=False)
+    assert torch.allclose(shifted.logits(ids)[:, 1:], twin.logits(ids)[:, :-1], atol=1e-5)

@@ -1,0 +1,447 @@
+"""Masked diffusion models in the engine, the API, the server and the commands; and those with code of their own."""
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.infer.test_server import idle, running
+
+from infer import generate, stream
+from infer.config import DecodeOptions, EngineConfig, EvaluationConfig, MaskedConfig, TargetConfig, TextOptions
+from infer.engine.engine import open_engine
+from infer.main import EvalCommand, GenerateCommand, load, run_eval, run_generate
+from infer.masked.engine import MaskedEngine
+from infer.masked.model import MaskedModel, is_masked, load_masked
+from infer.serving.regenerate import Row, by_engine, options_of
+
+MASK = 60
+PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4], [9, 9, 4]]
+LENGTHS = [5, 16, 11, 24]  # not whole blocks
+
+
+def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: EngineConfig) -> list:
+    """Texts that come one after the other, a round apart."""
+    engine, done = MaskedEngine(model, engine, 64), []
+    for prompt, options in zip(prompts, texts, strict=True):
+        done.append(engine.submit(prompt, options))
+        engine.step()
+    while engine.busy:
+        engine.step()
+    assert not engine.writing and sorted(engine.free) == list(range(engine.options.rows))
+    return done
+
+
+@pytest.mark.parametrize("cache, shifted", [("none", False), ("none", True), ("dual", False), ("dual", True)])
+def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shifted):
+    """Greedy and sampled rows of many lengths come and go; alone and step by step is the truth."""
+    model = make_masked(shifted)
+    model.end_ids = frozenset([17])
+    texts = [
+        TextOptions(max_new_tokens=length, temperature=temperature, seed=at)
+        for at, (length, temperature) in enumerate(zip(LENGTHS, (0.0, 0.9, 0.0, 1.3), strict=True))
+    ]
+    how = EngineConfig("ssd", rows=3, block_length=8, cache=cache, refresh=5)
+    steps = replace(how, method="steps", rows=1)
+    alone = [written(model, [prompt], [text], steps)[0] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    for order, length in (("guided", 4), ("mixed", 3)):
+        together = written(model, PROMPTS, texts, replace(how, order=order, draft_length=length))
+        for one, text, most in zip(alone, together, LENGTHS, strict=True):
+            assert (text.ids, text.finish) == (one.ids, one.finish) and len(text.ids) <= most
+            assert text.stats.rounds == len(text.drafted) == len(text.commits) <= one.stats.rounds
+            assert sum(text.commits) == len(text.ids) and sum(text.stats.histogram) == text.stats.rounds
+            assert text.row is None
+        assert sum(text.stats.rounds for text in together) < sum(text.stats.rounds for text in alone)
+    assert [text.finish for text in alone].count("length") >= 2
+    assert [text.stats.tau for text in alone] == [1.0] * 4
+
+
+def test_an_answer_ends_where_a_causal_one_would(make_masked):
+    model = make_masked()
+    full = generate(model, None, PROMPTS[1], method="steps", max_new_tokens=24, ignore_eos=True)
+    assert len(full.ids) == 24 and full.finish_reason == "length"
+    end = full.ids[13]
+    model.end_ids = frozenset([end])
+    at = full.ids.index(end)
+    for method in ("steps", "ssd"):
+        ended = generate(model, None, PROMPTS[1], method=method, max_new_tokens=24)
+        assert ended.ids == full.ids[: at + 1] and ended.finish_reason == "stop" and ended.stats.valid == at
+        # 21 tokens are three blocks of masks like 24, and then cut
+        cut = generate(model, None, PROMPTS[1], method=method, max_new_tokens=21, ignore_eos=True)
+        assert cut.ids == full.ids[:21] and cut.finish_reason == "length" and cut.stats.tokens == 21
+    assert ended.stats.rounds < full.stats.rounds
+
+
+def test_pieces_come_in_order_while_later_tokens_are_missing(folder):
+    model = load_masked(str(folder), "float32", "cpu")
+    options = DecodeOptions(max_new_tokens=24, method="ssd", block_length=8)
+    whole = generate(model, None, "import os", options)
+    pieces = list(stream(model, None, "import os", options))
+    assert "".join(pieces) == whole.text and len(pieces) > 2
+    both = generate(model, None, ["import os", "def f("], options)
+    assert both[0].text == whole.text and both[1].text == generate(model, None, "def f(", options).text
+    stop = whole.text[3:5]
+    stopped = generate(model, None, "import os", replace(options, stop=[stop]))
+    assert stopped.text == whole.text[: whole.text.index(stop)] and stopped.finish_reason == "stop"
+
+
+def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
+    model = make_masked()
+    engine = MaskedEngine(model, EngineConfig("ssd", rows=1, cache="dual"), 64)
+    first, second, third = (engine.submit(prompt, TextOptions(max_new_tokens=24)) for prompt in PROMPTS[:3])
+    engine.step()
+    first.cancelled = third.cancelled = True
+    changed = engine.step()
+    assert {first, third} <= set(changed) and first.finish == third.finish == "cancelled"
+    while engine.busy:
+        engine.step()
+    assert second.ids == generate(model, None, PROMPTS[1], method="steps", max_new_tokens=24, cache="dual").ids
+    engine.submit(PROMPTS[0], TextOptions(max_new_tokens=24))
+    engine.step()
+    engine.reset()
+    assert not engine.busy and engine.free == [0]
+
+
+def test_answers_are_regenerated_with_a_masked_model(folder):
+    model = load_masked(str(folder), "float32", "cpu")
+    options = DecodeOptions(method="ssd", max_new_tokens=12, rows=2, order="tree")
+    prompts = ["import os", "def f(", "x = "]
+    answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
+    steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
+    assert [answer.text for answer in answers] == steps
+    assert options_of(options) == options_of(replace(options, order="mixed", nodes=3, method="steps"))
+    assert options_of(options) != options_of(replace(options, block_length=4))
+    plain = DecodeOptions(method="plain")
+    assert "block_length" not in options_of(plain) and options_of(plain) == options_of(replace(plain, cache="dual"))
+
+
+WRONG_TEXTS = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"logprobs": 0}]
+
+
+@pytest.mark.parametrize("changes", WRONG_TEXTS)
+def test_options_of_other_models_are_refused(make_masked, changes):
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ValueError, match=f"^{name}={value}: masked diffusion decoding cannot follow it"):
+        DecodeOptions(method="ssd", **changes).check()
+    DecodeOptions(method="ddtree", **changes).check()
+    with pytest.raises(ValueError, match=f"^{name}={value}"):
+        MaskedEngine(make_masked(), EngineConfig("ssd"), 64).submit([1], TextOptions(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"block_length": 0}, "block_length=0: at least 1"),
+        ({"refresh": 0}, "refresh=0: at least 1"),
+        ({"nodes": 0}, "nodes=0: at least 1"),
+        ({"cache": "prefix"}, "cache=prefix: use none or dual"),
+        ({"order": "random"}, "order=random: use greedy, mixed, tree or guided"),
+        ({"draft_length": 9}, "draft_length=9: 1 to 8 tokens, or auto"),
+        ({"draft_length": "long"}, "draft_length=long: 1 to 8 tokens, or auto"),
+        ({"method": "ddtree"}, "tiny is a masked diffusion model, which method=ddtree cannot decode"),
+        ({"method": "plain"}, "use method=steps or ssd"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(make_masked, changes, words):
+    with pytest.raises(ValueError, match=words):
+        generate(make_masked(), None, [1, 2], **{"method": "ssd", "max_new_tokens": 8} | changes)
+
+
+def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, folder, repo):
+    target, drafter = make_tiny()
+    model = make_masked()
+    with pytest.raises(ValueError, match="method=ssd is for masked diffusion models, which target is not"):
+        generate(target, None, [1, 2], method="ssd")
+    with pytest.raises(ValueError, match="drafts for itself: give None as its drafter"):
+        generate(model, drafter, [1, 2], method="ssd", max_new_tokens=8)
+    with pytest.raises(ValueError, match="no prefixes"):
+        generate(model, None, [1, 2], method="ssd", max_new_tokens=8, processors=[lambda ids, scores: scores])
+    with pytest.raises(ValueError, match="every prompt needs at least one token"):
+        generate(model, None, [[]], method="ssd", max_new_tokens=8)
+    with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
+        generate(model, None, [1] * 113, method="ssd", max_new_tokens=15)  # whole blocks: 16
+    assert is_masked(str(folder)) and not is_masked("embedded")
+    (folder / "model.safetensors").unlink()  # both before weights are looked at
+    with pytest.raises(ValueError, match="a masked diffusion model has no drafter, and method=plain cannot"):
+        load(TargetConfig(str(folder)), "no/such/drafter", "plain")
+    with pytest.raises(ValueError, match="^target.path=embedded: a qwen3 model that was not trained to fill masks"):
+        load(TargetConfig("embedded"), "no/such/drafter", "ssd")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, repo):
+    model = load_masked(str(masked_folder(repo, tmp_path_factory.mktemp("served") / "model")), "float32", "cpu")
+    engine = open_engine(model, None, EngineConfig("ssd", rows=3, block_length=8, cache="dual", refresh=4), 60)
+    with running(engine, max_texts=40) as (url, service):
+        yield url, service, model
+
+
+def own(model, prompt, length, **more) -> str:
+    return generate(model, None, prompt, method="steps", max_new_tokens=length, cache="dual", refresh=4, **more).text
+
+
+def test_the_server_answers_with_a_masked_model(served):
+    url, service, model = served
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        done = client.completions.create(
+            model="embedded", prompt=["import os", "class A"], max_tokens=20, temperature=0
+        )
+        assert [choice.text for choice in done.choices] == [own(model, p, 20) for p in ("import os", "class A")]
+        settings = {"prompt": "def walk(", "max_tokens": 17, "temperature": 0.8, "seed": 5, "model": "embedded"}
+        chunks = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        expected = own(model, "def walk(", 17, temperature=0.8, seed=5)
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+        assert sum(bool(chunk.choices) for chunk in chunks) > 2 and chunks[-1].usage.completion_tokens <= 17
+        with pytest.raises(openai.BadRequestError, match="top_p=0.5: masked diffusion decoding cannot follow it"):
+            client.completions.create(**settings, top_p=0.5)
+        everything = client.chat.completions.create(model="embedded", messages=[{"role": "user", "content": "x"}])
+        assert everything.choices[0].finish_reason in ("length", "stop")  # as much as there is room for
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    tokens, rounds = (float(values[f"blockdraft_{name}_total"]) for name in ("generated_tokens", "rounds"))
+    assert 0 < rounds < tokens and float(values["blockdraft_drafted_tokens_total"]) > 0
+    assert float(values["blockdraft_texts_writing"]) == 0
+
+
+def test_a_crowd_gets_its_own_texts(served):
+    url, service, model = served
+    assert idle(service)
+    prompts, lengths = ["def f(", "import", "class Reader:", "x = "], [9, 12, 16, 24]
+    expected = [own(model, p, n, temperature=0.7, seed=3) for p, n in zip(prompts, lengths, strict=True)]
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        which = number % 4
+        body = {"prompt": prompts[which], "max_tokens": lengths[which], "temperature": 0.7, "seed": 3}
+        if number % 3 == 0:  # goes away
+            async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                async for _ in response.aiter_lines():
+                    return
+        response = await http.post("/v1/completions", json=body)
+        assert response.json()["choices"][0]["text"] == expected[which]
+
+    async def crowd() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+            await asyncio.gather(*(one(http, number) for number in range(18)))
+
+    asyncio.run(crowd())
+    assert idle(service) and len(service.engine.free) == 3
+
+
+BODY = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+class FakeConfig(PretrainedConfig):
+    model_type = "{kind}"
+
+class Mixer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("near", torch.tensor([0.5]), persistent=False)  # as rotary frequencies: not stored
+
+    def forward(self, x):
+        place = torch.arange(x.shape[1], device=x.device)
+        apart = place[:, None] - place
+        return torch.tanh((torch.exp(-self.near * apart.abs()) * (1 + 0.1 * torch.sign(apart))).to(x.dtype) @ x)
+"""
+# As LLaDA's code: no post_init, ties for itself, embeddings deep inside.
+LLADA = """
+class FakeModel(PreTrainedModel):
+    config_class, base_model_prefix = FakeConfig, "model"
+
+    def __init__(self, config, model=None, init_params=False):
+        super().__init__(config)
+        parts = {"wte": torch.nn.Embedding(512, 16), "mixer": Mixer(), "ff_out": torch.nn.Linear(16, 512, bias=False)}
+        self.model = torch.nn.Module()
+        self.model.transformer = torch.nn.ModuleDict(parts)
+
+    def forward(self, input_ids=None, inputs_embeds=None, attention_mask=None, attention_bias=None, use_cache=None):
+        assert attention_mask is None and not use_cache
+        parts = self.model.transformer
+        return CausalLMOutput(logits=parts.ff_out(parts.mixer(parts.wte(input_ids))))
+
+    def can_generate(self):
+        return True
+
+    def get_input_embeddings(self):
+        return self.model.transformer.wte
+
+    def get_output_embeddings(self):
+        return self.model.transformer.ff_out
+
+    def tie_weights(self):
+        if self.config.weight_tying:
+            self.model.transformer.ff_out = self.model.transformer.wte
+"""
+# As Dream's: a body and a head, a loader of its own, weights of its own making, a list of tied ones.
+DREAM = """
+class FakeModel(PreTrainedModel):
+    config_class, base_model_prefix, _tied_weights_keys = FakeConfig, "model", ["lm_head.weight"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(512, 16), "mixer": Mixer()})
+        self.lm_head = torch.nn.Linear(16, 512, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            module.weight.data.normal_(std=0.02)
+
+    @classmethod
+    def from_pretrained(cls, path, *args, config=None, weights_only=True, **kwargs):
+        raise AssertionError("reads a generation config of its own kind")
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, num_logits_to_keep=0, **loss_kwargs):
+        assert attention_mask is None
+        x = self.model.mixer(self.model.embed_tokens(input_ids))
+        return CausalLMOutput(logits=self.lm_head(x[:, -num_logits_to_keep:, :]))
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+"""
+NAMES = {
+    "llada": ("model.transformer.wte.weight", "model.transformer.ff_out.weight"),
+    "Dream": ("model.embed_tokens.weight", "lm_head.weight"),
+}
+
+
+def foreign_folder(folder: Path, embedded: Path, kind: str) -> Path:
+    """A folder that loads as LLaDA and Dream do: a model with code of its own in the shape of theirs, far smaller."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded / name, folder)
+    code = BODY.replace("{kind}", kind) + {"llada": LLADA, "Dream": DREAM}[kind]
+    (folder / "modeling_fake.py").write_text(code)
+    config = {"model_type": kind, "mask_token_id": MASK, "vocab_size": 512, "architectures": ["FakeModel"]}
+    config |= {"weight_tying": False, "tie_word_embeddings": False}
+    config["auto_map"] = {"AutoConfig": "modeling_fake.FakeConfig", "AutoModel": "modeling_fake.FakeModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(512, 16, generator=generator) for name in NAMES[kind]}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind, shifted", [("llada", False), ("Dream", True)])
+def test_models_with_their_own_code_load_decode_and_serve(tmp_path, repo, monkeypatch, kind, shifted):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = foreign_folder(tmp_path / f"tiny-{kind.lower()}", repo / "data" / "embedded", kind)
+    with pytest.raises(ValueError, match="run code that comes with them.*trust_remote_code=true"):
+        load_masked(str(folder), "float32", "cpu")
+    model = load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
+    assert is_masked(str(folder)) and model.shifted is shifted and model.mask_token_id == MASK
+    stored = load_file(folder / "model.safetensors")
+    assert all(torch.equal(model.model.state_dict()[name], weight) for name, weight in stored.items())
+    assert [float(value) for name, value in model.model.named_buffers()] == [0.5]
+    ids = torch.tensor([[5, 6, MASK, 8]])
+    theirs = model.model(input_ids=ids).logits
+    assert torch.equal(model.logits(ids)[0, 2, :MASK], theirs[0, 2 - shifted, :MASK])
+    prompts = [[5, 6], [7, 8, 9], [9, 4]]
+    for temperature in (0.0, 0.8):
+        settings = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
+        expected = [generate(model, None, prompt, method="steps", **settings).ids for prompt in prompts]
+        for order in ("greedy", "mixed", "tree", "guided"):
+            done = generate(model, None, prompts, method="ssd", order=order, **settings)  # of two lengths: two passes
+            assert [answer.ids for answer in done] == expected
+    with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
+        generate(model, None, prompts, method="ssd", cache="dual")
+    with pytest.raises(ValueError, match="takes no padding"):
+        model.logits(ids, torch.tensor([[True, True, True, False]]))
+    with running(open_engine(model, None, EngineConfig("ssd", rows=2), 60)) as (url, _):
+        body = {"prompt": ["import os", "x", "import os"], "max_tokens": 12, "temperature": 0}
+        answers = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+        alone = [generate(model, None, p, method="steps", max_new_tokens=12).text for p in body["prompt"]]
+        assert [answer["text"] for answer in answers] == alone
+
+
+def test_foreign_code_and_weights_that_do_not_fit_are_told_in_one_sentence(tmp_path, repo, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = foreign_folder(tmp_path / "lacking", repo / "data" / "embedded", "llada")
+    weights = load_file(folder / "model.safetensors")
+    head = weights.pop("model.transformer.ff_out.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="its files lack weights, such as model.transformer.ff_out.weight"):
+        load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
+    save_file(weights | {"head": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="has weights unknown to its code, such as head"):
+        load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
+    folder = foreign_folder(tmp_path / "old", repo / "data" / "embedded", "Dream")
+    code = (folder / "modeling_fake.py").read_text()
+    (folder / "modeling_fake.py").write_text(code.replace("        self.post_init()", "        config.gone()"))
+    with pytest.raises(ValueError, match="code that comes with it does not run with transformers .*AttributeError"):
+        load_masked(str(folder), "float32", "cpu", trust_remote_code=True)
+
+
+def masked_folder(repo: Path, copy: Path) -> Path:
+    """Two layers of the embedded causal model, said to be a masked one: of no use but for loading."""
+    shutil.copytree(repo / "data" / "embedded", copy, ignore=shutil.ignore_patterns("answers.jsonl"))
+    edit(copy, mask_token_id=1, masked_diffusion={"shifted": True}, num_hidden_layers=2)
+    edit(copy, layer_types=["full_attention"] * 2)
+    return copy
+
+
+@pytest.fixture
+def folder(tmp_path, repo) -> Path:
+    return masked_folder(repo, tmp_path / "model")
+
+
+def edit(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+
+
+def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, capsys):
+    place = TargetConfig(str(folder), "float32", "cpu")
+    config = GenerateCommand(prompt="import os", target=place)
+    config.decoding = DecodeOptions(method="ssd", max_new_tokens=8, cache="dual")
+    config.check()
+    run_generate(config)
+    said = capsys.readouterr()
+    answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", config.decoding)
+    assert said.out == f"import os{answer.text}\n" and f"[ssd: 8 tokens in {answer.stats.rounds} rounds" in said.err
+    evaluation = EvaluationConfig(prompts=2, prompt_tokens=8, max_new_tokens=5, rows=2)
+    config = EvalCommand(
+        target=place, out=str(tmp_path / "out"), evaluation=evaluation, masked=MaskedConfig(cache="dual")
+    )
+    config.check()
+    run_eval(config)
+    lines = capsys.readouterr().out.splitlines()
+    ways = [line.split() for line in lines if line.endswith(" 0") and line[:1] in "-12345a"]
+    assert [(way[0], way[1]) for way in ways[:4]] == [("-", "steps"), ("1", "greedy"), ("1", "mixed"), ("1", "tree")]
+    assert len(ways) == 1 + 5 * 4 + 2 + 2  # and none differs from step by step
+    result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert result["length"] == 8 and result["steps"] == 16 and len(result["ways"]) == 24
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mask_token_id": None}, "this model has no mask token: its config.json needs mask_token_id"),
+        ({"mask_token_id": 512}, "mask_token_id=512 is no token of its vocabulary of 512"),
+        ({"masked_diffusion": None}, "was not trained to fill masks"),
+        ({"model_type": "llama"}, "a llama model that was not trained to fill masks"),
+    ],
+)
+def test_what_is_no_masked_model_is_refused_in_one_sentence(folder, changes, words):
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=words) as caught:
+        load_masked(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match="target.path=no/such/model: found neither as a local folder nor"):
+        load_masked("no/such/model")

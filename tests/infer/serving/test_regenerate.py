@@ -1,0 +1,160 @@
+"""Regenerated answers: the target's own, in order, none lost or doubled however often the run is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+
+import pytest
+
+from infer import generate
+from infer.config import DecodeOptions
+from infer.serving.regenerate import Answer, Row, by_engine, by_server, regenerate
+
+PROMPTS = [f"def f{i}(x" * (1 + i % 3) for i in range(30)]
+OPTIONS = DecodeOptions(max_new_tokens=12, method="plain", rows=4)
+
+
+def rows() -> list[Row]:
+    return [Row(i, prompt) for i, prompt in enumerate(PROMPTS)]
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_the_targets_own_and_in_order(embedded, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    counts = regenerate(rows(), by_engine(embedded, None, OPTIONS, 60), out, {}, 0)
+    assert counts == {"answers": 30, "failed": 0}
+    written = lines(out)
+    assert [line["index"] for line in written] == list(range(30))
+    for line, answer in zip(written, generate(embedded, None, PROMPTS, OPTIONS), strict=True):
+        assert line["prompt"] == PROMPTS[line["index"]] and line["response"] == answer.text
+        assert line["finish"] == answer.finish_reason
+
+
+def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
+    out, asked = tmp_path / "a.jsonl", []
+
+    def answers(rows, stop_after=None):
+        for i, row in enumerate(rows):
+            if i == stop_after:
+                raise KeyboardInterrupt
+            asked.append(row.index)
+            yield Answer(row, error="no" if row.index % 7 == 3 else None, text=f"t{row.index}", finish="stop")
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(rows(), lambda rows: answers(rows, 11), out, {"a": 1}, 10)
+    with out.open("a") as file:
+        file.write('{"index": 11, "prom')  # killed while writing
+    assert regenerate(rows(), answers, out, {"a": 1}, 10) == {"answers": 26, "failed": 4}
+    assert asked == list(range(30))
+    indices = [line["index"] for line in lines(out)]
+    assert indices == [i for i in range(30) if i % 7 != 3]
+    assert [line["index"] for line in lines(tmp_path / "a.jsonl.failed")] == [3, 10, 17, 24]
+    assert regenerate(rows(), answers, out, {"a": 1}, 10) == {"answers": 26, "failed": 4} and len(asked) == 30
+    with pytest.raises(ValueError, match="begun with another a"):
+        regenerate(rows(), answers, out, {"a": 2}, 10)
+    with pytest.raises(ValueError, match="2 rows failed, at most 1 may: the last said 'no'"):
+        regenerate(rows(), answers, tmp_path / "b.jsonl", {}, 1)
+
+
+def test_a_file_of_others_is_not_touched(tmp_path):
+    out = tmp_path / "mine.jsonl"
+    out.write_text("precious")
+    with pytest.raises(ValueError, match="not ours"):
+        regenerate(rows(), lambda rows: iter(()), out, {}, 0)
+    assert out.read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_killed_at_random_nothing_is_lost_or_doubled(repo, tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{p}{i}"}) + "\n" for i, p in enumerate(PROMPTS * 4)))
+    command = [sys.executable, str(repo / "infer" / "main.py"), "--config-name", "regenerate", "data=jsonl"]
+    command += [f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
+    environment = os.environ | {"PYTHONPATH": str(repo)}
+
+    def run(out, kill_after_lines: int | None) -> None:
+        process = subprocess.Popen([*command, f"out={out}"], env=environment, stderr=subprocess.DEVNULL)
+        while kill_after_lines is not None and process.poll() is None:
+            if out.exists() and out.read_bytes().count(b"\n") >= kill_after_lines:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(0.02)
+        process.wait(120)
+
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    run(whole, None)
+    assert [line["index"] for line in lines(whole)] == list(range(120))
+    for count in (5, 40):
+        run(killed, count)
+        assert count <= killed.read_bytes().count(b"\n") < 120
+    run(killed, None)
+    assert killed.read_text() == whole.read_text()
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers with the prompt's length; every third prompt fails once, prompts with "f5(" always."""
+
+    lock, failed, at_once, most = Lock(), set(), 0, 0
+
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": "big"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        cls = type(self)
+        with cls.lock:
+            cls.at_once += 1
+            cls.most = max(cls.most, cls.at_once)
+            first = prompt not in cls.failed
+            cls.failed.add(prompt)
+        time.sleep(0.01)
+        with cls.lock:
+            cls.at_once -= 1
+        if "f5(" in prompt or self.headers["authorization"] != "Bearer secret":
+            return self.reply(400, {"error": "never"})
+        if first and len(prompt) % 3 == 0:
+            return self.reply(503, {"error": "later"})
+        text = {"text": str(len(prompt))} if "prompt" in body else {"message": {"content": str(len(prompt))}}
+        self.reply(200, {"choices": [text | {"finish_reason": "stop"}]})
+
+    def reply(self, status, body):
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_answers_from_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    wanted = rows() + [Row(30, [{"role": "user", "content": "hello"}])]
+    out = tmp_path / "a.jsonl"
+    counts = regenerate(wanted, by_server(url, None, OPTIONS, at_once=5), out, {}, 3)
+    server.shutdown()
+    assert counts == {"answers": 30, "failed": 1}
+    written = lines(out)
+    assert [line["index"] for line in written] == [i for i in range(31) if i != 5]
+    assert all(line["response"] == str(len(line["prompt"])) for line in written[:-1])
+    assert written[-1]["response"] == "5" and written[-1]["messages"][0]["content"] == "hello"
+    assert "status 400" in lines(tmp_path / "a.jsonl.failed")[0]["error"]
+    assert 2 <= Server.most <= 5
+    assert "secret" not in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+def test_no_server_is_one_sentence():
+    with pytest.raises(ValueError, match="no models there"):
+        by_server("http://127.0.0.1:9/v1", None, OPTIONS, 2)

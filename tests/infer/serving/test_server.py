@@ -1,0 +1,314 @@
+"""The server: OpenAI's client works against it, wrong requests are told so, a crowd of clients gets its own texts."""
+
+import asyncio
+import io
+import json
+import random
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+from rich.console import Console
+
+from infer import Engine, generate
+from infer.config import ChatConfig, DrafterConfig, EngineConfig, ServerConfig
+from infer.drafters.dflash import DFlash, drafter_config
+from infer.serving.chat import answer, chat
+from infer.serving.server import create_app
+
+CAPACITY = 256
+
+
+@pytest.fixture(scope="module")
+def drafter(embedded):
+    """Untrained, but begun with the target's own layers: some drafts are accepted."""
+    drafter = DFlash(drafter_config(DrafterConfig(layers=2, block_size=6), embedded))
+    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.warm_start(embedded)
+    return drafter
+
+
+@contextmanager
+def running(engine: Engine, **options):
+    """A server on a free port; gives its address and its service."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    app = create_app(engine, ServerConfig(port=port, model_name="embedded", **options))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}", app.state.service
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive() and not app.state.service.worker.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served(embedded, drafter):
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=8), CAPACITY)
+    with running(engine, max_texts=300, max_body=20_000) as (url, service):
+        yield url, service
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def own(embedded, prompt, **options) -> str:
+    return generate(embedded, None, prompt, method="plain", **options).text
+
+
+def test_completions_are_the_targets_own(client, embedded):
+    prompts = ["import os\n\ndef", "class Reader:\n"]
+    done = client.completions.create(model="embedded", prompt=prompts, max_tokens=40, temperature=0)
+    assert [choice.text for choice in done.choices] == [own(embedded, prompt, max_new_tokens=40) for prompt in prompts]
+    assert [choice.index for choice in done.choices] == [0, 1]
+    assert {choice.finish_reason for choice in done.choices} <= {"length", "stop"}
+    assert done.usage.completion_tokens <= 80 and done.usage.prompt_tokens == sum(
+        len(embedded.tokenizer(prompt)["input_ids"]) for prompt in prompts
+    )
+
+
+def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, embedded):
+    settings = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    expected = own(embedded, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=5)
+    whole = client.completions.create(model="embedded", prompt="def walk(", **settings)
+    assert whole.choices[0].text == expected
+    options = {"include_usage": True}
+    chunks = list(
+        client.completions.create(model="embedded", prompt="def walk(", stream=True, stream_options=options, **settings)
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+    assert chunks[-1].usage == whole.usage
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == whole.choices[0].finish_reason
+    two = client.completions.create(model="embedded", prompt="def walk(", n=2, **settings)
+    assert two.choices[0].text == expected
+    assert two.choices[1].text == own(embedded, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=6)
+
+
+def test_stop_strings_and_log_probabilities(client, embedded):
+    full = own(embedded, "import os\n", max_new_tokens=60)
+    stop = full[20:23]
+    done = client.completions.create(
+        model="embedded", prompt="import os\n", max_tokens=60, temperature=0, stop=[stop, "never"], logprobs=3
+    )
+    choice = done.choices[0]
+    assert choice.text == full[: full.index(stop)] and choice.finish_reason == "stop"
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == done.usage.completion_tokens
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == pytest.approx(logprob) == pytest.approx(max(top.values()))
+
+
+def test_chat_through_the_template(client, embedded):
+    messages = [{"role": "user", "content": "def read(path):"}]
+    expected = own(embedded, messages, max_new_tokens=30)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "def read"}, {"type": "text", "text": "(path):"}]}]
+    for said in (messages, parts):
+        done = client.chat.completions.create(model="embedded", messages=said, max_tokens=30, temperature=0)
+        assert done.choices[0].message.content == expected and done.choices[0].message.role == "assistant"
+    stream = client.chat.completions.create(
+        model="embedded", messages=messages, max_tokens=30, temperature=0, stream=True, logprobs=True, top_logprobs=2
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    entries = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert [len(entry.top_logprobs) for entry in entries] == [2] * len(entries) and entries
+
+
+def test_models_health_metrics(served, client):
+    url, service = served
+    assert [model.id for model in client.models.list()] == ["embedded"]
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    client.completions.create(model="embedded", prompt="x", max_tokens=9, temperature=0)
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    assert float(values["blockdraft_generated_tokens_total"]) >= 9
+    assert float(values["blockdraft_rounds_total"]) >= 1
+    assert float(values["blockdraft_drafted_tokens_total"]) == 12 * float(values["blockdraft_rounds_total"])
+    assert float(values['blockdraft_requests_total{path="/v1/completions",status="200"}']) >= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"prompt": "x", "model": "gpt-9"}, 404, "the model here is embedded, not gpt-9"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "max_tokens": CAPACITY + 1}, 400, f"may be {CAPACITY} together"),
+        ({"prompt": "x" * 3000, "max_tokens": 1}, 400, "tokens"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": []}, 400, "empty"),
+        ({"prompt": [[]]}, 400, "empty"),
+        ({"prompt": [1, 10**12]}, 400, "does not exist"),
+        ({"prompt": [1, -1]}, 400, "does not exist"),
+        ({"prompt": {"a": 1}}, 400, "prompt"),
+        ({}, 400, "prompt"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "x", "temperature": 1e-9}, 400, "temperature"),
+        ({"prompt": "x", "temperature": float("nan")}, 400, "temperature"),
+        ({"prompt": "x", "top_p": 0}, 400, "top_p"),
+        ({"prompt": "x", "seed": 2**80}, 400, "seed"),
+        ({"prompt": "x", "stop": ["a"] * 17}, 400, "stop"),
+        ({"prompt": "x", "stop": [""]}, 400, "stop"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
+        ({"prompt": "x", "best_of": 4}, 400, "best_of"),
+        ({"prompt": "x", "temprature": 1}, 400, "temprature"),
+        ({"prompt": ["x"] * 100, "n": 16}, 400, "1600 texts"),
+        ({"prompt": "x" * 30_000}, 413, "20000 bytes"),
+    ],
+)
+def test_wrong_requests_are_told_so(served, body, status, says):
+    content = json.dumps(body)
+    response = httpx.post(f"{served[0]}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    assert says in response.json()["error"]["message"]
+
+
+def test_other_wrong_things(served, client):
+    url, _ = served
+    json_type = {"content-type": "application/json"}
+    assert httpx.post(f"{url}/v1/completions", content=b"{", headers=json_type).status_code == 400
+    assert httpx.post(f"{url}/v1/completions", content=b"\xff\xfe", headers=json_type).status_code == 400
+    assert httpx.post(f"{url}/v1/completions", content=b"[" * 15_000, headers=json_type).status_code == 400
+    assert httpx.get(f"{url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{url}/v1/completions").status_code == 405
+    endless = (b" " * 1000 for _ in range(1000))  # no content-length
+    assert httpx.post(f"{url}/v1/completions", content=endless, headers=json_type).status_code == 413
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        client.completions.create(model="embedded", prompt="")
+    with pytest.raises(openai.NotFoundError, match="the model here is embedded"):
+        client.completions.create(model="other", prompt="x")
+
+
+def idle(service, seconds: float = 20) -> bool:
+    """Waits until nothing is in work any more."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not service.inside and not service.engine.busy and not service.worker.open:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_two_hundred_clients(served, embedded):
+    """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text and nobody else's."""
+    url, service = served
+    assert idle(service)
+    before = service.metrics.tokens._value.get()
+    dice = random.Random(0)
+    prompts = [f"def f{dice.randrange(10**6)}(x" for _ in range(12)]
+    lengths = [dice.randrange(4, 40) for _ in prompts]
+    expected = [
+        own(embedded, p, max_new_tokens=n, temperature=0.7, seed=3) for p, n in zip(prompts, lengths, strict=True)
+    ]
+    complete, hasty = 0, httpx.Timeout(120, read=0.05)
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        nonlocal complete
+        which, kind = number % len(prompts), number % 8
+        body = {"prompt": prompts[which], "max_tokens": lengths[which], "temperature": 0.7, "seed": 3}
+        if kind == 0:
+            response = await http.post(
+                "/v1/completions", content=b"{nonsense", headers={"content-type": "application/json"}
+            )
+            assert response.status_code == 400
+        elif kind == 1:
+            response = await http.post("/v1/completions", json={"prompt": "y" * 25_000})
+            assert response.status_code == 413
+        elif kind == 2:  # goes away while its text is being written, or waits
+            body |= {"max_tokens": 200, "stream": True}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                async for _ in response.aiter_lines():
+                    break
+        elif kind == 3:  # gives up before an answer at once can be there
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post("/v1/completions", json=body | {"max_tokens": 200, "n": 2}, timeout=hasty)
+        elif kind in (4, 5):
+            got = ""
+            async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        got += json.loads(line[6:])["choices"][0]["text"]
+            assert got == expected[which]
+            complete += 1
+        else:
+            response = await http.post("/v1/completions", json=body)
+            assert response.json()["choices"][0]["text"] == expected[which]
+            complete += 1
+
+    async def crowd() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+            await asyncio.gather(*(one(http, number) for number in range(200)))
+
+    asyncio.run(crowd())
+    assert complete == 100
+    assert idle(service)
+    assert service.engine.cache.lengths == [] and not service.engine._began
+    # 100 complete texts, and of the 75 abandoned ones less than half of what they asked for
+    written = service.metrics.tokens._value.get() - before
+    assert written < sum(lengths[number % 12] for number in range(200)) + 75 * 100
+    assert service.metrics.cancelled._value.get() >= 25
+
+
+def test_a_full_server_says_so(embedded, drafter):
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+    with running(engine, max_texts=2) as (url, service):
+        body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "c"})
+            assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
+        assert idle(service)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
+
+
+def test_a_failing_round_ends_its_texts_and_nothing_else(embedded, drafter, monkeypatch):
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=2), CAPACITY)
+    body = {"prompt": "import", "max_tokens": 20, "temperature": 0}
+    with running(engine) as (url, service):
+        right = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+        def fail() -> None:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_round", fail)
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
+            lines = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}).text
+            assert "the engine failed" in lines and "[DONE]" not in lines
+        assert httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"] == right
+        assert idle(service)
+
+
+def test_chat_in_the_terminal_colours_what_happened(served, embedded):
+    config = ChatConfig(url=served[0], max_tokens=40)
+    messages = [{"role": "user", "content": "import os\n"}]
+    console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
+    with httpx.Client(base_url=config.url, timeout=60) as http:
+        said = answer(http, messages, config, console)
+    assert said == own(embedded, messages, max_new_tokens=40)
+    shown = console.export_text(styles=True)
+    assert "\x1b[9;31m" in shown  # struck through: refused by the target
+    assert "\x1b[1;33m" in shown and "a round" in shown
+
+
+def test_chat_without_a_server_is_one_sentence():
+    with pytest.raises(ValueError, match="no server answers at http://127.0.0.1:9.*launch.sh serve"):
+        chat(ChatConfig(url="http://127.0.0.1:9"))

@@ -1,0 +1,366 @@
+"""Families of targets, tiny and random: trees, texts, features and refusals, against transformers' own code."""
+
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from tests.infer.test_decode import ScriptedDrafter, hugging_face
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from infer.config import DecodeOptions, DrafterConfig
+from infer.drafters.families import new_drafter
+from infer.engine.engine import decode
+from infer.serving.hf import speculative
+from infer.targets.support import LogitScale, refuse_unsupported
+from infer.targets.target import Target, load_target, pad_ids, without_memory
+from infer.trees import ddtree
+
+V, WINDOW = 97, 3
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MIXED = ["sliding_attention", "full_attention"] * 2
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": MIXED, "final_logit_softcapping": 3.0}
+FAMILIES = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 with a window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3 moe": ("qwen3_moe", MOE | {"num_experts": 4}),
+    "llama 3": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "gemma": ("gemma", {}),
+    "gemma 2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
+    "gemma 3": ("gemma3_text", GEMMA),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 moe": ("qwen2_moe", MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "phi-3": ("phi3", {"sliding_window": WINDOW}),
+    "cohere 2": ("cohere2", {"sliding_window": WINDOW, "layer_types": MIXED, "logit_scale": 0.25}),
+    "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "olmo 3": ("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}),
+    "smollm 3": ("smollm3", {"no_rope_layer_interval": 2}),
+}
+FAMILIES["llama 3"][1]["rope_parameters"] |= {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOWED = [name for name, (_, options) in FAMILIES.items() if "sliding_window" in options]
+
+
+def family_config(name: str) -> PretrainedConfig:
+    kind, options = FAMILIES[name]
+    known = type(AutoConfig.for_model(kind))
+    return known(**{key: value for key, value in SIZES.items() if hasattr(known, key)} | options)
+
+
+@cache
+def tiny(name: str) -> Target:
+    """A random target; its norms, biases and sinks are random too. Read only."""
+    config = family_config(name)
+    way = without_memory(config).config._attn_implementation
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=way)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1:
+            parameter.data += 0.5
+    return Target(model)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, V, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request) -> Target:
+    return tiny(request.param)
+
+
+def node_logits(target: Target, rounds: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of random trees behind two prompts, after none and more committed rounds: ours for every node, and
+    transformers' own for the last token of its path, (nodes, V) each."""
+    generator, texts = torch.Generator().manual_seed(2), prompts(11, 18)
+    cache, pairs = target.cache(2, 60), []
+    with torch.no_grad():
+        with cache.add(2) as part:
+            target.extend(texts, part, ())
+        for _ in range(rounds):
+            logits = torch.rand(2, 5, V, generator=generator)
+            logits[:, 1:, :3] += torch.tensor([30.0, 20.0, 0.0])
+            logits[:, 0, 7:10] += 20  # three long paths, one after the other
+            marginals = logits.log_softmax(-1)
+            tree = ddtree(torch.randint(V, (2,), generator=generator), marginals, 12)
+            ancestors = tree.ancestors()
+            ours = target.head(target.verify(tree, ancestors, cache).last)
+            behind = tree.depths[..., None] - WINDOW  # (2, nodes, 1)
+            unseen = ancestors & (tree.depths[:, None] <= behind)
+            assert (unseen & (torch.arange(13) > behind)).any()  # out of the window, though near in the cache
+            lines = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in range(2)]
+            for b, nodes in enumerate(lines):
+                paths = [texts[b] + tree.tokens[b, line].tolist() for line in nodes]
+                own = target.model(pad_ids(paths, target.device)).logits  # causal: padding behind changes nothing
+                ends = torch.tensor([len(path) for path in paths]) - 1
+                pairs.append((ours[b], own[torch.arange(len(paths)), ends]))
+            kept = [max(nodes, key=len) for nodes in lines]
+            counts = [len(kept[0]), len(kept[1]) - 1]
+            path = torch.tensor([line + line[-1:] * (13 - len(line)) for line in kept])[:, : max(counts)]
+            cache.commit(path, counts)
+            texts = [text + tree.tokens[b, kept[b][: counts[b]]].tolist() for b, text in enumerate(texts)]
+    return pairs
+
+
+def test_every_node_has_the_logits_of_its_own_sequence(target):
+    for ours, own in node_logits(target, 2):
+        assert own.std() > 0.05
+        assert torch.allclose(ours, own, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_matter(name, monkeypatch):
+    """The same with a window that is one position too long: the test above would notice."""
+    target = tiny(name)
+    assert set(target.windows.values()) == ({None, WINDOW} if len(target.windows) > 1 else {WINDOW})
+    wrong = {kind: width and width + 1 for kind, width in target.windows.items()}
+    monkeypatch.setattr(target, "windows", wrong)
+    assert all((ours - own).abs().max() > 1e-3 for ours, own in node_logits(target, 1))
+
+
+def test_greedy_trees_write_what_generate_writes(target):
+    texts = prompts(5, 16)
+    expected = [hugging_face(target, text, 12) for text in texts]
+    whole = [[*text, *more] for text, more in zip(texts, expected, strict=True)]
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, target_layer_ids=[1], mask_token_id=96), target)
+    drafter.reset(torch.Generator().manual_seed(0))
+    for guess in (drafter, ScriptedDrafter(whole, 5, V)):
+        options = DecodeOptions(method="ddtree", budget=7, max_new_tokens=12, rows=2, ignore_eos=True)
+        written = decode(target, guess, texts, options)
+        assert [text.ids for text in written] == expected
+    assert sum(text.stats.tau for text in written) > 3  # of the scripted drafter: whole paths were committed
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "gpt-oss"])
+def test_custom_generate_writes_what_generate_writes(name):
+    target = tiny(name)
+    ids = torch.tensor([[0, 0, 0, *prompts(9)[0]], prompts(12)[0]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    expected = target.model.generate(**batch, do_sample=False, max_new_tokens=14)
+    drafter = ScriptedDrafter([row[row > 0].tolist() for row in expected], 4, V)
+    ours = target.model.generate(
+        **batch, do_sample=False, max_new_tokens=14, custom_generate=speculative(target, drafter, budget=6)
+    )
+    assert torch.equal(ours, expected)
+
+
+def test_embeddings_are_what_enters_the_first_layer(target):
+    seen, ids = [], torch.tensor(prompts(5))
+    hook = target.body.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        target.model(ids)
+        hook.remove()
+        assert torch.allclose(seen[0], target.embed(ids), atol=1e-6)
+
+
+def test_packed_documents_give_what_single_ones_give(target):
+    """Longer than the window, and another one before: a window that counted places in the row would reach into it."""
+    lengths = (9, 14, 3)
+    ids = torch.tensor([sum(prompts(*lengths), [])])
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]
+    together, begin = target.packed_features(ids, positions, documents, (0, 2)), 0
+    for length in lengths:
+        part = slice(begin, begin + length)
+        out = target.model(ids[:, part], output_hidden_states=True)
+        expected = torch.cat([out.hidden_states[1], out.hidden_states[3]], -1)
+        assert torch.allclose(together.context[:, part], expected, atol=1e-4)
+        assert torch.allclose(target.head(together.last[:, part]), out.logits, atol=1e-4)
+        begin += length
+
+
+def test_static_windows_see_the_same():
+    """A cache for compiled passes looks at more places and has more rows than are used: windows count positions."""
+    target = tiny("gemma 3")
+    tree = ddtree(torch.tensor([1, 2, 3]), torch.randn(3, 4, V).log_softmax(-1), 6)
+    outs = []
+    for static in (False, True):
+        cache = target.cache(4, 40, static)
+        with torch.no_grad(), cache.add(3) as part:
+            target.extend(prompts(9, 17, 4), part, ())
+        window, positions = cache.window(7), tree.positions(cache.ends[:3])
+        target._program = target._pass  # as it is, not compiled
+        outs.append(target.verify(tree, tree.ancestors(), cache).last)
+        assert window.extent == (256 if static else 24) and positions.max() < 24
+    target._program = None
+    assert torch.allclose(*outs, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+@pytest.mark.parametrize(("name", "dflash", "dart"), [
+    ("qwen3", True, True),
+    ("qwen3 with a window", True, True),
+    ("llama 3", False, True),
+    ("mistral", False, True),
+    ("gemma", False, False),
+    ("gemma 3", False, False),
+    ("gpt-oss", False, False),
+    ("granite", False, False),
+    ("qwen2", False, False),
+    ("phi-3", False, False),
+])  # fmt: skip
+def test_drafters_start_as_layers_that_work_like_theirs(name, family, dflash, dart):
+    """Gemma's and Granite's layers have the shapes of Llama's, and do something else."""
+    target, warm = tiny(name), {"dflash": dflash, "dart": dart}[family]
+    options = DrafterConfig(family=family, layers=1, target_layer_ids=[1], mask_token_id=96)
+    if family == "dart":
+        options.target_layer_ids = [0, 1, 2]
+    drafter = new_drafter(options, target)
+    drafter.reset(torch.Generator().manual_seed(0))
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert drafter.warm_start(target) == warm
+    same = [torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items()]
+    assert all(same) != warm
+
+
+def test_the_drafter_takes_the_rotary_base_of_layers_that_see_everything():
+    options = DrafterConfig(layers=1, target_layer_ids=[1], mask_token_id=96)
+    rope = new_drafter(options, tiny("gemma 3")).config.rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": 1e6}  # the other layers' is 10,000
+
+
+def test_drafts_go_through_the_targets_own_scale():
+    """A state that both heads see gives one distribution: soft-capped."""
+    target = tiny("gemma 2")
+    drafter = new_drafter(DrafterConfig(family="dart", layers=1, target_layer_ids=[0, 1, 2]), target)
+    drafter.start(target, torch.Generator().manual_seed(0), warm=False)
+    assert torch.equal(drafter.lm_head.weight, target.head_weight)
+    states = 5 * torch.randn(3, 32)
+    with torch.no_grad():
+        logits = target.head(states)
+    assert logits.abs().max() <= 3 < (states @ target.head_weight.T).abs().max()
+    state = drafter.state(1, 20)
+    with state.add(1) as part:
+        drafter.absorb(target, torch.randn(1, 4, 96), torch.tensor([[1, 2, 3, 4]]), [4], part)
+    drafter.lm_head.weight.data *= 100
+    marginals = drafter.draft(target, torch.tensor([5]), state)
+    assert (marginals.amax(-1) - marginals.amin(-1)).max() <= 6 + 1e-4
+
+
+@pytest.mark.parametrize("scale", [LogitScale(cap=2.0), LogitScale(divisor=4.0), LogitScale(0.5, 3.0)])
+def test_the_slope_of_a_scale_is_its_derivative(scale):
+    products = torch.randn(50, dtype=torch.float64).mul(3).requires_grad_()
+    logits = scale(products)
+    logits.sum().backward()
+    slope = scale.slope(logits.detach())
+    assert torch.allclose(products.grad, torch.as_tensor(slope, dtype=torch.float64).expand(50), rtol=1e-9)
+
+
+def stored(name: str, folder, repo) -> str:
+    """A family's target on disk, with the embedded tokenizer."""
+    tiny(name).model.save_pretrained(folder)
+    for file in (repo / "data" / "embedded").glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "gpt-oss"])
+def test_loading_chooses_attention_that_is_right(name, tmp_path, repo):
+    ours = tiny(name)
+    target = load_target(stored(name, tmp_path, repo), dtype="float32", device="cpu")
+    assert target.config._attn_implementation == ("sdpa" if name == "gemma 3" else "eager")
+    ids = torch.tensor(prompts(12))
+    with torch.no_grad():
+        assert torch.allclose(target.model(ids).logits, ours.model(ids).logits, atol=1e-5)
+    part = load_target(str(tmp_path), dtype="float32", device="cpu", only_layers=[2])
+    assert torch.equal(part.embed(ids), ours.embed(ids))
+    states = torch.randn(3, 32)
+    assert torch.equal(part.head(states), ours.head(states))
+    assert torch.equal(part.body.norm(states), ours.body.norm(states))
+    with pytest.raises(ValueError, match="no masks of trees"):
+        model = AutoModelForCausalLM.from_pretrained(str(tmp_path), attn_implementation="flex_attention")
+        Target(model)
+
+
+@pytest.mark.parametrize(("kind", "options", "says"), [
+    ("mamba", {}, "recurrent layers"),
+    ("mamba2", {}, "recurrent layers"),
+    ("jamba", {}, "recurrent layers"),
+    ("qwen3_next", {}, "recurrent layers"),
+    ("qwen3_5_text", {}, "recurrent layers"),
+    ("lfm2", {}, "recurrent layers"),
+    ("recurrent_gemma", {}, "recurrent layers"),
+    ("bart", {}, "an encoder"),
+    ("t5", {}, "an encoder"),
+    ("gpt2", {}, "no rotary positions"),
+    ("bloom", {}, "no rotary positions"),
+    ("mpt", {}, "no rotary positions"),
+    ("falcon", {"alibi": True}, "no rotary positions"),
+    ("llama4_text", {}, "layers of another kind"),
+    ("deepseek_v3", {}, "compressed form"),
+    ("gemma3n_text", {}, "share their keys"),
+    ("gemma4_text", {}, "share their keys|other ones in every layer"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "look ahead"),
+    ("qwen3", {"masked_diffusion": {"shifted": True}}, "no order from left to right"),
+])  # fmt: skip
+def test_what_trees_would_get_wrong_is_refused_from_the_config(kind, options, says):
+    config = AutoConfig.for_model(kind, **options)
+    with pytest.raises(ValueError, match=f"{says}.*cannot be verified") as error:
+        refuse_unsupported(config)
+    assert "\n" not in str(error.value)
+
+
+def test_refusals_come_before_weights(tmp_path, repo):
+    """A folder without weights: a target that can be loaded would miss them."""
+    from transformers import PhiConfig, Qwen3Config
+
+    for config, says in (
+        (AutoConfig.for_model("qwen3_next"), "recurrent layers"),
+        (PhiConfig(num_hidden_layers=1), "no plain head without bias"),
+        (AutoConfig.for_model("mimo_v2_flash"), "several sizes"),
+        (Qwen3Config(num_hidden_layers=1), "found neither"),
+    ):
+        config.save_pretrained(tmp_path)
+        for file in (repo / "data" / "embedded").glob("tokenizer*.json"):
+            shutil.copy(file, tmp_path)
+        with pytest.raises((ValueError, OSError), match=says):
+            load_target(str(tmp_path))
+
+
+def test_text_in_a_multimodal_wrapper_is_a_target():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text = family_config("gemma 3")
+    text.final_logit_softcapping = None  # the wrapper has none, as no Gemma 3 has
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95)
+    model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+    model.model.language_model.load_state_dict(tiny("gemma 3").body.state_dict())
+    for ours, own in node_logits(Target(model), 1):
+        assert torch.allclose(ours, own, atol=1e-4)
+
+
+def test_angles_that_change_with_the_length_stay_where_they_do_not():
+    """Phi-3's long variants turn all angles at once when a text passes the original length."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    target = Target(Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=32)))
+    target.cache(1, 32)
+    with pytest.raises(ValueError, match="change beyond 32 positions, 33 are"):
+        target.cache(1, 33)

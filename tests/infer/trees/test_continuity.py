@@ -1,0 +1,193 @@
+"""Trees that ask an n-gram model: equal to DART's algorithm 1 and to exhaustive enumeration, written plainly here."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from infer.ngrams.model import NGram
+from infer.trees import DraftTree, continuity, ddtree, guided, guided_ddtree
+
+EPSILON = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model(ngrams) -> NGram:
+    return NGram.open(ngrams)
+
+
+def marginals(rows: int, length: int, vocabulary: int = 97, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, length, vocabulary, generator=generator) * 3).log_softmax(-1)
+
+
+def contexts(rows: int, seed: int = 0) -> list[list[int]]:
+    """Of all lengths, some of them never seen."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(97, (1 + row % 4,), generator=generator).tolist() for row in range(rows)]
+
+
+def prefixes(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
+    """The drafted nodes as token tuples with their log_probs, in the tree's order; checks parents and depths."""
+    found = {0: ()}
+    for node in range(1, tree.budget + 1):
+        parent = int(tree.parents[row, node])
+        assert parent < node
+        assert int(tree.depths[row, node]) == int(tree.depths[row, parent]) + 1
+        found[node] = (*found[parent], int(tree.tokens[row, node]))
+    assert len(set(found.values())) == len(found)
+    return {prefix: float(tree.log_probs[row, node]) for node, prefix in found.items() if node}
+
+
+def algorithm_1(marginal: torch.Tensor, context: list[int], model: NGram, budget: int, beam: int) -> list[tuple]:
+    """DART algorithm 1 with appendix D's weights, best first: (prefix, log-probability under the drafter alone)."""
+    top, ids = marginal.topk(min(25, marginal.shape[-1]), dim=-1)
+    active, everything = [((), 0.0, 0.0)], []
+    for level in range(len(marginal)):
+        grown = []
+        for prefix, score, drafted in active:
+            fluent = model.probabilities(context + list(prefix), ids[level].tolist())
+            for log_q, token, p in zip(top[level].tolist(), ids[level].tolist(), fluent.tolist(), strict=True):
+                step = 0.9**level * math.log(math.exp(log_q) + EPSILON)
+                if level > 0:
+                    step += 0.5 * math.log(p + EPSILON)
+                step = min(step * (level + 1) ** -0.7, 0.0)
+                grown.append(((*prefix, token), score + step, drafted + log_q))
+        everything += grown
+        active = sorted(grown, key=lambda entry: -entry[1])[:beam]
+    ranked = sorted(everything, key=lambda entry: -entry[1])[:budget]
+    return [(prefix, drafted) for prefix, _, drafted in ranked]
+
+
+@pytest.mark.parametrize("length, budget", [(1, 7), (3, 59), (8, 59), (8, 300)])
+def test_continuity_is_algorithm_1(model, length, budget):
+    rows = 6
+    some, ends = marginals(rows, length, seed=length), contexts(rows)
+    tree = continuity(torch.arange(rows), some, budget, model, ends)
+    for row in range(rows):
+        expected = algorithm_1(some[row], ends[row], model, budget, beam=20)
+        found = prefixes(tree, row)
+        assert list(found) == [prefix for prefix, _ in expected]
+        assert list(found.values()) == pytest.approx([drafted for _, drafted in expected], abs=1e-4)
+
+
+def conditionals(marginal: torch.Tensor, path: list[int], level: int, model: NGram, weight: float) -> dict[int, float]:
+    """log p(token | path): marginal times n-gram probability ^ weight, with the likeliest tokens' joint probability."""
+    top, ids = marginal[level].topk(min(25, marginal.shape[-1]))
+    fluent = torch.from_numpy(model.probabilities(path, ids.tolist()))
+    scores = top.double() + weight * (fluent + EPSILON).log()
+    scores = scores.log_softmax(-1) + min(float(top.double().exp().sum().log()), 0.0)
+    return dict(zip(ids.tolist(), scores.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+def test_guided_ddtree_is_the_best_of_all_prefixes(model, weight):
+    rows, length, budget = 4, 3, 40
+    some, ends = marginals(rows, length, seed=3), contexts(rows, 1)
+    tree = guided_ddtree(torch.arange(rows), some, budget, model, ends, weight)
+    for row in range(rows):
+        values: dict[tuple, float] = {(): 0.0}
+        for depth in range(length):
+            for prefix in [prefix for prefix in values if len(prefix) == depth]:
+                steps = conditionals(some[row], ends[row] + list(prefix), depth, model, weight)
+                values |= {(*prefix, token): values[prefix] + step for token, step in steps.items()}
+        ranked = sorted((prefix for prefix in values if prefix), key=lambda prefix: -values[prefix])[:budget]
+        found = prefixes(tree, row)
+        assert list(found) == ranked
+        assert list(found.values()) == pytest.approx([values[prefix] for prefix in ranked], abs=1e-5)
+
+
+def test_smaller_budgets_are_beginnings_of_larger_ones(model):
+    some, ends, bonus = marginals(2, 6, seed=8), contexts(2), torch.tensor([3, 4])
+    for build in (guided_ddtree, continuity):
+        large = build(bonus, some, 120, model, ends)
+        for budget in (1, 16, 119):
+            small = build(bonus, some, budget, model, ends)
+            for name in ("tokens", "parents", "depths", "log_probs"):
+                assert torch.equal(getattr(large.first(budget), name), getattr(small, name)), name
+    assert (guided_ddtree(bonus, some, 120, model, ends).log_probs.diff(dim=1)[:, 1:] <= 0).all()
+
+
+def test_without_weight_the_tree_is_the_drafters_own(model):
+    """Over no more than 25 tokens nothing is left out, and the n-gram model says nothing."""
+    some, bonus = marginals(3, 5, vocabulary=20, seed=4), torch.arange(3)
+    guided_tree = guided_ddtree(bonus, some, 64, model, contexts(3), weight=0.0)
+    for row in range(3):
+        assert prefixes(guided_tree, row).keys() == prefixes(ddtree(bonus, some, 64), row).keys()
+
+
+def test_a_row_does_not_depend_on_its_batch(model):
+    some, ends = marginals(5, 7, seed=6), contexts(5)
+    for build in (guided_ddtree, continuity):
+        together = build(torch.arange(5), some, 30, model, ends)
+        for row in range(5):
+            alone = build(torch.tensor([row]), some[row : row + 1], 30, model, ends[row : row + 1])
+            assert torch.equal(alone.tokens[0], together.tokens[row])
+            assert torch.equal(alone.parents[0], together.parents[row])
+
+
+def test_forbidden_tokens_come_last_and_break_nothing(model):
+    """Sampling filters leave minus infinity; a budget beyond what they allow is filled up with what they forbid."""
+    some = marginals(2, 4, seed=7)
+    allowed = some.topk(2, dim=-1).indices
+    some = torch.full_like(some, -torch.inf).scatter(2, allowed, some.gather(2, allowed)).log_softmax(-1)
+    for build in (guided_ddtree, continuity):
+        tree = build(torch.tensor([1, 2]), some, 200, model, contexts(2))
+        for row in range(2):
+            found = list(prefixes(tree, row))
+            assert len(found) == 200
+            if build is guided_ddtree:
+                inside = [all(t in allowed[row, i] for i, t in enumerate(prefix)) for prefix in found]
+                assert inside == sorted(inside, reverse=True) and sum(inside) == 2 + 4 + 8 + 16
+
+
+def test_few_tokens_make_small_trees(model):
+    some = marginals(1, 2, vocabulary=3)
+    for build, nodes in ((guided_ddtree, 12), (continuity, 12)):
+        tree = build(torch.tensor([1]), some, 500, model, [[1]])
+        assert tree.budget == nodes
+        assert len(prefixes(tree, 0)) == nodes
+    assert continuity(torch.tensor([1]), marginals(1, 3, vocabulary=3), 500, model, [[1]]).budget == 3 + 9 + 27
+
+
+def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model):
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        context = generator.integers(0, 97, generator.integers(1, 4))
+        tokens = np.sort(generator.choice(97, 25, replace=False))
+        suffixes, again = np.empty(2, np.int64), np.empty(2, np.int64)
+        guided.begin(model.arrays, context, suffixes)
+        grown, found = np.empty((3, 25), np.int64), np.empty(25)
+        alone = np.empty(25)
+        guided.unigrams(model.arrays, model.tokens, tokens, alone)
+        guided.extend(model.arrays, suffixes, tokens, alone, grown, found)
+        assert np.array_equal(found, model.probabilities(context, tokens))
+        for i, token in enumerate(tokens):
+            guided.begin(model.arrays, np.append(context, token), again)
+            assert np.array_equal(grown[:2, i], again)
+
+
+def test_the_searches_run_without_numba_too(model):
+    """The same functions as plain Python, on one row."""
+    if not hasattr(guided.beam, "py_func"):
+        pytest.skip("numba is not installed: the other tests ran them so")
+    top, ids = marginals(1, 4, seed=2)[0].topk(25, dim=-1)
+    arguments = top.numpy(), ids.numpy(), np.array([5, 9])
+    for search, extra, kind in ((guided.beam, (20,), np.float32), (guided.best_first, (), np.float64)):
+        results = []
+        for function in (search, search.py_func):
+            nodes, scores = np.empty((3, 20), np.int64), np.empty(20, kind)
+            weight = (1.0,) if search is guided.best_first else ()
+            function(model.arrays, model.tokens, 3, *weight, *arguments, *extra, nodes, scores)
+            results.append((nodes, scores))
+        assert np.array_equal(results[0][0], results[1][0])
+        assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+
+
+def test_every_pair_of_positions_is_reachable(model):
+    """With a budget for everything, the tree holds every prefix of two positions over three tokens."""
+    tree = guided_ddtree(torch.tensor([0]), marginals(1, 2, vocabulary=3, seed=1), 12, model, [[0, 0]])
+    expected = {*product(range(3)), *product(range(3), repeat=2)}
+    assert set(prefixes(tree, 0)) == expected

@@ -1,0 +1,141 @@
+"""Draft trees: the optimum by exhaustive enumeration, valid, and what they say about themselves."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from infer.trees import DraftTree, chain, ddtree, root_only
+from infer.utils import jit
+
+
+@pytest.fixture(autouse=True, params=["heap", "by depth"])
+def search(request, monkeypatch):
+    """Everything holds for both ways to the tree: compiled for the CPU, and in tensors for any device."""
+    if request.param == "heap" and not jit.AVAILABLE:
+        pytest.skip("numba is not installed")
+    monkeypatch.setattr(jit, "AVAILABLE", request.param == "heap")
+
+
+def prefixes(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """The drafted nodes as token tuples, by walking to the root; checks parents and depths on the way."""
+    found = []
+    for node in range(1, tree.budget + 1):
+        path, at = [], node
+        while at:
+            assert tree.parents[row, at] < at
+            assert tree.depths[row, at] == tree.depths[row, tree.parents[row, at]] + 1
+            path.insert(0, int(tree.tokens[row, at]))
+            at = int(tree.parents[row, at])
+        found.append(tuple(path))
+    return found
+
+
+def enumerate_all(marginals: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """Every prefix of marginals (L, V) with its log-probability."""
+    length, vocabulary = marginals.shape
+    return {
+        prefix: sum(float(marginals[i, token]) for i, token in enumerate(prefix))
+        for depth in range(1, length + 1)
+        for prefix in product(range(vocabulary), repeat=depth)
+    }
+
+
+@pytest.mark.parametrize("length, vocabulary", [(1, 7), (2, 9), (3, 5), (4, 4), (6, 2)])
+@pytest.mark.parametrize("budget", [1, 2, 5, 17, 60, 10_000])
+def test_ddtree_is_the_exhaustive_top_b(length, vocabulary, budget):
+    marginals = torch.randn(4, length, vocabulary, generator=torch.Generator().manual_seed(length)).mul(2)
+    marginals = marginals.log_softmax(-1)
+    tree = ddtree(torch.tensor([3, 1, 0, 2]), marginals, budget)
+    assert tree.tokens[:, 0].tolist() == [3, 1, 0, 2]
+    for row in range(4):
+        scores = enumerate_all(marginals[row])
+        best = sorted(scores, key=scores.get, reverse=True)[:budget]
+        assert set(prefixes(tree, row)) == set(best)
+        expected = torch.tensor([scores[prefix] for prefix in prefixes(tree, row)])
+        assert torch.allclose(tree.log_probs[row, 1:].float(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 4, 11, 30])
+def test_ties_still_give_an_optimal_valid_tree(budget):
+    marginals = torch.tensor([[[0.4, 0.4, 0.2], [0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]]).log()
+    tree = ddtree(torch.zeros(1, dtype=torch.long), marginals, budget)
+    scores = enumerate_all(marginals[0])
+    drafted = prefixes(tree, 0)
+    assert len(set(drafted)) == len(drafted) == min(budget, len(scores))
+    assert all(prefix[:-1] in drafted or len(prefix) == 1 for prefix in drafted)
+    best = sorted(scores.values(), reverse=True)[:budget]
+    assert torch.allclose(tree.log_probs[0, 1:].sort(descending=True).values.double(), torch.tensor(best).double())
+
+
+def test_impossible_tokens_do_no_harm():
+    marginals = torch.tensor([[[0.0, -torch.inf, -torch.inf], [-torch.inf, 0.0, -torch.inf]]])
+    tree = ddtree(torch.zeros(1, dtype=torch.long), marginals, 12)
+    assert prefixes(tree, 0)[:2] == [(0,), (0, 1)]
+    assert len(set(prefixes(tree, 0))) == 12
+    assert tree.expected_length().item() == pytest.approx(3)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 64, 512])
+def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
+    marginals = (torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3).log_softmax(-1)
+    trees = []
+    for available in (False, jit.AVAILABLE):
+        monkeypatch.setattr(jit, "AVAILABLE", available)
+        trees.append(ddtree(torch.tensor([1, 2]), marginals, budget))
+        trees[-1].ancestors()
+    for row in range(2):
+        assert set(prefixes(trees[0], row)) == set(prefixes(trees[1], row))
+    assert torch.allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    marginals = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    bonus = torch.tensor([7, 8, 9])
+    together = ddtree(bonus, marginals, 20)
+    for row in range(3):
+        alone = ddtree(bonus[row : row + 1], marginals[row : row + 1], 20)
+        assert prefixes(alone, 0) == prefixes(together, row)
+
+
+def test_chain_is_the_likeliest_token_of_each_position():
+    marginals = torch.randn(2, 6, 30, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
+    tree = chain(torch.tensor([4, 5]), marginals, budget=100)
+    assert tree.tokens.tolist() == [[4, *marginals[0].argmax(-1).tolist()], [5, *marginals[1].argmax(-1).tolist()]]
+    assert tree.parents.tolist() == [[0, 0, 1, 2, 3, 4, 5]] * 2
+    assert tree.depths.tolist() == [[0, 1, 2, 3, 4, 5, 6]] * 2
+    assert chain(torch.tensor([4, 5]), marginals, budget=2).tokens.shape == (2, 3)
+
+
+def test_expected_length_is_proposition_1():
+    """Against the definition: acceptance length averaged over every continuation, weighted by its probability."""
+    marginals = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(3)).double().log_softmax(-1)
+    tree = ddtree(torch.zeros(1, dtype=torch.long), marginals, 13)
+    drafted = set(prefixes(tree, 0))
+    expected = 0.0
+    for continuation in product(range(3), repeat=4):
+        probability = sum(float(marginals[0, i, token]) for i, token in enumerate(continuation))
+        accepted = max((d for d in range(1, 5) if continuation[:d] in drafted), default=0)
+        expected += (1 + accepted) * torch.tensor(probability).exp().item()
+    assert tree.expected_length().item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_ancestors_and_positions():
+    marginals = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
+    tree = ddtree(torch.tensor([0, 0]), marginals, 30)
+    mask = tree.ancestors()
+    for row in range(2):
+        for node in range(31):
+            line, at = {node}, node
+            while at:
+                at = int(tree.parents[row, at])
+                line.add(at)
+            assert set(mask[row, node].nonzero()[:, 0].tolist()) == line
+    assert torch.equal(tree.positions(torch.tensor([10, 100])), tree.depths + torch.tensor([[10], [100]]))
+
+
+def test_root_only_is_the_empty_tree():
+    tree = root_only(torch.tensor([3, 4]))
+    assert tree.budget == 0
+    assert tree.ancestors().tolist() == [[[True]], [[True]]]
+    assert tree.expected_length().tolist() == [1, 1]

@@ -1,0 +1,136 @@
+"""Training that goes on from a drafter that is there already: exactly its weights and its loss, and nothing that
+contradicts it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data.packing import batch, packed_rows
+from data.rows import DataConfig
+from infer import load_drafter
+from infer.config import DrafterConfig, TargetConfig
+from infer.drafters.dart import DART
+from infer.drafters.dflash import DFlash, drafter_config
+from infer.drafters.families import new_drafter
+from infer.formats.checkpoint import save_drafter, write_folder
+from infer.formats.export import write_dart, write_speculators
+from train.batches import draw_blocks
+from train.config import TrainConfig
+from train.loop import block_loss
+from train.objective import position_weights
+from train.run.initial import initial_drafter, settled
+
+EMBEDDED = TargetConfig()
+
+
+def drafter_of(embedded) -> DFlash:
+    """Random weights, one sliding layer, in the embedded target's sizes."""
+    config = drafter_config(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
+    config.layer_types, config.use_sliding_window, config.sliding_window = ["sliding_attention"], True, 20
+    drafter = DFlash(config)
+    drafter.reset(torch.Generator().manual_seed(11))
+    return drafter
+
+
+def test_a_run_starts_from_exactly_those_weights_with_their_loss(repo, embedded, tmp_path):
+    drafter = drafter_of(embedded)
+    write_speculators(drafter, embedded, tmp_path / "init")
+    options = [f"drafter.init={tmp_path}/init", "drafter.layers=1", "drafter.block_size=6", "anchors=4", "name=tuned"]
+    options += ["data=stdlib", "data.length=64", "data.limit=12", "optim.batch=2", "optim.name=adamw", "optim.lr=1e-30"]
+    options += ["optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
+    options += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"]
+    call = [sys.executable, str(repo / "train" / "main.py"), *options]
+    environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "tuned"
+    saved = run / "checkpoints" / "best" / "drafter"
+    weights = load_file(saved / "model.safetensors")  # a step of that size changes no bit
+    assert weights.keys() == drafter.state_dict().keys()  # neither embedding nor head: they are the target's own
+    assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
+    assert load_drafter(saved).views == drafter.views == [(True, 20)]
+    written = json.loads((run / "config.json").read_text())["drafter"]
+    assert written["target_layer_ids"] == [2, 7] and written["mask_token_id"] == drafter.mask_token_id
+
+    data = DataConfig(source="stdlib", length=64, limit=12)
+    config = TrainConfig(anchors=4, drafter=DrafterConfig(block_size=6))
+    rows = batch(packed_rows(data, embedded.tokenizer), 0, 2, seed=0)
+    blocks = draw_blocks(rows, config, 0)
+    loss = block_loss(drafter, embedded, rows, blocks, config).loss
+    weight = (blocks.supervised.sum((0, 1)) * position_weights(config.objective, 5)).sum()
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx((loss / weight).item(), rel=1e-5)
+
+
+def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp_path):
+    drafter = drafter_of(embedded)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
+    init = str(tmp_path)
+    options = settled(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
+    assert options.target_layer_ids == [2, 7] and options.mask_token_id == drafter.mask_token_id
+    with pytest.raises(
+        ValueError, match=r"no drafter of drafter\.layers=2 drafter\.block_size=8: give drafter\.layers=1 "
+    ):
+        settled(DrafterConfig(init=init), EMBEDDED)
+    with pytest.raises(ValueError, match=r"give drafter\.target_layer_ids=\[2,7\]"):
+        settled(DrafterConfig(init=init, layers=1, block_size=6, target_layer_ids=[1, 7]), EMBEDDED)
+    with pytest.raises(ValueError, match=r"give drafter\.family=dflash"):
+        settled(DrafterConfig(init=init, layers=1, block_size=6, family="dart"), EMBEDDED)
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        settled(DrafterConfig(init=str(tmp_path / "gone")), EMBEDDED)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"drafter\.init=.*model\.safetensors is missing"):
+        settled(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
+
+
+def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
+    drafter = drafter_of(embedded)
+    write_speculators(drafter, embedded, tmp_path / "own")
+    config = TrainConfig(drafter=DrafterConfig(init=str(tmp_path / "own"), layers=1, block_size=6))
+    started = initial_drafter(config, embedded)
+    assert started.lm_head is None and started.embed_tokens is None
+    assert started.training and all(p.requires_grad and p.dtype == torch.float32 for p in started.parameters())
+    other = load_drafter(tmp_path / "own")
+    other.lm_head.weight[3] += 1
+    save_drafter(other.config, other.state_dict(), tmp_path / "other")
+    config.drafter.init = str(tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot be trained here: its own lm_head is not the target's"):
+        initial_drafter(config, embedded)
+    description = json.loads((tmp_path / "own" / "config.json").read_text()) | {"draft_vocab_size": 40}
+    weights = load_file(tmp_path / "own" / "model.safetensors")
+    weights |= {"lm_head.weight": weights["lm_head.weight"][:40].clone(), "d2t": torch.zeros(40, dtype=torch.long)}
+    write_folder(description, weights, tmp_path / "pruned")
+    with pytest.raises(ValueError, match="it knows 40 of 512 tokens, and cannot learn"):
+        settled(DrafterConfig(init=str(tmp_path / "pruned"), layers=1, block_size=6), EMBEDDED)
+    tiny = drafter_of(embedded)
+    tiny.config.num_target_layers = 13
+    save_drafter(tiny.config, tiny.state_dict(), tmp_path / "tiny")
+    config.drafter.init = str(tmp_path / "tiny")
+    with pytest.raises(ValueError, match="made for another target: its config says num_target_layers 13"):
+        initial_drafter(config, embedded)
+
+
+def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path):
+    drafter = new_drafter(DrafterConfig(family="dart", layers=1, block_size=5), embedded)
+    drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
+    drafter = DART(drafter.config)
+    drafter.reset(torch.Generator().manual_seed(1))
+    write_dart(drafter, None, tmp_path / "init")
+    options = settled(DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5), TargetConfig())
+    started = initial_drafter(TrainConfig(drafter=options), embedded)
+    assert started.state_dict().keys() == drafter.state_dict().keys()
+    assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in started.state_dict().items())
+    config = TrainConfig(anchors=4, drafter=options)
+    rows = batch(packed_rows(DataConfig(source="stdlib", length=64, limit=12), embedded.tokenizer), 0, 2, seed=0)
+    losses = []
+    for each in (started, drafter):
+        loss = block_loss(each, embedded, rows, draw_blocks(rows, config, 0), config).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    assert started.lm_head.weight.grad.norm() > 0 and started.norm.weight.grad.norm() > 0

@@ -1,0 +1,137 @@
+"""Weights & Biases: what a run leaves there, offline, and that nothing there stops a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train.run.tracking as tracking
+from train.config import TrackingConfig, TrainConfig
+from train.run.hooks import finish_report
+from train.run.tracking import Tracker
+
+METHODS = [
+    {"name": "plain", "budget": 0, "tau": 1.0, "speedup": 1.0, "rounds": 9, "histogram": [9], "identical": True},
+    {"name": "chain", "budget": 3, "tau": 1.8, "speedup": 1.2, "rounds": 5, "histogram": [1, 4], "identical": True},
+    {"name": "ddtree", "budget": 16, "tau": 2.5, "speedup": 1.5, "rounds": 4, "histogram": [0, 4], "identical": True},
+]
+FIGURES = {
+    "tau/plain": 1.0,
+    "speedup/plain": 1.0,
+    "tau/chain3": 1.8,
+    "speedup/chain3": 1.2,
+    "tau/ddtree16": 2.5,
+    "speedup/ddtree16": 1.5,
+}
+
+
+class Run:
+    """A run that remembers its artifacts; the artifacts are wandb's own."""
+
+    def __init__(self) -> None:
+        self.artifacts = []
+
+    def log_artifact(self, artifact, aliases) -> None:
+        self.artifacts.append((artifact, aliases))
+
+    def log(self, *arguments, **options) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run's folder with two evaluated checkpoints, the first of which is the better one."""
+    for step, more in ((3, 0.5), (6, 0.0)):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        for name in ("drafter", "evaluation", "state"):
+            (folder / name).mkdir(parents=True)
+        (folder / "drafter" / "config.json").write_text(json.dumps({"step": step}))
+        (folder / "drafter" / "model.safetensors").write_bytes(b"weights")
+        (folder / "state" / "state.safetensors").write_bytes(b"not for others")
+        methods = [method | {"tau": method["tau"] + more * bool(method["budget"])} for method in METHODS]
+        methods = [method | {"tokens_per_second": 100.0} for method in methods]
+        evaluation = {"step": step, "checkpoint": str(folder), "methods": methods, "block_size": 4, "samples": []}
+        evaluation |= {"target": "t", "device": "CPU", "dtype": "float32", "prompts": 2, "rows": 1}
+        evaluation |= {"prompt_tokens": 8, "max_new_tokens": 9, "temperature": 0.0}
+        (folder / "evaluation" / "evaluation.json").write_text(json.dumps(evaluation))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def tracker(monkeypatch):
+    """(run, artifacts) -> a tracker of that run."""
+
+    def make(run: object, artifacts: bool) -> Tracker:
+        monkeypatch.setattr(tracking, "start_wandb", lambda config, folder: run)
+        config = TrainConfig(name="mine", tracking=TrackingConfig(wandb=True, artifacts=artifacts))
+        return Tracker(config, Path("nowhere"), enabled=True)
+
+    return make
+
+
+def finish(run: Path, tracker: Tracker) -> None:
+    """The end of a run."""
+    finish_report(run, tracker)
+    tracker.close()
+
+
+def test_the_best_drafter_goes_there_with_its_numbers(finished, tracker):
+    run = Run()
+    finish(finished, tracker(run, artifacts=True))
+    ((artifact, aliases),) = run.artifacts
+    assert (artifact.name.split(":")[0], artifact.type, aliases) == ("mine", "model", ["best"])
+    better = {key: value + 0.5 * key.startswith(("tau/chain", "tau/dd")) for key, value in FIGURES.items()}
+    assert artifact.metadata == {"step": 3} | better
+    assert sorted(artifact.manifest.entries) == ["config.json", "model.safetensors"]
+    local = artifact.manifest.entries["config.json"].local_path
+    assert json.loads(Path(local).read_text()) == {"step": 3}
+
+
+def test_nothing_goes_there_unasked(finished, tracker):
+    run = Run()
+    finish(finished, tracker(run, artifacts=False))
+    assert run.artifacts == []
+    with pytest.raises(ValueError, match=r"tracking\.artifacts=true needs tracking=wandb"):
+        TrainConfig(tracking=TrackingConfig(artifacts=True)).check()
+
+
+def test_a_failure_there_stops_nothing(finished, tracker, capsys):
+    class Broken(Run):
+        def log_artifact(self, artifact, aliases):
+            raise OSError("disk full")
+
+    broken = tracker(Broken(), artifacts=True)
+    finish(finished, broken)
+    assert not broken.thread.is_alive()
+    output = capsys.readouterr().out
+    assert "wandb stopped working and is left out from here on: disk full" in output
+    assert "report.html" in output  # the run ends as it would have without
+    broken.artifact(finished / "gone", {"step": 1, "methods": METHODS})
+    broken.close()
+
+
+def test_offline_an_artifact_is_kept_for_later(tmp_path, repo):
+    """wandb itself, without a network; in a process of its own: a second run in one process may write nothing."""
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"weights")
+    script = f"""
+from pathlib import Path
+from train.config import TrackingConfig, TrainConfig
+from train.run.tracking import Tracker
+config = TrainConfig(name="mine", tracking=TrackingConfig(wandb=True, artifacts=True))
+tracker = Tracker(config, Path({str(tmp_path)!r}), enabled=True)
+tracker.artifact(Path({str(tmp_path / "drafter")!r}), {{"step": 3, "methods": {METHODS!r}}})
+tracker.close()
+"""
+    places = {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_DATA_DIR": str(tmp_path / "data")}
+    environment = os.environ | places | {"WANDB_MODE": "offline", "PYTHONPATH": str(repo)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "wandb stopped working" not in done.stdout, done.stdout + done.stderr
+    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"model.safetensors" in record.read_bytes()

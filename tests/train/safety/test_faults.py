@@ -1,0 +1,422 @@
+"""What goes wrong around a run: disks, other runs, evaluations, wandb, data, processes. Each is brought about here."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import train.batches as batches
+import train.loop as loop
+import train.run.checkpoints as state
+import train.run.folder as run_folder
+import train.run.hooks as hooks
+import train.run.tracking as tracking
+from infer.utils.entry import Stopped
+from infer.utils.redact import HIDDEN, redact, redact_text
+from train.batches import Prefetch
+from train.config import TrainConfig
+from train.run.checkpoints import checkpoints, newest, rolling
+from train.run.folder import locked, logged
+from train.safety.processes import stalled, start_processes
+
+KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
+
+
+def after_steps(monkeypatch, count: int, action) -> None:
+    """Does something after so many steps."""
+    plain, done = loop.train_step, [0]
+
+    def step(*arguments):
+        metrics = plain(*arguments)
+        done[0] += 1
+        if done[0] == count:
+            action()
+        return metrics
+
+    monkeypatch.setattr(loop, "train_step", step)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def left_by(run: Path) -> tuple:
+    """Losses, the last checkpoint's bytes, what was evaluated."""
+    last = checkpoints(run)[-1]
+    files = [file.read_bytes() for file in sorted(last.rglob("*.safetensors"))]
+    evaluations = [
+        [(m["name"], m["tau"], m["rounds"]) for m in evaluation["methods"]] for evaluation in hooks.evaluations_of(run)
+    ]
+    return [[line[key] for key in KEYS] for line in logged(run)], files, evaluations
+
+
+def mixture(tmp_path: Path) -> list[str]:
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{name} {i} is", "response": f" {'xyz'[i % 3]} and {i * i} " * 8} for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = ", ".join(f"{{path: {tmp_path / name}.jsonl, weight: {w}}}" for name, w in (("a", 1), ("b", 2)))
+    return ["data=mixture", f"data.parts=[{parts}]", "data.limit=null"]
+
+
+def features(tmp_path: Path) -> list[str]:
+    from data.packing import packed_rows
+    from infer import load_target
+    from infer.utils.entry import composed
+    from train.config import FeaturesConfig
+    from train.features import write_features
+
+    data = composed("train", TrainConfig, ["data=stdlib", "data.length=64", "data.limit=1"]).data
+    target = load_target("embedded")
+    rows = packed_rows(data, target.tokenizer)
+    write_features(
+        FeaturesConfig(out=str(tmp_path / "features"), data=data), target, (6,), rows, lambda done, total: None
+    )
+    return ["data.limit=1", f"features={tmp_path / 'features'}", "drafter.target_layer_ids=[6]"]
+
+
+@pytest.mark.parametrize("source", [mixture, features])
+def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, tmp_path, monkeypatch, source):
+    """A SIGTERM, then what a kill leaves, between checkpoints; evaluations are the same ones too."""
+    options = [*source(tmp_path), "optim.steps=8", "checkpoints=2", "guards.self_check=false"]
+    whole = left_by(run_here(small(*options, "name=whole")))
+    with monkeypatch.context() as patch:
+        after_steps(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run = run_here(small(*options))
+    assert [path.name for path in rolling(run)] == ["rolling-00000002"] and not checkpoints(run)
+    with monkeypatch.context() as patch:
+        after_steps(patch, 5, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(small(*options, "save_minutes=1e-9"))
+    assert [path.name for path in rolling(run)] == ["rolling-00000006"]
+    (run / "checkpoints" / ".rolling-00000007").mkdir()  # half-written when it was killed
+    assert left_by(run_here(small(*options))) == whole
+    assert not rolling(run) and not list((run / "checkpoints").glob(".*"))
+
+
+def test_the_best_drafter_is_kept_and_old_states_are_not(small, run_here, monkeypatch):
+    taus = {1: 1.5, 2: 4.0, 3: 1.2, 4: 1.1}
+    plain = hooks.written
+
+    def written(out, *rest):
+        result = plain(out, *rest)
+        result["methods"][-1]["tau"] = taus[result["step"]]
+        (out / "evaluation.json").write_text(json.dumps(result))
+        return result
+
+    monkeypatch.setattr(hooks, "written", written)
+    run = run_here(small("optim.steps=4", "checkpoints=4", "keep_states=1"))
+    assert (run / "checkpoints" / "best").readlink().name == "step-00000002"
+    assert (run / "checkpoints" / "best" / "drafter" / "model.safetensors").is_file()
+    assert [path.name for path in checkpoints(run) if (path / "state").exists()] == ["step-00000004"]
+    (run / "checkpoints" / "best").unlink()  # killed between the evaluation and the link
+    (run / "checkpoints" / ".best").symlink_to("half")
+    shutil.copytree(run / "checkpoints" / "step-00000004" / "state", run / "checkpoints" / "rolling-00000003" / "state")
+    run_here(small("optim.steps=4", "checkpoints=4", "keep_states=1"))
+    assert (run / "checkpoints" / "best").readlink().name == "step-00000002"
+    assert not rolling(run) and not (run / "checkpoints" / ".best").is_symlink()
+
+
+def full(number: int):
+    return OSError(number, os.strerror(number), "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [full(errno.ENOSPC), full(errno.EDQUOT), full(errno.EROFS), SafetensorError("I/O error: No space left on device")],
+    ids=["full", "quota", "read-only", "safetensors"],
+)
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path, monkeypatch, error):
+    start_processes(torch.device("cpu"))
+    monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
+    (tmp_path / "run").mkdir()
+    before = state.save_rolling(tmp_path / "run", 1, None)
+
+    def save_file(tensors, path):
+        Path(path).write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(state, "save_file", save_file)
+    with pytest.raises(Stopped, match=r"^rolling-00000002 of .* could not be written: .*same command goes on") as found:
+        state.save_rolling(tmp_path / "run", 2, None)
+    assert "\n" not in str(found.value)
+    assert newest(tmp_path / "run") == (before, [])
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rolling-00000001"]
+
+
+def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(small, run_here, tmp_path, monkeypatch):
+    after_steps(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "small"))
+    with pytest.raises(Stopped, match=r"metrics\.jsonl could not be written: No such file or directory"):
+        run_here(small("optim.steps=4"))
+    assert not (tmp_path / "small").exists()
+    monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
+    with pytest.raises(Stopped, match="could not be written: No such file"):
+        state.save_rolling(tmp_path / "small", 2, None)
+    assert not (tmp_path / "small").exists()
+
+
+def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_load(small, run_here, monkeypatch):
+    monkeypatch.setattr(loop, "load_frozen", lambda *arguments: pytest.fail("loaded"))
+    config = small()
+    run = run_folder.run_folder(config)
+    run.mkdir()
+    with locked(run), pytest.raises(ValueError, match=rf"is being written by process {os.getpid()} on "):
+        run_here(config)
+    with pytest.raises(ValueError, match=r"/proc/runs/small cannot be written \(.*choose another runs_dir="):
+        run_here(small("runs_dir=/proc/runs"))
+    (run / "config.json").write_text('{"na')
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        run_here(config)
+
+
+def test_a_lock_goes_with_its_process(tmp_path):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with locked(tmp_path):
+            os.write(writer, b"held")
+            signal.pause()
+    os.read(reader, 4)
+    with pytest.raises(ValueError, match=f"is being written by process {child} on"), locked(tmp_path):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with locked(tmp_path):
+        pass
+
+
+class TestEvaluations:
+    def test_those_that_fail_are_told_and_training_goes_on(self, small, run_here, monkeypatch, capfd):
+        errors = [torch.OutOfMemoryError("out of memory"), OSError("the hub is down"), KeyError("a defect")]
+        plain = hooks.decode_all
+
+        def decode_all(*arguments):
+            done = len(checkpoints(run_folder.run_folder(config)))
+            if done <= len(errors):
+                raise errors[done - 1]
+            return plain(*arguments)
+
+        config = small("optim.steps=4", "checkpoints=4", "guards.self_check=false")
+        monkeypatch.setattr(hooks, "decode_all", decode_all)
+        run = run_here(config)
+        page, printed = (run / "report" / "report.html").read_text(), capfd.readouterr().out
+        for step, error in enumerate(errors, 1):
+            assert f"evaluating step {step} failed, training goes on: {type(error).__name__}: {error}" in printed
+            assert f"The evaluation at step {step} failed: {type(error).__name__}" in page
+            assert "Traceback" in (run / f"checkpoints/step-{step:08d}/evaluation/failed.txt").read_text()
+        assert [evaluation["step"] for evaluation in hooks.evaluations_of(run)] == [4]
+
+    def test_the_last_one_is_tried_again_by_the_same_command(self, small, run_here, monkeypatch, capfd):
+        config = small("optim.steps=1", "guards.self_check=false")
+        with monkeypatch.context() as patch:
+            patch.setattr(hooks, "decode_all", lambda *arguments: 1 / 0)
+            run = run_here(config)
+        assert "No checkpoint could be evaluated" in capfd.readouterr().out
+        run_here(config)
+        assert [evaluation["step"] for evaluation in hooks.evaluations_of(run)] == [1]
+        assert not hooks.failures_of(run)
+
+    def test_other_outputs_than_plain_decodings_are_the_runs_result(self, small, run_here, monkeypatch, capfd):
+        plain = hooks.decode_all
+
+        def decode_all(*arguments):
+            results = plain(*arguments)
+            results["chain", 7].texts[0].ids[-1] += 1
+            return results
+
+        monkeypatch.setattr(hooks, "decode_all", decode_all)
+        with pytest.raises(Stopped, match=r"differ from plain decoding's in float32 \(step 1, 2\)"):
+            run_here(small("optim.steps=2", "checkpoints=2", "guards.self_check=false"))
+        assert capfd.readouterr().out.count("!!! NOT LOSSLESS at step") == 2
+
+
+class TestWandb:
+    """A module in its place, which breaks in every way."""
+
+    @pytest.fixture
+    def fake(self, monkeypatch):
+        module = types.ModuleType("wandb")
+        module.api = types.SimpleNamespace(api_key="0123456789")
+        module.Settings = lambda **options: options
+        module.calls, module.logged = [], []
+        run = types.SimpleNamespace(
+            log=lambda line, step: module.logged.append(step), finish=lambda: module.calls.append("finish")
+        )
+
+        def init(**options):
+            module.calls.append(options["mode"])
+            if module.broken == options["mode"]:
+                raise ConnectionError("no network")
+            if module.broken == "hanging init":
+                threading.Event().wait()
+            return run
+
+        def log(line, step):
+            if module.broken == "raising log":
+                raise RuntimeError("server error")
+            threading.Event().wait()
+
+        module.init, module.broken = init, None
+        module.break_log = lambda: setattr(run, "log", log)
+        monkeypatch.setitem(sys.modules, "wandb", module)
+        monkeypatch.setattr(tracking, "PATIENCE", 0.3)
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        return module
+
+    def track(self, tmp_path) -> None:
+        config = TrainConfig()
+        config.tracking.wandb = True
+        tracker = tracking.Tracker(config, tmp_path, enabled=True)
+        for step in (1, 2):
+            tracker.log({"step": step, "loss": None, "agreement": [0.5]})
+        tracker.close()
+
+    def test_offline_when_there_is_no_network(self, fake, tmp_path, capsys):
+        fake.broken = "online"
+        self.track(tmp_path)
+        assert fake.calls == ["online", "offline", "finish"] and fake.logged == [1, 2]
+        assert "wandb (online) is not available: no network" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("broken", ["hanging init", "hanging log"])
+    def test_left_behind_when_it_hangs(self, fake, tmp_path, capsys, broken):
+        fake.broken = broken
+        fake.break_log()
+        self.track(tmp_path)
+        assert "has not answered" in capsys.readouterr().out
+
+    def test_left_out_when_it_raises(self, fake, tmp_path, capsys):
+        fake.broken = "raising log"
+        fake.break_log()
+        self.track(tmp_path)
+        assert "wandb stopped working and is left out from here on: server error" in capsys.readouterr().out
+
+    def test_dropped_when_it_takes_nothing(self, fake, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(tracking, "WAITING", 1)
+        fake.broken = "hanging init"
+        self.track(tmp_path)
+        assert "wandb has not taken 1 messages" in capsys.readouterr().out
+
+
+def test_secrets_reach_no_file_and_no_tracker(small, run_here, monkeypatch, tmp_path, capfd):
+    """The real wandb, offline: what it writes is looked through, too."""
+    key, hub = "0123456789abcdef0123456789abcdef01234567", "hf_" + "Q" * 30
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", ["main.py", f"tracking.project={hub}"])
+    run = run_here(small("tracking=wandb", f"tracking.project=x{key}", "optim.steps=1", "guards.self_check=false"))
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(file.suffix == ".wandb" for file in written)
+    assert not [file for file in written if key.encode() in file.read_bytes() or hub.encode() in file.read_bytes()]
+    assert json.loads((run / "config.json").read_text())["tracking"]["project"] == "x" + HIDDEN
+    printed = capfd.readouterr()
+    assert key not in printed.out + printed.err
+
+
+def test_secrets_are_known_by_name_by_shape_and_by_the_environment(monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", "correct horse")
+    monkeypatch.setenv("SORT_KEY", "id")
+    tree = {
+        "api_key": "x",
+        "HF_TOKEN": "y",
+        "mask_token_id": 5,
+        "prompt_tokens": 8,
+        "a": [{"password": "z"}],
+        "t": None,
+    }
+    assert redact(tree) == tree | {"api_key": HIDDEN, "HF_TOKEN": HIDDEN, "a": [{"password": HIDDEN}]}
+    assert redact_text("a correct horse, id hf_abcdefghijklmnopqrst") == f"a {HIDDEN}, id {HIDDEN}"
+    assert redact_text("https://me:pass@host/path sk-abcdefghijklmnopqrst") == f"https://{HIDDEN}@host/path {HIDDEN}"
+    assert redact_text("https://host:8000/a hf_hub mask-token") == "https://host:8000/a hf_hub mask-token"
+
+
+class TestRows:
+    class Broken:
+        cache_files = [{"filename": "cache-123.arrow"}]
+
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, indices):
+            raise OSError("Expected to read 1040 metadata bytes")
+
+    def test_a_file_that_cannot_be_read_stops_the_run_and_is_named(self, monkeypatch, run_here):
+        start_processes(torch.device("cpu"))
+        prefetch = Prefetch(self.Broken(), TrainConfig(), 0, 5, pinned=False)
+        with pytest.raises(Stopped, match=r"cannot be read from cache-123\.arrow: OSError: Expected to read"):
+            prefetch()
+
+    def test_a_reader_that_dies_stops_the_run(self, monkeypatch, run_here):
+        start_processes(torch.device("cpu"))
+        monkeypatch.setattr(batches, "batch", lambda *arguments: sys.exit(1))
+        with pytest.raises(Stopped, match="cannot be read.*SystemExit"):
+            Prefetch(self.Broken(), TrainConfig(), 0, 5, pinned=False)()
+
+    def test_a_damaged_cache_is_named(self, small, run_here, monkeypatch, tmp_path):
+        import datasets
+
+        config = small("guards.self_check=false", "optim.steps=1", *mixture(tmp_path))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        run_here(config)
+        for file in (tmp_path / "cache").rglob("*.arrow"):
+            os.truncate(file, file.stat().st_size // 2)
+        with pytest.raises(ValueError, match=r"cache of training rows in .*/cache cannot be used .*delete it"):
+            run_here(config)
+
+    def test_a_feature_shard_that_goes_bad_in_the_run_is_named(self, small, run_here, tmp_path, monkeypatch):
+        options = features(tmp_path)
+        shard = tmp_path / "features" / "shard-00000.safetensors"
+
+        def damage() -> None:
+            with shard.open("r+b") as file:
+                file.seek(1 << 16)
+                file.write(b"\xff" * (shard.stat().st_size - (1 << 16)))
+
+        after_steps(monkeypatch, 2, damage)
+        with pytest.raises(Stopped, match=r"shard-00000\.safetensors is altered: its row \d+"):
+            run_here(small(*options, "optim.steps=50", "optim.batch=1", "guards.self_check=false"))
+
+
+def test_who_is_behind():
+    places = {0: "(6, 2, 'the forward pass')", 1: "(6, 0, 'reading its rows')", 2: "(6, 2, 'the forward pass')"}
+    assert stalled(places, 3, 30).startswith(
+        "nothing has gone on for 30 minutes: rank 1 did not get through reading its rows (step 7), waited for by "
+        "rank 0 at the forward pass, rank 2 at the forward pass"
+    )
+    same = dict.fromkeys(range(2), "(6, 2, 'the forward pass')")
+    assert "all processes did not get through the forward pass (step 7);" in stalled(same, 2, 0.5)
+
+
+def test_a_process_that_sleeps_is_named_and_the_run_ends(tmp_path):
+    """Two processes, the second of which reads for ever."""
+    repo = Path(loop.__file__).parent.parent
+    script = tmp_path / "sleepy.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "import train.batches as batches, train.main as main\n"
+        "from infer.utils.entry import composed\nfrom train.config import TrainConfig\n"
+        "plain = batches.batch\n"
+        "def batch(rows, first, count, seed):\n"
+        "    if os.environ['RANK'] == '1' and first >= 6: time.sleep(600)\n"
+        "    return plain(rows, first, count, seed)\n"
+        "batches.batch = batch\n"
+        "main.run(composed('train', TrainConfig, sys.argv[1:]))\n"
+    )
+    from tests.train.test_loop import SMALL
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    options = [*SMALL, f"runs_dir={tmp_path}", "name=sleepy", "guards.self_check=false", "guards.stall_minutes=0.1"]
+    environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0 and "exitcode  : 3" in done.stderr, done.stderr
+    assert "rank 1 did not get through reading its rows (step 4)" in done.stderr
+    assert math.isfinite(logged(tmp_path / "sleepy")[-1]["loss"])

@@ -1,0 +1,189 @@
+"""Numbers that are not finite: skipped alike at every stage, kept, replayed; losses that jump; the start's check."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train.loop as loop
+from data.packing import packed_rows, row_index
+from infer import load_target
+from infer.config import DrafterConfig
+from infer.utils.entry import Stopped
+from train.batches import draw_blocks
+from train.config import FeaturesConfig, ObjectiveConfig, ReplayConfig, TrainConfig
+from train.engine import training_state
+from train.features import checksum, write_features, write_manifest
+from train.objective import RowLoss
+from train.run.folder import logged
+from train.safety.guards import Spikes
+from train.safety.processes import start_processes
+from train.safety.replay import replay
+from train.safety.selfcheck import SelfCheck
+
+
+def poisoned(bad: dict[int, str], states: list):
+    """`train_step`, whose loss or gradient is not finite in the given steps; keeps the state before and after each."""
+    plain, loss_of = loop.train_step, loop.block_loss
+    count = [0]
+
+    def step(engine, *rest):
+        count[0] += 1
+        how = bad.get(count[0])
+
+        def block_loss(*arguments) -> RowLoss:
+            found = loss_of(*arguments)
+            if how == "gradient":
+                found.loss.register_hook(lambda gradient: gradient * math.nan)
+            return RowLoss(found.loss * (math.inf if how == "loss" else 1), found.rows, found.agree)
+
+        before = training_state(engine)
+        loop.block_loss = block_loss
+        metrics = plain(engine, *rest)
+        loop.block_loss = loss_of
+        states.append((before, training_state(engine)))
+        return metrics
+
+    return step
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here, monkeypatch, stage):
+    states: list = []
+    monkeypatch.setattr(loop, "train_step", poisoned({2: "loss", 4: "gradient"}, states))
+    run = run_here(small("optim.steps=5", f"deepspeed.stage={stage}"))
+    for number, (before, after) in enumerate(states, 1):
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        assert same == (number in (2, 4)), number
+        assert all(value.isfinite().all() for value in after.values())
+    lines = logged(run)
+    assert [line["step"] for line in lines if line["grad_norm"] is None] == [2, 4]
+    assert [line["step"] for line in lines if line["loss"] is None] == [2]
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
+    assert [path.name for path in sorted((run / "skipped").iterdir())] == ["step-00000002", "step-00000004"]
+    kept = load_file(run / "skipped" / "step-00000004" / "weights.safetensors")
+    assert all(torch.equal(value, states[3][0][name]) for name, value in kept.items())
+
+
+def test_a_kept_step_replayed_gives_the_loss_it_should_have_had(small, run_here, monkeypatch, tmp_path):
+    plain = logged(run_here(small("optim.steps=2", "name=plain")))[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", poisoned({2: "loss"}, []))
+        run = run_here(small("optim.steps=2"))
+    found = replay(ReplayConfig(run=str(run)))
+    assert found["step"] == 2 and not found["seen"]  # the fault was not in rows and weights
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
+    with pytest.raises(ValueError, match="there is 2$"):
+        replay(ReplayConfig(run=str(run), step=1))
+
+
+def test_too_many_in_a_row_stop_the_run_and_replay_names_the_first(small, run_here, tmp_path):
+    """Features with an infinite value, soundly stored: every step meets it."""
+    config = small("data.limit=1", "optim.steps=9", "guards.most_skipped=3", "guards.self_check=false")
+    config.features = str(tmp_path / "features")
+    config.drafter.target_layer_ids = [6]
+    target = load_target("embedded")
+    rows = packed_rows(config.data, target.tokenizer).select(range(4))
+    options = FeaturesConfig(out=config.features, data=config.data)
+    write_features(options, target, (6,), rows, lambda done, total: None)
+    shard = tmp_path / "features" / "shard-00000.safetensors"
+    stored = load_file(shard)
+    stored["context"][:, 5, 0, 7] = math.inf
+    save_file(stored, shard)
+    manifest = json.loads((shard.parent / "manifest.json").read_text())
+    manifest["shards"][0]["checksums"] = [
+        checksum({name: column[i] for name, column in stored.items()}) for i in range(len(rows))
+    ]
+    write_manifest(shard.parent, manifest)
+
+    with pytest.raises(Stopped, match=r"step 3 is skipped.*the 3\. in a row.*replay run="):
+        run_here(config)
+    run = tmp_path / "small"
+    assert [line["grad_norm"] for line in logged(run)] == [None, None]
+    record = json.loads((run / "skipped" / "step-00000003" / "skipped.json").read_text())
+    assert record["weights"] == "step-00000001/weights.safetensors" and record["draws"] == [4]
+    found = replay(ReplayConfig(run=str(run), step=3))
+    assert found["seen"][0].startswith("stored context: 0 NaN, 2 infinite") and "[0, 5, 0, 7]" in found["seen"][0]
+    assert found["seen"][1].startswith("output of fc: ")
+    assert not math.isfinite(found["grad_norm"])
+
+
+def test_a_spike_is_reported_with_its_rows():
+    config = TrainConfig(seed=3)
+    config.optim.batch = 2
+    known = [{"loss": 2.0 + 0.01 * i} for i in range(9)] + [{"loss": None}]
+    spikes = Spikes(config, 50, known)
+    assert spikes({"step": 11, "loss": 9.0}) is None  # too few to tell
+    assert spikes({"step": 12, "loss": None}) is None
+    assert spikes({"step": 13, "loss": 6.0}) is None  # 2.9 times the median
+    rows = f"{row_index(26, 50, 3)}, {row_index(27, 50, 3)}"
+    assert spikes({"step": 14, "loss": 6.3}).endswith(f"rows of the training set are {rows}")
+    assert spikes({"step": 15, "loss": 2.0}) is None
+
+
+class Rows:
+    """A training set of random rows of two documents."""
+
+    def __init__(self, count: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        documents = (torch.arange(length) > length // 3).long().expand(count, -1)
+        places = torch.arange(length).expand(count, -1)
+        self.columns = {
+            "ids": torch.randint(90, (count, length), generator=generator),
+            "positions": torch.where(documents > 0, places - length // 3 - 1, places),
+            "documents": documents,
+            "loss": torch.rand(count, length, generator=generator) < 0.9,
+        }
+
+    def __len__(self) -> int:
+        return len(self.columns["ids"])
+
+    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {name: column[indices] for name, column in self.columns.items()}
+
+
+def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
+    start_processes(torch.device("cpu"))
+    target, drafter = make_tiny(dtype=dtype, **family)
+    config = TrainConfig(anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(**objective))
+    config.optim.batch, config.objective.chunk_rows = 2, 5
+    check = SelfCheck(drafter, target, Rows(6, 30), config)
+    assert check.expected.count_nonzero() > 3
+    blocks = draw_blocks(check.rows, config, 0)
+    return check(loop.block_loss(drafter, target, check.rows, blocks, config))
+
+
+@pytest.mark.parametrize("family", [{}, {"family": "dart"}, {"family": "dart", "shifted": False}])
+@pytest.mark.parametrize("divergence", ["kl", "cross_entropy", "tv", "acceptance", "lk"])
+def test_the_start_agrees_with_blocks_computed_alone(run_here, make_tiny, family, divergence):
+    assert "computed alone differ from the training step by at most" in checked(
+        make_tiny, family, divergence=divergence
+    )
+
+
+def test_the_start_agrees_in_bfloat16(run_here, make_tiny):
+    checked(make_tiny, {}, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("fault", ["mask", "labels", "rows", "nan"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_start_notices_what_is_wrong(run_here, make_tiny, monkeypatch, fault, dtype):
+    plain_mask, plain_score = loop.block_mask, loop.score
+    if fault == "mask":  # a block sees its whole document
+        monkeypatch.setattr(loop, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest))
+    else:
+
+        def score(drafted, head, target, blocks, features, config):
+            if fault == "labels":
+                blocks = type(blocks)(**vars(blocks) | {"teacher_rows": blocks.teacher_rows + 1})
+            found = plain_score(
+                drafted.roll(1, 0) if fault == "rows" else drafted, head, target, blocks, features, config
+            )
+            return RowLoss(found.loss, found.rows * math.nan if fault == "nan" else found.rows, found.agree)
+
+        monkeypatch.setattr(loop, "score", score)
+    with pytest.raises(Stopped, match="self-check: .* differ by"):
+        checked(make_tiny, {}, dtype=dtype)

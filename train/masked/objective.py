@@ -1,0 +1,120 @@
+"""Masked diffusion's objective: an upper bound on a text's negative log-likelihood, from one random masking of it.
+
+The forward process covers tokens ("absorbs" them into the mask token): at noise level t each token is covered with
+probability t. For a text x of n tokens (MDLM, Sahoo et al. 2024, eq. 10 with alpha_t = 1 - t; LLaDA, Nie et al. 2025,
+eq. 3)
+
+    -log p(x) <= E over t ~ U(0, 1] and the covering of [ 1/t * sum over covered i of -log p(x_i | x covered) ]
+
+Given that k of the n tokens are covered, t is distributed as Beta(k + 1, n - k + 1), and the mean of 1/t is
+(n + 1) / k. That takes the place of 1/t here: the expectation stays, and the variance, which with 1/t is infinite (the
+integral of 1/t), is small. LLaDA's eq. 6 measures likelihoods by numbers of covered tokens for the same reason.
+
+Decoding goes block by block, so a text may also be split into blocks of any length, each bounded by the same formula
+given everything before it, with everything after it covered: -log p(x) = sum over blocks of -log p(block | before).
+One random block of a document, times the number of its blocks, is an unbiased estimate of that sum.
+
+B rows, T tokens of a row, N documents of a row, V vocabulary. Rows are those of `data.packing`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infer.attention.masks import additive
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The randomness of one masking."""
+
+    levels: torch.Tensor  # (B, N) noise level t of every document, from above 0 to 1
+    blocks: torch.Tensor  # (B, N) uniform in [0, 1): which block of the document is noised
+    coins: torch.Tensor  # (B, T) uniform in [0, 1): a token of that block is covered if its coin is below t
+
+    def select(self, rows: torch.Tensor) -> "Draws":
+        """Those of some rows (R,)."""
+        return Draws(self.levels[rows], self.blocks[rows], self.coins[rows])
+
+    def to(self, device: torch.device) -> "Draws":
+        """The same on another device."""
+        return Draws(self.levels.to(device), self.blocks.to(device), self.coins.to(device))
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Rows with some tokens covered."""
+
+    ids: torch.Tensor  # (B, T) with mask tokens
+    weights: torch.Tensor  # (B, T) float32: what a covered token's cross-entropy counts, 0 where it carries no loss
+    tokens: torch.Tensor  # () how many tokens the bound is about: all that may be learnt, covered or not
+
+
+def draw(documents: torch.Tensor, generator: torch.Generator) -> Draws:
+    """Draws for rows of documents (B, T), on the CPU. The levels of a batch are evenly spread over (0, 1] (MDLM's
+    low-discrepancy sampler): each is uniform, and together they vary less than independent ones."""
+    rows, length = documents.shape
+    slots = int(documents.max()) + 1 if documents.numel() else 0
+    offsets = torch.rand(1, slots, generator=generator)
+    spread = torch.arange(rows)[:, None] / rows
+    blocks = torch.rand(rows, slots, generator=generator)
+    return Draws(1 - (offsets + spread) % 1, blocks, torch.rand(rows, length, generator=generator))
+
+
+def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tensor, mask_token_id: int) -> Noised:
+    """Covers, in every document, one block of the tokens that may be learnt, as the draws say, and all that follows it.
+
+    rows: packed `ids`, `positions`, `documents` and `loss`, each (B, T). block_length: (B,) tokens to learn in a block
+    of each row; a row's length or more noises its documents whole. Tokens that may not be learnt (prompts) stay clear
+    before and within the block; they are covered after it, for decoding does not know them there yet.
+    """
+    ids, documents, learn = rows["ids"], rows["documents"], rows["loss"].bool()
+    slot = documents.clamp(min=0)
+    empty = torch.zeros(draws.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
+    before = learn.long().cumsum(1) - learn.long()  # tokens to learn before this one in its row, then in its document
+    first = torch.arange(ids.shape[1], device=ids.device) - rows["positions"]  # (B, T) where the document begins
+    before = before - before.gather(1, first.clamp(min=0))
+    counts = empty.scatter_add(1, slot, learn.long())
+    blocks = -(-counts // block_length[:, None])  # (B, N) rounded up: the last block may be short
+    chosen = (draws.blocks * blocks).long()  # (B, N)
+    inside = torch.minimum(counts - chosen * block_length[:, None], block_length[:, None])  # (B, N) its tokens
+    block, theirs = before // block_length[:, None], chosen.gather(1, slot)  # (B, T)
+    hit = learn & (block == theirs) & (draws.coins < draws.levels.gather(1, slot))
+    covered = hit | ((block > theirs) & (documents >= 0))
+    weight = blocks * (inside + 1) / empty.scatter_add(1, slot, hit.long())  # (B, N)
+    weights = torch.where(hit, weight.gather(1, slot), 0.0)
+    return Noised(ids.masked_fill(covered, mask_token_id), weights, learn.sum())
+
+
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """(B, T) documents to an additive float32 mask (B, 1, T, T): every token sees its whole document, nothing else."""
+    return additive(documents[:, None, :, None] == documents[:, None, None, :], torch.float32)
+
+
+def learnable(rows: dict[str, torch.Tensor], shifted: bool, mask_id: int) -> dict[str, torch.Tensor]:
+    """The rows without loss where no model of the kind has a prediction: on mask tokens that a text quotes, and, if it
+    is shifted, on a document's first token, which is given (in Dream, too, the output before a token predicts it)."""
+    known = rows["loss"].bool() & (rows["ids"] != mask_id)
+    return rows | {"loss": known & (rows["positions"] > 0) if shifted else known}
+
+
+def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, shifted: bool, mask_id: int) -> torch.Tensor:
+    """The estimate of the bound in nats, summed over the rows: () with gradient; divide by `noised.tokens` for nats a
+    token. The model never predicts the mask token (MDLM section 3.2.3: zero masking probabilities).
+
+    model: a Hugging Face causal language model, run over noised ids (B, T) with every token seeing its document.
+    shifted: the output at position i - 1 predicts the token at i, as an autoregressive model's does.
+    """
+    hidden = model.get_decoder()(
+        input_ids=noised.ids,
+        position_ids=rows["positions"],
+        attention_mask=document_mask(rows["documents"]),
+        use_cache=False,
+    ).last_hidden_state  # (B, T, D)
+    row, place = noised.weights.nonzero(as_tuple=True)  # (M,) covered tokens with loss: only they need logits
+    logits = model.get_output_embeddings()(hidden[row, place - int(shifted)]).float()  # (M, V)
+    forbidden = torch.arange(logits.shape[-1], device=logits.device) == mask_id
+    logits = logits.masked_fill(forbidden, float("-inf"))
+    losses = nn.functional.cross_entropy(logits, rows["ids"][row, place], reduction="none")
+    return (losses * noised.weights[row, place]).sum()

@@ -1,0 +1,214 @@
+"""Checkpoints of a run: whole or absent, newest first, best marked.
+
+    <run>/checkpoints/step-00000300/
+        drafter/        config.json, model.safetensors: the public layout, what serving engines read
+        state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever processes and
+                        ZeRO stage wrote it; manifest.json: step, size and sha256 of every file of the checkpoint
+        evaluation/     evaluation.json and pictures, written after the checkpoint; failed.txt if that did not work
+    <run>/checkpoints/rolling-00000347/state/
+    <run>/checkpoints/best -> step-...
+
+Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training state and
+nothing else; the next one of either kind takes its place. Each is written into a hidden sibling folder, synced, given
+its manifest and renamed, so that a kill at any moment leaves either none or a whole one. There is no other state: data
+order, anchors and learning rate are pure functions of seed and step.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from infer.formats.checkpoint import save_drafter
+from infer.utils.entry import Stopped
+from infer.utils.files import sync, write_aside
+from train.engine import training_state
+from train.safety.processes import first_only
+
+MANIFEST, STATE = "manifest.json", "state.safetensors"
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first, whole or not."""
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def rolling(run: Path) -> list[Path]:
+    """The training states between them, oldest first, whole or not."""
+    return sorted((run / "checkpoints").glob("rolling-*"))
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.split("-")[-1])
+
+
+@contextmanager
+def disk(what: str) -> Iterator[None]:
+    """Around writing: a disk that is full, read-only or gone ends the run in one sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        where = f" ({error.filename})" if getattr(error, "filename", None) else ""
+        why = getattr(error, "strerror", None) or str(error)
+        raise Stopped(
+            f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
+            "from there"
+        ) from error
+
+
+def _digest(path: Path) -> dict:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
+    """Saves a checkpoint: the training state and the drafter (in `dtype`); returns the finished folder. Called by every
+    process. Raises Stopped in all of them if it cannot be written; nothing half-written is left then."""
+    state = training_state(engine)
+    config = engine.module.config
+
+    def write() -> Path:
+        folder = _write(checkpoint_folder(run, step), step, state, (config, dtype))
+        tidy(run, step, keep_states)
+        return folder
+
+    return first_only(write)
+
+
+def save_rolling(run: Path, step: int, engine) -> Path:
+    """Saves the training state only, in the place of the rolling one before. As `save` otherwise."""
+    state = training_state(engine)
+
+    def write() -> Path:
+        folder = _write(run / "checkpoints" / f"rolling-{step:08d}", step, state, None)
+        for old in rolling(run):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    return first_only(write)
+
+
+def _write(
+    final: Path, step: int, state: dict[str, torch.Tensor], drafter: tuple[Qwen3Config, torch.dtype] | None
+) -> Path:
+    """The folder `final` with a training state, a drafter if its configuration and dtype are given, and a manifest."""
+    partial = final.parent / f".{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk(f"{final.name} of {final.parent.parent}"):
+            final.parent.mkdir(exist_ok=True)  # but not the run's folder: where that vanished, the run ends
+            (partial / "state").mkdir(parents=True)
+            save_file(state, partial / "state" / STATE)
+            if drafter is not None:
+                config, dtype = drafter
+                weights = {name: tensor.to(dtype) for name, tensor in state.items() if "/" not in name}
+                save_drafter(config, weights, partial / "drafter")
+            files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+            manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
+            (partial / "state" / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1) + "\n")
+            log = final.parent.parent / "metrics.jsonl"  # has all steps up to this one: on the disk before it
+            for path in (*partial.rglob("*"), *[log] * log.exists()):
+                sync(path)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync(final.parent)
+    except Stopped:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def tidy(run: Path, step: int, keep_states: int) -> None:
+    """Removes the states that the one of `step` makes superfluous; after a kill in the middle of it, the next start
+    does. What is newer is damaged, and stays until it is written anew."""
+    for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-keep_states]:
+        shutil.rmtree(old / "state", ignore_errors=True)
+    for old in rolling(run):
+        if step_of(old) < step or checkpoint_folder(run, step).exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep_up(run: Path) -> None:
+    """Removes what a killed run left half-written."""
+    (run / "checkpoints" / ".best").unlink(missing_ok=True)
+    for partial in (*(run / "checkpoints").glob(".step-*"), *(run / "checkpoints").glob(".rolling-*")):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def whole(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every file is as its manifest says."""
+    manifest = folder / "state" / MANIFEST
+    if not manifest.is_file():
+        return "has no training state"
+    try:
+        expected = dict(json.loads(manifest.read_text())["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "its manifest cannot be read"
+    if f"state/{STATE}" not in expected:
+        return f"its manifest names no state/{STATE}"
+    for name, digest in expected.items():
+        if "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
+            return f"its manifest names {name!r}, which is outside of it"
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _digest(folder / name) != digest:
+            return f"{name} is truncated or altered"
+    return None
+
+
+def newest(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint or rolling state, or None, and a sentence about every newer one that was skipped."""
+    skipped = []
+    for folder in sorted((*checkpoints(run), *rolling(run)), key=step_of, reverse=True):
+        problem = whole(folder)
+        if problem is None:
+            return folder, skipped
+        skipped.append(f"skipped checkpoint {folder.name}: {problem}")
+    return None, skipped
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's training state, as `train.engine.training_state` took it. Its files were checked by `newest`."""
+    return load_file(folder / "state" / STATE)
+
+
+def mark_best(run: Path, best: Path) -> None:
+    """Points checkpoints/best at the best checkpoint, atomically."""
+    link = run / "checkpoints" / "best"
+    fresh = link.with_name(".best")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(best.name)
+    fresh.replace(link)
+
+
+def trim_log(path: Path, step: int) -> None:
+    """Drops lines of metrics.jsonl from steps that a resumed run will do again (and a half-written last line)."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    with disk(str(path)):
+        write_aside(path, "".join(line + "\n" for line in kept))
+
+
+def seeded(*parts: int) -> torch.Generator:
+    """A generator that is a pure function of its parts (seed, step, rank, ...)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

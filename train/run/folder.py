@@ -1,0 +1,126 @@
+"""A run's folder: its configuration, its lock, its log.
+
+An existing run is gone on with or refused, never overwritten, and never written by two at once. What can be known
+before models load is refused then (`look`); `open_run` makes the folder once all has loaded.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from infer.utils.files import write_aside
+from infer.utils.redact import redact
+from train.config import TrainConfig
+from train.run.checkpoints import disk, sweep_up
+
+# what may be another when a run goes on: nothing here changes what is learnt, beyond rounding
+FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
+FREE += ("guards", "optim.micro", "compile", "recompute", "target.shard", "target.device")
+
+
+def run_folder(config: TrainConfig) -> Path:
+    return Path(config.runs_dir) / config.name
+
+
+def plain(config: TrainConfig) -> dict:
+    """The resolved configuration as JSON knows it, without secrets: what is written and compared."""
+    return json.loads(json.dumps(redact(asdict(config))))
+
+
+def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
+    """The dotted keys under which two configurations are not the same."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys((*wanted, *known))
+        return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
+    return [] if known == wanted else [prefix.removesuffix(".")]
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Holds the folder for this process; the kernel lets go of it however the process ends. Raises ValueError when
+    another run has it."""
+    with (run / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ValueError(
+                f"{run} is being written by {holder}: wait for it, stop it, or choose another name="
+            ) from error
+        _sign(file)
+        yield
+
+
+def _sign(file: IO[str]) -> None:
+    """Who holds the lock, for those who do not get it."""
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def refuse_another(config: TrainConfig, run: Path) -> None:
+    """Raises ValueError when the folder holds a run of another configuration, or any run and resume=never."""
+    file = run / "config.json"
+    if not file.exists():
+        return
+    if config.resume == "never":
+        raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
+    try:
+        known = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
+    changed = [key for key in differences(known, plain(config)) if not key.startswith(FREE)]
+    if changed:
+        raise ValueError(
+            f"{run} holds a run with another configuration ({', '.join(changed)} differ): choose another name="
+        )
+
+
+def look(config: TrainConfig) -> None:
+    """Before anything is loaded: raises ValueError when the folder cannot be had. Leaves nothing behind."""
+    run = run_folder(config)
+    refuse_another(config, run)
+    existing = next(folder for folder in (run, *run.absolute().parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+        if existing == run:
+            with locked(run):
+                pass
+    except OSError as error:
+        raise ValueError(f"{run} cannot be written ({error.strerror or error}): choose another runs_dir=") from error
+
+
+@contextmanager
+def open_run(config: TrainConfig) -> Iterator[Path]:
+    """The run's folder with its resolved config, held until the end of the run. Called by the first process."""
+    run = run_folder(config)
+    with disk(str(run)):
+        run.mkdir(parents=True, exist_ok=True)
+    with locked(run):
+        refuse_another(config, run)
+        with disk(str(run)):
+            if not (run / "config.json").exists():
+                write_aside(run / "config.json", json.dumps(plain(config), indent=1) + "\n")
+            sweep_up(run)
+        yield run
+
+
+def add_lines(run: Path, lines: list[dict]) -> None:
+    """More steps to metrics.jsonl."""
+    with disk(f"{run}/metrics.jsonl"), (run / "metrics.jsonl").open("a") as log:
+        log.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def logged(run: Path) -> list[dict]:
+    """The steps of metrics.jsonl."""
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

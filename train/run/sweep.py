@@ -1,0 +1,102 @@
+"""`--multirun`: every combination of the values given, one run after the other, and one table and picture at the end.
+
+    ./launch.sh --multirun objective.gamma=0.5,0.6,0.7 optim.lr=2e-3,4e-3
+
+Each run is what `./launch.sh` does with one combination, in runs/<name>/<combination>, processes and all; a sweep that
+was stopped goes on with the run that it was in, and finished runs are not done again.
+"""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+from infer.utils.entry import composed, fail
+from train.config import TrainConfig
+
+LAUNCH = Path(__file__).resolve().parent.parent.parent / "launch.sh"
+
+
+def combinations(arguments: list[str]) -> list[list[str]]:
+    """The overrides of every run, in Hydra's own sweep syntax (`a=1,2`, `choice(...)`, `range(...)`). Raises
+    ValueError for one that Hydra cannot read, or if nothing is swept."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    given = [argument for argument in arguments if argument not in ("--multirun", "-m")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(given)
+    except HydraException as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from error
+    choices = []
+    for override in parsed:
+        if override.is_sweep_override():
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([override.input_line])
+    if all(len(values) == 1 for values in choices):
+        raise ValueError("--multirun: no override has several values, as in objective.gamma=0.5,0.6,0.7")
+    return [list(values) for values in product(*choices)]
+
+
+def label(overrides: list[str], all_runs: list[list[str]]) -> str:
+    """What tells a run from the others of its sweep: the overrides that are not the same everywhere."""
+    own = [override for i, override in enumerate(overrides) if any(run[i] != override for run in all_runs)]
+    return ",".join(override.lstrip("+") for override in own).replace("/", "_").replace(" ", "")
+
+
+def sweep(arguments: list[str]) -> None:
+    """Runs them all. A run that fails is reported and left out of the table; the exit code is then 1."""
+    try:
+        runs = combinations(arguments)
+        checked = [composed("train", TrainConfig, overrides) for overrides in runs]  # all, before any starts
+    except ValueError as error:
+        fail(str(error))
+    configs = {label(one, runs): (one, config) for one, config in zip(runs, checked, strict=True)}
+    finished, failed = {}, []
+    for number, (name, (overrides, config)) in enumerate(configs.items(), 1):
+        folder = Path(config.runs_dir) / config.name
+        print(f"\n== {number} of {len(configs)}: {name}", flush=True)
+        command = [str(LAUNCH), "train", *overrides, f"runs_dir={folder}", f"name='{name}'"]
+        done = subprocess.run(command, env=os.environ | {"LAUNCH_PYTHON": sys.executable}, check=False)
+        if done.returncode:
+            failed.append(name)
+        else:
+            finished[name] = folder / name
+    if finished:
+        compare(finished, folder)
+    if failed:
+        print(f"{len(failed)} of {len(configs)} runs failed: {'; '.join(failed)}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def compare(runs: dict[str, Path], folder: Path) -> None:
+    """Prints and draws every run's best checkpoint beside the others', accuracy by position on held-out text and
+    acceptance lengths: runs/<name>/sweep.md and sweep.png."""
+    from infer.evaluation.evaluate import best_tau, same_output
+    from infer.evaluation.report import fastest, sweep_figure
+    from infer.evaluation.report import label as method_label
+    from train.run.hooks import evaluations_of
+
+    evaluated = {name: found for name, run in runs.items() if (found := evaluations_of(run))}
+    if not evaluated:
+        return
+    best = {name: max(found, key=best_tau) for name, found in evaluated.items()}
+    names = [method_label(method) for method in next(iter(best.values()))["methods"][1:]]  # the first is plain
+    shown = range(min(6, *(len(result["accuracy"]) for result in best.values())))
+    heads = [f"α-{i + 1}" for i in shown] + [f"τ {name}" for name in names]  # α: DART table 4's accuracy by position
+    lines = ["| run | step | " + " | ".join(heads) + " | best speedup | same output |"]
+    lines.append("| --- |" + " ---: |" * (len(heads) + 2) + " --- |")
+    taus: dict[str, list[float]] = {}
+    for name, result in sorted(best.items(), key=lambda item: -best_tau(item[1])):
+        found = {method_label(method): method["tau"] for method in result["methods"]}
+        taus[name] = [found.get(method, float("nan")) for method in names]
+        cells = [name, str(result["step"]), *(f"{100 * result['accuracy'][i]:.1f}%" for i in shown)]
+        cells += [f"{tau:.2f}" for tau in taus[name]]
+        cells += [f"{fastest(result)['speedup']:.2f}x", "yes" if same_output(result) else "no"]
+        lines.append("| " + " | ".join(cells) + " |")
+    table = "\n".join(lines)
+    (folder / "sweep.md").write_text(table + "\n", encoding="utf-8")
+    sweep_figure(names, taus).savefig(folder / "sweep.png")
+    print(f"\n{table}\n\ntable    {folder / 'sweep.md'}\npicture  {folder / 'sweep.png'}")

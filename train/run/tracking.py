@@ -1,0 +1,124 @@
+"""Weights & Biases, if asked for. It never stops or holds up a run: offline without a key or network, else silent."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from queue import Full, Queue
+
+from infer.utils.redact import redact, redact_text
+from train.config import TrainConfig
+
+WAITING = 10_000  # lines that may wait for a slow or hanging server; the later ones are dropped
+PATIENCE = 60.0  # seconds that the end of a run waits for what was not sent yet
+
+
+def start_wandb(config: TrainConfig, folder: Path):
+    """A run of wandb: online, or offline, or None where neither works. No secret goes into its configuration, and
+    neither the command line nor what is printed is recorded."""
+    import wandb
+
+    has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    wished = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    for mode in dict.fromkeys((wished, "offline")):
+        try:
+            return wandb.init(
+                project=redact_text(config.tracking.project),
+                name=redact_text(config.name),
+                dir=str(folder),
+                config=redact(asdict(config)),
+                mode=mode,
+                settings=wandb.Settings(
+                    init_timeout=30, silent=True, console="off", x_disable_meta=True, disable_git=True
+                ),
+            )
+        except Exception as error:  # noqa: BLE001  whatever wandb raises, training goes on
+            print(redact_text(f"wandb ({mode}) is not available: {error}"))
+    return None
+
+
+class Tracker:
+    """Logs to wandb when `tracking.wandb` is on; otherwise does nothing. A thread of its own talks to wandb: training
+    only leaves a message."""
+
+    def __init__(self, config: TrainConfig, folder: Path, enabled: bool) -> None:
+        self.config, self.folder = config, folder
+        self.messages: Queue[Callable | None] = Queue(maxsize=WAITING)
+        self.thread: threading.Thread | None = None
+        if enabled and config.tracking.wandb:
+            self.thread = threading.Thread(target=self._work, daemon=True)
+            self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            run = start_wandb(self.config, self.folder)
+            while run is not None and (action := self.messages.get()) is not None:
+                action(run)
+            if run is not None:
+                run.finish()
+        except Exception as error:  # noqa: BLE001
+            print(redact_text(f"wandb stopped working and is left out from here on: {error}"))
+
+    def _send(self, action: Callable | None) -> None:
+        if self.thread is None or not self.thread.is_alive():
+            return
+        try:
+            self.messages.put_nowait(action)
+        except Full:
+            print(f"wandb has not taken {WAITING:,} messages, and is left out from here on")
+            self.thread = None
+
+    def log(self, line: dict) -> None:
+        """One step's metrics, as they are written to metrics.jsonl."""
+        flat = {key: value for key, value in line.items() if not isinstance(value, list) and value is not None}
+        flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
+        self._send(lambda run: run.log(flat, step=line["step"]))
+
+    def summary(self, evaluation: dict) -> None:
+        """An evaluation's acceptance lengths and speedups."""
+        figures = figures_of(evaluation)
+        self._send(lambda run: (run.log(figures, step=evaluation["step"]), run.summary.update(figures)))
+
+    def pictures(self, folder: Path) -> None:
+        """The report's pictures."""
+
+        def upload(run) -> None:
+            import wandb
+
+            run.log({path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))})
+
+        self._send(upload)
+
+    def artifact(self, drafter: Path, evaluation: dict) -> None:
+        """A drafter's folder with the numbers of its evaluation, if `tracking.artifacts` is on."""
+        if not self.config.tracking.artifacts:
+            return
+
+        def upload(run) -> None:
+            import wandb
+
+            numbers = {"step": evaluation["step"]} | figures_of(evaluation)
+            artifact = wandb.Artifact(self.config.name, type="model", metadata=numbers)
+            artifact.add_dir(str(drafter))
+            run.log_artifact(artifact, aliases=["best"])
+
+        self._send(upload)
+
+    def close(self) -> None:
+        """Waits until all is sent, but not for ever."""
+        self._send(None)
+        if self.thread is not None:
+            patience = PATIENCE * (10 if self.config.tracking.artifacts else 1)
+            self.thread.join(patience)
+            if self.thread.is_alive():
+                print(f"wandb has not answered for {patience:.0f} seconds, and is left behind")
+
+
+def figures_of(evaluation: dict) -> dict[str, float]:
+    """Acceptance length and speedup of every method."""
+    figures = {}
+    for method in evaluation["methods"]:
+        name = f"{method['name']}{method['budget'] or ''}"
+        figures |= {f"tau/{name}": method["tau"], f"speedup/{name}": method["speedup"]}
+    return figures

@@ -1,0 +1,125 @@
+"""Before the first step: is what will be computed what was meant?
+
+A few blocks of the first batch are computed alone, without anything that makes training fast: their document alone
+through target and drafter, a mask written out, the divergence as its formula says. The training step's own numbers
+for the same blocks, from all blocks of the batch under one mask, chunk by chunk, compiled if that is on, must agree.
+It takes one more forward pass of a batch and a few of single documents.
+
+N anchors, K block size, L = K - 1, W positions of a block in the drafter, T length of a document, D hidden size, V
+vocabulary.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from data.packing import batch
+from infer.attention.masks import additive
+from infer.drafters.base import Drafter
+from infer.targets.target import Features, Target
+from infer.utils.entry import Stopped
+from train.batches import draw_blocks, draw_of
+from train.config import TrainConfig
+from train.engine import compute_dtype, micro_batch
+from train.features import stored_features
+from train.objective import RowLoss
+
+BLOCKS = 3  # that are computed alone
+# How much a position's divergence may differ, relative to it, or to one nat where it is smaller: the largest one in
+# float32; on average in bfloat16, which has three digits, and where a pass over a document alone rounds elsewhere than
+# one over a packed row. On the embedded target (12 layers, 24 batches, both families) at most 1.4e-6 was seen, and in
+# bfloat16 0.013 at a single position; larger targets round more often.
+LARGEST, AVERAGE = 1e-4, 0.05
+
+
+def plain_divergence(p: torch.Tensor, log_q: torch.Tensor, label: int, kind: str) -> torch.Tensor:
+    """How far the drafter's log_q (V,) is from the target's p (V,), in nats: the formulas of `train.objective`."""
+    overlap = torch.minimum(p, log_q.exp()).sum()
+    kl = (p * (p.clamp(min=1e-45).log() - log_q)).sum()
+    share = (-3 * overlap).exp()
+    return {
+        "kl": kl,
+        "cross_entropy": -log_q[label],
+        "tv": 1 - overlap,
+        "acceptance": -overlap.log(),
+        "lk": share * kl + (1 - share) * (1 - overlap),
+    }[kind]
+
+
+class SelfCheck:
+    """Takes the slow numbers from a drafter that is in no engine yet; called with the fast ones, compares."""
+
+    @torch.no_grad()
+    def __init__(self, drafter: Drafter, target: Target, dataset, config: TrainConfig) -> None:
+        count, _ = micro_batch(config, dist.get_world_size())
+        draw = draw_of(config, 0, 0, dist.get_rank(), dist.get_world_size())
+        rows = batch(dataset, draw, count, config.seed)
+        self.rows = {name: column.to(target.device) for name, column in rows.items()}
+        self.blocks = draw_blocks(self.rows, config, draw)
+        self.exact = target.dtype == compute_dtype(config, target.device) == torch.float32
+        there = self.blocks.valid.nonzero().tolist() or [[0, 0]]
+        # as many in every process: a pass of a target that is spread over all takes them all
+        self.some = [there[i * (len(there) - 1) // (BLOCKS - 1)] for i in range(BLOCKS)]  # (row, slot)
+        self.expected = torch.stack([self.alone(drafter, target, b, n, config) for b, n in self.some])  # (3, L)
+
+    def alone(self, drafter: Drafter, target: Target, b: int, n: int, config: TrainConfig) -> torch.Tensor:
+        """The divergences of one block, (L,); 0 where nothing is learnt."""
+        rows, anchor = self.rows, int(self.blocks.anchors[b, n])
+        begin, end = self.document(b, anchor)
+        ids, positions = rows["ids"][b : b + 1, begin:end], torch.arange(end - begin, device=target.device)[None]
+        if "context" in rows:
+            part = {name: rows[name][b : b + 1, begin:end] for name in rows if name.startswith(("context", "last"))}
+            features = stored_features(part, target.dtype)
+        else:
+            features = target.packed_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids)
+        anchor, kind = anchor - begin, drafter.norm.weight.dtype
+        masks = [self.mask(max(anchor - drafter.lead, 0), end - begin, drafter.width, *view) for view in drafter.views]
+        masks = [additive(mask.to(target.device), kind) for mask in masks]
+        inputs = drafter.inputs(target, ids, positions, torch.tensor([[anchor]], device=target.device))
+        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0, drafter.first :]  # (L, D)
+        return self.divergences(hidden.to(target.dtype), features, ids[0], anchor, b, n, drafter, target, config)
+
+    @staticmethod
+    def mask(start: int, length: int, width: int, causal: bool, window: int | None) -> torch.Tensor:
+        """Who sees whom: a block that begins at `start`, and its document of `length` positions, (1, 1, W, T + W)."""
+        block, context = start + torch.arange(width), torch.arange(length)
+        before = (context < start).expand(width, -1)
+        inside = torch.ones(width, width, dtype=torch.bool)
+        seen = torch.cat([before, inside.tril() if causal else inside], 1)  # (W, T + W)
+        distance = (block[:, None] - torch.cat([context, block])).abs()
+        return (seen if window is None else seen & (distance < window))[None, None]
+
+    def document(self, b: int, anchor: int) -> tuple[int, int]:
+        """Where the document of a position begins and ends."""
+        documents = self.rows["documents"][b]
+        found = (documents == documents[anchor]).nonzero()[:, 0]
+        return int(found[0]), int(found[-1]) + 1
+
+    def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
+        """From states (L, D) of a block whose document has `ids` (T,) and `features`."""
+        head, out = drafter.head_weight(target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
+        for t in range(len(hidden)):
+            if not self.blocks.supervised[b, n, t]:
+                continue
+            p = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float()).softmax(-1)
+            log_q = target.scale(F.linear(hidden[t], head).float()).log_softmax(-1)
+            out[t] = plain_divergence(p, log_q, int(ids[anchor + t + 1]), config.objective.divergence)
+        return out
+
+    def __call__(self, fast: RowLoss) -> str:
+        """Compares with the fast numbers of `rows` and `blocks`; returns a sentence. Raises Stopped where they
+        differ."""
+        slots = self.blocks.anchors.shape[1]
+        found = torch.stack([fast.rows[b * slots + n] for b, n in self.some])  # (3, L)
+        error = (found - self.expected).abs() / self.expected.abs().clamp(min=1)
+        if self.exact:
+            error, most, how = error.max().item(), LARGEST, "at most"
+        else:
+            error, most, how = (error.sum() / self.expected.count_nonzero().clamp(min=1)).item(), AVERAGE, "on average"
+        if not error <= most:  # a difference that is not a number is one
+            raise Stopped(
+                f"self-check: the training step and a slow plain computation of the same blocks differ by {error:.1e} "
+                f"{how} ({most:.0e} is rounding): mask, objective or compilation is wrong on this "
+                "machine; compile=false leaves out one of them, guards.self_check=false the check"
+            )
+        return f"self-check: {BLOCKS} blocks computed alone differ from the training step by {how} {error:.1e}"
