@@ -61,8 +61,8 @@ class ScriptedDrafter:
     def state(self, rows: int, capacity: int, static: bool = False):
         return self.drafter.state(rows, capacity, static)
 
-    def absorb(self, *arguments) -> None:
-        self.drafter.absorb(*arguments)
+    def update_context(self, *arguments) -> None:
+        self.drafter.update_context(*arguments)
 
     def draft(self, target: Target, bonus: torch.Tensor, state) -> torch.Tensor:
         scores = self.drafter.draft(target, bonus, state) * 0.01  # (1, L, V)

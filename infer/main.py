@@ -98,7 +98,7 @@ def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.evaluation.tables import suite_table
-    from infer.utils.files import write_aside
+    from infer.utils.files import atomic_write
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ def run_suite(config: EvalCommand) -> None:
     options, out = config.evaluation, Path(config.out)
     result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
     text = suite_table(result)
-    write_aside(out / "suite.md", text + "\n")
+    atomic_write(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
 
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from data.packing import packed_rows, tokenizer_digest
 from infer.formats.integrity import json_digest, save_readable
 from infer.targets.target import Features, Target, weight_files
-from infer.utils.files import sync, write_aside
+from infer.utils.files import sync, atomic_write
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 from train.run.checkpoints import disk
@@ -155,7 +155,7 @@ def digest_of(manifest: dict) -> str:
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Writes the manifest with its own digest, whole or not at all."""
     with disk(f"{MANIFEST} of {folder}"):
-        write_aside(folder / MANIFEST, json.dumps(manifest | {"sha256": digest_of(manifest)}) + "\n")
+        atomic_write(folder / MANIFEST, json.dumps(manifest | {"sha256": digest_of(manifest)}) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:

@@ -5,7 +5,7 @@ queries of a block, D hidden size, F features of a position, H heads, E head siz
 
 A family is a module with `block_size`, `layer_ids` and
 
-- `state`, `absorb`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
+- `state`, `update_context`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
 - `inputs`, `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
   each of the `views` that its layers have of context and block), of `width` queries each that begin `lead` positions
   before the anchor and are read from slot `first` on;

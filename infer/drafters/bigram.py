@@ -57,7 +57,7 @@ class Bigram:
     def state(self, rows: int, capacity: int, static: bool = False) -> NoState:
         return NoState()
 
-    def absorb(
+    def update_context(
         self,
         target: Target,
         features: torch.Tensor,

@@ -242,7 +242,7 @@ class DART(Drafter):
         return DARTState(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]), pending)
 
     @torch.no_grad()
-    def absorb(
+    def update_context(
         self,
         target: Target,
         features: torch.Tensor,

@@ -239,7 +239,7 @@ class DFlash(Drafter):
         )
 
     @torch.no_grad()
-    def absorb(
+    def update_context(
         self,
         target: Target,
         features: torch.Tensor,

@@ -59,12 +59,12 @@ def calibrate(
     with cache.add(1) as row:
         features = target.extend([prompt], row, drafter.layer_ids)
     with state.add(1) as row:
-        drafter.absorb(target, features.context, torch.tensor([prompt], device=target.device), [CONTEXT], row)
+        drafter.update_context(target, features.context, torch.tensor([prompt], device=target.device), [CONTEXT], row)
     bonus = torch.zeros(1, dtype=torch.long, device=target.device)
 
     def draft() -> DraftTree:
         state.cache.advance([-2])
-        drafter.absorb(target, features.context[:, :2], bonus.repeat(1, 2), [2], state)
+        drafter.update_context(target, features.context[:, :2], bonus.repeat(1, 2), [2], state)
         return ddtree(bonus, drafter.draft(target, bonus, state), SIZES[-1])
 
     tree = draft()

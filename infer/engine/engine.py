@@ -121,7 +121,7 @@ class Engine:
         mark = self.clock()
         for text in texts:
             self._began[text] = mark, dict(self.seconds)
-        self._absorb()
+        self._update_context()
         prompts = [text.prompt for text in texts]
         with (
             self.cache.add(len(texts)) as cache,
@@ -150,17 +150,17 @@ class Engine:
             features = self.target.extend(parts, cache, self.layers)
             if state is not None:
                 tokens = pad_ids(parts, features.context.device)
-                self.drafter.absorb(self.target, features.context, tokens, [len(part) for part in parts], state)
+                self.drafter.update_context(self.target, features.context, tokens, [len(part) for part in parts], state)
             for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
                 if part and first + len(part) == len(prompt):
                     last[row] = features.last[row, len(part) - 1]
         return torch.stack(last)[:, None]
 
-    def _absorb(self) -> None:
+    def _update_context(self) -> None:
         """Gives the drafter the features of the last round's committed nodes."""
         if self.fresh is not None:
             features, tokens, counts, on_device = self.fresh
-            self.drafter.absorb(self.target, features, tokens, counts, self.state, on_device)
+            self.drafter.update_context(self.target, features, tokens, counts, self.state, on_device)
             self.fresh = None
 
     def _round(self) -> None:
@@ -183,7 +183,7 @@ class Engine:
         if not self.drafts:
             tree = root_only(self.bonus)
         else:
-            self._absorb()
+            self._update_context()
             marginals = self.drafter.draft(target, self.bonus, self.state)  # (B, L, V)
             before = None if seen is None else seen[:, None]
             if self.options.method == "static":
@@ -264,7 +264,7 @@ class Engine:
         finished = [i for i, text in enumerate(self.writing) if text.finish is not None]
         if not finished:
             return
-        self._absorb()
+        self._update_context()
         now = self.clock()
         for i in finished:
             text = self.writing[i]

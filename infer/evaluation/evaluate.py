@@ -104,7 +104,7 @@ def hits(target: Target, drafter: Drafter, texts: list[Text], length: int) -> to
     with cache.add(rows) as part, state.add(rows) as begun:
         features = target.extend(prompts, part, drafter.layer_ids)
         ids = pad_ids(prompts, target.device)
-        drafter.absorb(target, features.context, ids, [len(prompt) for prompt in prompts], begun)
+        drafter.update_context(target, features.context, ids, [len(prompt) for prompt in prompts], begun)
     features = target.extend(answers, cache, drafter.layer_ids).context
     ids = pad_ids(answers, target.device)  # (B, A)
     ends = torch.tensor([len(answer) for answer in answers], device=ids.device)
@@ -116,7 +116,7 @@ def hits(target: Target, drafter: Drafter, texts: list[Text], length: int) -> to
         right = there & (guesses == ids[:, ahead.clamp(max=ids.shape[1] - 1)])
         counts += torch.stack([right.sum(0), there.sum(0)], 1)
         going = [int(step < len(answer)) for answer in answers]
-        drafter.absorb(target, features[:, step : step + 1], ids[:, step : step + 1], going, state)
+        drafter.update_context(target, features[:, step : step + 1], ids[:, step : step + 1], going, state)
     return counts
 
 

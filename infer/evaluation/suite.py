@@ -19,7 +19,7 @@ from infer.evaluation.evaluate import Measured, decode_prompts, describe_device,
 from infer.formats.folders import find_folder
 from infer.formats.integrity import json_digest
 from infer.targets.target import Target
-from infer.utils.files import write_aside
+from infer.utils.files import atomic_write
 
 Results = dict[tuple[str, int], Measured]
 Progress = Callable[[int, int], None]
@@ -57,13 +57,13 @@ def evaluate_suite(
             known = {"settings": settings} | evaluate_set(
                 target, drafter, questions, config.thinking, options, progress
             )
-            write_aside(file, json.dumps(known, indent=1) + "\n")
+            atomic_write(file, json.dumps(known, indent=1) + "\n")
         else:
             say(f"{what}: measured before, in {file}")
         measured.append(known)
     shared = {key: measured[0]["result"][key] for key in ("target", "device", "dtype", "max_new_tokens", "block_size")}
     result = {"suite": config.name, "checkpoint": checkpoint} | shared | {"sets": measured}
-    write_aside(out / "suite.json", json.dumps(result, indent=1) + "\n")
+    atomic_write(out / "suite.json", json.dumps(result, indent=1) + "\n")
     return result
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infer.formats.integrity import digest_of, json_digest
+from infer.formats.integrity import tensor_digest, json_digest
 
 LARGEST_JSON = 64 << 20  # bytes
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,7 +40,7 @@ class Folder:
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
                 saved = (opened.metadata() or {}).get("sha256")
-                if saved is not None and saved != digest_of(opened.keys(), opened.get_tensor):
+                if saved is not None and saved != tensor_digest(opened.keys(), opened.get_tensor):
                     raise ValueError(f"{file} is altered: its weights are not those that were saved; copy it again")
                 weights |= {name: opened.get_tensor(name) for name in names if self.tensors[name].file == file}
         return weights

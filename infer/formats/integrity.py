@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 MODEL_MODE = 0o644
 
 
-def digest_of(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> str:
+def tensor_digest(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> str:
     """SHA-256 of tensors by name, dtype, shape and content; one at a time in memory."""
     digest = hashlib.sha256()
     for name in sorted(names):
@@ -40,7 +40,7 @@ def save_readable(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[s
 def save_weights(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:
     """Writes a weight file with the digests of its tensors and of the config.json beside it. The same tensors give the
     same bytes: safetensors writes metadata in any order, which is put right here."""
-    digests = {"sha256": digest_of(weights, weights.__getitem__), "config_sha256": json_digest(config)}
+    digests = {"sha256": tensor_digest(weights, weights.__getitem__), "config_sha256": json_digest(config)}
     save_readable(weights, file, {"format": "pt"} | digests)
     with file.open("r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def write_aside(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Writes a file that is there whole or as it was before, whenever the process is killed."""
     fresh = path.with_name(f".{path.name}")
     try:

@@ -261,10 +261,10 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
             for cut in {1, (anchor + 1) // 2, anchor}:
                 state = drafter.state(1, 40)
                 with state.add(1) as row:
-                    drafter.absorb(target, features[:, :cut], ids[:, :cut], [cut], row)
+                    drafter.update_context(target, features[:, :cut], ids[:, :cut], [cut], row)
                 drafter.draft(target, ids[:, cut], state)  # leaves no trace
                 if cut < anchor:
-                    drafter.absorb(target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state)
+                    drafter.update_context(target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state)
                 marginals = drafter.draft(target, ids[:, anchor], state)
                 assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
 
@@ -279,9 +279,9 @@ def test_rows_of_a_batch_draft_as_if_alone(make_tiny, family):
     together = drafter.state(3, 30)
     counts, later, last = [9, 4, 6], [1, 3, 2], [2, 0, 1]  # a row may be done while others still take in their prompts
     with together.add(3) as rows:
-        drafter.absorb(target, features, ids, counts, rows)
-        drafter.absorb(target, features[:, 2:4], ids[:, 2:4], last, rows)
-    drafter.absorb(target, features[:, :3], ids[:, :3], later, together, torch.tensor(later))
+        drafter.update_context(target, features, ids, counts, rows)
+        drafter.update_context(target, features[:, 2:4], ids[:, 2:4], last, rows)
+    drafter.update_context(target, features[:, :3], ids[:, :3], later, together, torch.tensor(later))
     second = drafter.draft(target, bonus, together)
     for b in range(3):
         state = drafter.state(1, 30)
@@ -289,8 +289,8 @@ def test_rows_of_a_batch_draft_as_if_alone(make_tiny, family):
             for part, count in ((slice(0, 9), counts[b]), (slice(2, 4), last[b])):
                 if count:
                     some = features[b : b + 1, part][:, :count], ids[b : b + 1, part][:, :count]
-                    drafter.absorb(target, *some, [count], row)
-        drafter.absorb(target, features[b : b + 1, : later[b]], ids[b : b + 1, : later[b]], [later[b]], state)
+                    drafter.update_context(target, *some, [count], row)
+        drafter.update_context(target, features[b : b + 1, : later[b]], ids[b : b + 1, : later[b]], [later[b]], state)
         alone = drafter.draft(target, bonus[b : b + 1], state)
         assert torch.allclose(alone[0], second[b], atol=1e-5)
     together.keep([2, 1])

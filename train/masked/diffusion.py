@@ -287,7 +287,7 @@ def save_model(folder: Path, model: "nn.Module", tokenizer) -> None:
 
 def prepare(config: DiffusionConfig, out: Path) -> None:
     """Makes the run's folder. Raises ValueError if it holds a run of another configuration."""
-    from infer.utils.files import write_aside
+    from infer.utils.files import atomic_write
 
     options, text = out / "options.json", json.dumps(redact(asdict(config)), indent=1) + "\n"
     if options.exists() and options.read_text() != text:
@@ -295,7 +295,7 @@ def prepare(config: DiffusionConfig, out: Path) -> None:
         names = [name for name in ours if theirs.get(name) != ours[name]]
         raise ValueError(f"out={out} holds a run with other options ({', '.join(names)}): choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_aside(options, text)
+    atomic_write(options, text)
 
 
 def train(config: DiffusionConfig) -> dict:

@@ -28,7 +28,7 @@ from transformers import Qwen3Config
 
 from infer.formats.checkpoint import save_drafter
 from infer.utils.entry import Stopped
-from infer.utils.files import sync, write_aside
+from infer.utils.files import sync, atomic_write
 from train.engine import training_state
 from train.safety.processes import first_only
 
@@ -205,7 +205,7 @@ def trim_log(path: Path, step: int) -> None:
         except (ValueError, KeyError):
             continue
     with disk(str(path)):
-        write_aside(path, "".join(line + "\n" for line in kept))
+        atomic_write(path, "".join(line + "\n" for line in kept))
 
 
 def seeded(*parts: int) -> torch.Generator:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from infer.utils.files import write_aside
+from infer.utils.files import atomic_write
 from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.run.checkpoints import disk, sweep_up
@@ -109,7 +109,7 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
         refuse_another(config, run)
         with disk(str(run)):
             if not (run / "config.json").exists():
-                write_aside(run / "config.json", json.dumps(plain(config), indent=1) + "\n")
+                atomic_write(run / "config.json", json.dumps(plain(config), indent=1) + "\n")
             sweep_up(run)
         yield run
 

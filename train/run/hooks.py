@@ -21,7 +21,7 @@ from infer.evaluation.report import table, write_report
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
 from infer.utils.entry import Stopped
-from infer.utils.files import write_aside
+from infer.utils.files import atomic_write
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints, disk, mark_best, step_of
@@ -106,7 +106,7 @@ def written(
     results = {method: Measured.joined([share[method] for share in shares]) for method in shares[0]}
     result = summary(target, drafter, prompts, results, config.evaluation)
     result |= {"step": step_of(out.parent), "checkpoint": str(out.parent), "drafter": config.name}
-    write_aside(out / "evaluation.json", json.dumps(result, indent=1) + "\n")
+    atomic_write(out / "evaluation.json", json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -139,7 +139,7 @@ def why(error: BaseException) -> str:
 def failed(out: Path, problems: list[str], progress: Progress) -> None:
     """Writes down why there is no evaluation."""
     (out / "evaluation.json").unlink(missing_ok=True)
-    write_aside(out / "failed.txt", "\n".join(problems))
+    atomic_write(out / "failed.txt", "\n".join(problems))
     progress.say(f"evaluating step {step_of(out.parent)} failed, training goes on: {problems[0].splitlines()[0]}")
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from data.packing import row_index
 from infer.formats.integrity import save_readable
 from infer.utils.entry import Stopped
-from infer.utils.files import write_aside
+from infer.utils.files import atomic_write
 from train.batches import Drawn, draw_blocks
 from train.config import TrainConfig
 from train.engine import training_state
@@ -121,7 +121,7 @@ class Skips:
 
         def finish() -> None:
             with disk(f"{folder}"):
-                write_aside(folder / "skipped.json", json.dumps(record, indent=1) + "\n")
+                atomic_write(folder / "skipped.json", json.dumps(record, indent=1) + "\n")
 
         dist.barrier()
         first_only(finish)

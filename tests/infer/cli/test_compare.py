@@ -106,7 +106,7 @@ def drafted(target, drafter, known: list[int], bonus: int) -> list[int]:
     cache, state = target.cache(1, 40), drafter.state(1, 40)
     with torch.no_grad(), cache.add(1) as rows, state.add(1) as begun:
         context = target.extend([known], rows, drafter.layer_ids).context
-        drafter.absorb(target, context, torch.tensor([known]), [len(known)], begun)
+        drafter.update_context(target, context, torch.tensor([known]), [len(known)], begun)
     return drafter.draft(target, torch.tensor([bonus]), state)[0].argmax(-1).tolist()
 
 

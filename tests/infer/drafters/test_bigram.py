@@ -88,7 +88,7 @@ def test_what_the_engine_and_the_trees_ask_for():
     assert drafter.block_size == 8 and drafter.layer_ids == ()
     state = drafter.state(2, 50, static=True)
     with state.add(2) as part:
-        drafter.absorb(None, torch.empty(2, 3, 0), torch.zeros(2, 3, dtype=torch.long), [3, 2], part)
+        drafter.update_context(None, torch.empty(2, 3, 0), torch.zeros(2, 3, dtype=torch.long), [3, 2], part)
     state.keep([1])
     bonus = torch.tensor([0, 5])
     assert ddtree(bonus, drafter.draft(None, bonus, state), 10).budget == 10

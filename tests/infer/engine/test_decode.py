@@ -29,7 +29,7 @@ class ScriptedDrafter:
     def state(self, rows: int, capacity: int, static: bool = False) -> "Script":
         return Script()
 
-    def absorb(self, target, features, tokens, counts, state, on_device=None) -> None:
+    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
         assert features.shape[1] == tokens.shape[1] >= max(counts)
         state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
 

@@ -25,7 +25,7 @@ def test_round_trip_is_bit_equal(make_tiny, tmp_path, family):
     for each in (drafter, again):
         state = each.state(1, 20)
         with state.add(1) as row:
-            each.absorb(target, features, torch.arange(6)[None], [6], row)
+            each.update_context(target, features, torch.arange(6)[None], [6], row)
         outs.append(each.draft(target, bonus, state))
     assert torch.equal(*outs)
     assert outs[0].shape == (1, 4, 97)

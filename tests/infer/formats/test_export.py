@@ -24,7 +24,7 @@ def marginals(target, drafter) -> torch.Tensor:
     features = target.packed_features(ids, torch.arange(12)[None], torch.zeros_like(ids), drafter.layer_ids).context
     state = drafter.state(1, 40)
     with state.add(1) as row:
-        drafter.absorb(target, features.to(drafter.norm.weight), ids, [12], row)
+        drafter.update_context(target, features.to(drafter.norm.weight), ids, [12], row)
     return drafter.draft(target, torch.tensor([7]), state)[0]
 
 

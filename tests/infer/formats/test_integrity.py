@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infer import load_drafter, save_drafter
-from infer.formats.integrity import digest_of, json_digest
+from infer.formats.integrity import tensor_digest, json_digest
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_digests_are_of_content_and_not_of_layout():
     weights = {"a": torch.arange(6.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
 
     def digest(weights):
-        return digest_of(weights, weights.__getitem__)
+        return tensor_digest(weights, weights.__getitem__)
 
     assert digest(weights) == digest(dict(reversed(weights.items())))
     for name, other in (("a", torch.arange(6.0).view(2, 3)), ("b", weights["b"].half()), ("a", -torch.arange(6.0))):

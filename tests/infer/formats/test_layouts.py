@@ -222,8 +222,8 @@ def drafted(target, drafter, compiled: bool = False) -> torch.Tensor:
     features = features_of(target, drafter.layer_ids)[None]
     state = drafter.state(1, 40, static=compiled)
     with state.add(1) as row:
-        drafter.absorb(target, features[:, :5], IDS[None, :5], [5], row)
-    drafter.absorb(target, features[:, 5:], IDS[None, 5:-1], [len(IDS) - 6], state)
+        drafter.update_context(target, features[:, :5], IDS[None, :5], [5], row)
+    drafter.update_context(target, features[:, 5:], IDS[None, 5:-1], [len(IDS) - 6], state)
     return drafter.draft(target, IDS[-1:], state)[0].double()
 
 

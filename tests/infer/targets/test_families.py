@@ -254,7 +254,7 @@ def test_drafts_go_through_the_targets_own_scale():
     assert logits.abs().max() <= 3 < (states @ target.head_weight.T).abs().max()
     state = drafter.state(1, 20)
     with state.add(1) as part:
-        drafter.absorb(target, torch.randn(1, 4, 96), torch.tensor([[1, 2, 3, 4]]), [4], part)
+        drafter.update_context(target, torch.randn(1, 4, 96), torch.tensor([[1, 2, 3, 4]]), [4], part)
     drafter.lm_head.weight.data *= 100
     marginals = drafter.draft(target, torch.tensor([5]), state)
     assert (marginals.amax(-1) - marginals.amin(-1)).max() <= 6 + 1e-4
