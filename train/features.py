@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from data.packing import packed_rows, tokenizer_digest
 from infer.formats.integrity import json_digest, save_readable
 from infer.targets.target import Features, Target, weight_files
-from infer.utils.files import sync, atomic_write
+from infer.utils.files import atomic_write, sync
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 from train.run.checkpoints import disk

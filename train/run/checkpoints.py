@@ -28,7 +28,7 @@ from transformers import Qwen3Config
 
 from infer.formats.checkpoint import save_drafter
 from infer.utils.entry import Stopped
-from infer.utils.files import sync, atomic_write
+from infer.utils.files import atomic_write, sync
 from train.engine import training_state
 from train.safety.processes import first_only
 
