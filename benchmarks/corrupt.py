@@ -65,7 +65,7 @@ def tiny_drafter() -> Drafter:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8}
     target = Target(Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, num_key_value_heads=2, **sizes)))
     drafter = new_drafter(DrafterConfig(block_size=4, mask_token_id=96), target)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     return drafter
 
 

@@ -111,7 +111,7 @@ def small() -> tuple[Target, object]:
     )
     target = Target(Qwen3ForCausalLM(config), tokenizer, "small")
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1, target_layer_ids=[0, 1]), target)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     return target, drafter.eval().requires_grad_(False)
 
 

@@ -121,7 +121,7 @@ MUTANTS = [
     (
         "DART: a mask sees the masks behind it",
         "infer/drafters/dart.py",
-        ("self.views = [(True, None)]", "self.views = [(False, None)]"),
+        ("self.attention_patterns = [(True, None)]", "self.attention_patterns = [(False, None)]"),
         BLOCKS,
     ),
     ("DART: an item holds its own token", "infer/drafters/dart.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),

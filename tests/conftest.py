@@ -64,7 +64,7 @@ def make_tiny():
         options = DrafterConfig(layers=layers, block_size=block_size, mask_token_id=96, **options)
         drafter = new_drafter(options, target)
         drafter.config.initializer_range = 0.2
-        drafter.reset(torch.Generator().manual_seed(seed))
+        drafter.init_weights(torch.Generator().manual_seed(seed))
         return target, drafter.to(dtype)
 
     return make

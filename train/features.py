@@ -238,10 +238,10 @@ def run(config: FeaturesConfig) -> None:
 
     from infer.drafters.families import tapped_layers
     from infer.targets.target import load_target
-    from train.run.initial import settled
+    from train.run.initial import resolve_init
 
     options = config.target
-    config = replace(config, drafter=settled(config.drafter, options))
+    config = replace(config, drafter=resolve_init(config.drafter, options))
     target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer)

@@ -36,7 +36,7 @@ from train.plan import matmul_rate, shape_of, step_operations, total_steps
 from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy, trim_log
 from train.run.folder import add_lines, logged, look, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report
-from train.run.initial import initial_drafter, settled
+from train.run.initial import initial_drafter, resolve_init
 from train.run.progress import Progress
 from train.run.tracking import Tracker
 from train.safety.guards import Skips, Spikes, finite
@@ -86,10 +86,12 @@ def draft_states(
     module: Drafter = getattr(drafter, "module", drafter)
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
-    starts = (blocks.anchors - module.lead).clamp(min=0)
-    masks = [block_mask(starts, rows["documents"], module.width, kind, *view) for view in module.views]
+    starts = (blocks.anchors - module.anchor_offset).clamp(min=0)
+    masks = [
+        block_mask(starts, rows["documents"], module.num_queries, kind, *view) for view in module.attention_patterns
+    ]
     hidden = drafter(features.context.to(kind), rows["positions"], *inputs, *masks)  # (B, N*W, D)
-    drafted = hidden.unflatten(1, (-1, module.width))[:, :, module.first :]  # (B, N, L, D)
+    drafted = hidden.unflatten(1, (-1, module.num_queries))[:, :, module.first_draft_slot :]  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
 
 
@@ -248,7 +250,7 @@ def train(config: TrainConfig) -> Path:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     start_processes(device)
-    config = replace(config, drafter=settled(config.drafter, config.target))
+    config = replace(config, drafter=resolve_init(config.drafter, config.target))
     with ExitStack() as held:
         all_there = prepare(config, device, held)
         watch = Watch(config.guards.stall_minutes)

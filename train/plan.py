@@ -22,7 +22,7 @@ from infer.targets.target import load_config, resolve_device, resolve_dtype, res
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
-from train.run.initial import settled
+from train.run.initial import resolve_init
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -237,7 +237,7 @@ def estimated_tokens(config: TrainConfig) -> float | None:
 
 def run(config: TrainConfig) -> None:
     """Prints the plan."""
-    config = replace(config, drafter=settled(config.drafter, config.target))
+    config = replace(config, drafter=resolve_init(config.drafter, config.target))
     theirs = target_config(config)
     refuse_unsupported(theirs)
     world = int(os.environ.get("NPROC") or 1)

@@ -7,9 +7,9 @@ A family is a module with `block_size`, `layer_ids` and
 
 - `state`, `update_context`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
 - `inputs`, `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
-  each of the `views` that its layers have of context and block), of `width` queries each that begin `lead` positions
-  before the anchor and are read from slot `first` on;
-- `head_weight`, what turns its states into logits: the target's head or one of its own.
+  each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first query stands
+  `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
+- `head_weight`, which turns its states into logits: the target's head or one of its own.
 """
 
 import re
@@ -53,7 +53,7 @@ def default_mask_token(target: Target) -> int:
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 
-def checked_layers(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
+def check_layer_ids(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
     """Ids of target layers. Raises ValueError for those that the target does not have."""
     if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
         raise ValueError(
@@ -62,7 +62,7 @@ def checked_layers(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
     return tuple(int(layer) for layer in ids)
 
 
-def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
+def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """What a drafter's config.json takes over from the target's, and from the options whatever the family."""
     return {
         "block_size": options.block_size,
@@ -85,7 +85,7 @@ def sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
 
 
 @torch.no_grad()
-def works_like(theirs: nn.Module, target: Target, drafter: "Drafter", ours: Callable) -> bool:
+def matches_layer(theirs: nn.Module, target: Target, drafter: "Drafter", ours: Callable) -> bool:
     """Whether a layer of the target's does what `ours(states, rotary, attend)` does that took over its weights. Shapes
     do not tell: norms that multiply by one more than their weight, other activations, residuals that are scaled, and
     rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's angles."""
@@ -165,7 +165,9 @@ class DraftState:
 class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
-    views: list[tuple[bool, int | None]]  # the kinds of attention there are: causal in the block?, sliding window
+    attention_patterns: list[
+        tuple[bool, int | None]
+    ]  # the kinds of attention there are: causal in the block?, sliding window
 
     def __init__(self, config: Qwen3Config, layer_ids: list[int]) -> None:
         super().__init__()
@@ -227,7 +229,7 @@ class Drafter(nn.Module):
         if faults:
             raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
 
-    def reset(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator: torch.Generator) -> None:
         """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
@@ -235,9 +237,9 @@ class Drafter(nn.Module):
             else:
                 nn.init.ones_(parameter)
 
-    def start(self, target: Target, generator: torch.Generator, warm: bool) -> None:
+    def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
         """Fresh weights, or the target's own layers, if that is wanted and possible."""
-        self.reset(generator)
+        self.init_weights(generator)
         if warm:
             self.warm_start(target)
 

@@ -40,9 +40,9 @@ class NoState:
 
 
 class Bigram:
-    """Drafts blocks of `block_size` from pair counts, such as `infer.ngrams.model.NGram` has. Behind a token that nothing was
-    seen after comes any token as often as it was seen at all. Raises ValueError for blocks without a drafted position.
-    """
+    """A drafter of blocks of `block_size` from pair counts, such as `infer.ngrams.model.NGram` has. Tokens that were
+    never seen to be followed are followed by every token as often as it was seen at all. Raises ValueError for blocks
+    without a drafted position."""
 
     layer_ids: tuple[int, ...] = ()  # no features of the target
 

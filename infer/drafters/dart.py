@@ -30,7 +30,7 @@ from infer.attention.compile import padded
 from infer.attention.kv_cache import Window
 from infer.attention.masks import cached, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, checked_layers, rotate, sizes, works_like
+from infer.drafters.base import Attention, Drafter, DraftState, check_layer_ids, matches_layer, rotate, target_sizes
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def default_layer_ids(target_layers: int) -> list[int]:
 
 def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
     """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
-    return checked_layers(options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers), theirs)
+    return check_layer_ids(options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers), theirs)
 
 
 def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
@@ -59,7 +59,7 @@ def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
     norms = hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
     dart = {"target_layer_ids": list(tapped_layers(options, target.config)), "shifted": options.shifted}
     return Qwen3Config(
-        architectures=["DARTDraftModel"], dart_config=dart | {"qk_norm": norms}, **sizes(options, target.config)
+        architectures=["DARTDraftModel"], dart_config=dart | {"qk_norm": norms}, **target_sizes(options, target.config)
     )
 
 
@@ -116,33 +116,33 @@ class DARTState(DraftState):
 class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
-    lead = 1  # a block begins with the last item, one position before the bonus token
+    anchor_offset = 1  # a block begins with the last item, one position before the bonus token
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.dart_config["target_layer_ids"])
         shifted = config.dart_config["shifted"]
-        self.first = 0 if shifted else 1  # the slot that drafts the first position
-        self.width = self.block_size - 1 + self.first  # W
+        self.first_draft_slot = 0 if shifted else 1  # the slot that drafts the first position
+        self.num_queries = self.block_size - 1 + self.first_draft_slot  # W
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_ends(embedding=False, head=True)
-        self.views = [(True, None)]
+        self.attention_patterns = [(True, None)]
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
         return self.norm(self.norm(states) if self.config.dart_config.get("norm_twice") else states)
 
-    def reset(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator: torch.Generator) -> None:
         """Fresh weights; the mask vector is random too (DART appendix B.2)."""
-        super().reset(generator)
+        super().init_weights(generator)
         nn.init.normal_(self.midlayer.mask_rep, std=self.config.initializer_range, generator=generator)
 
     @torch.no_grad()
-    def start(self, target: Target, generator: torch.Generator, warm: bool) -> None:
+    def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
         """Fresh weights, but the target's own head; the target's own layer, if that is wanted and possible, and masks
         to go with it, if the target is there to be run."""
-        self.reset(generator)
+        self.init_weights(generator)
         self.lm_head.weight.copy_(target.head_weight)
         if warm and self.warm_start(target) and not any(weight.is_meta for weight in target.body.parameters()):
             self._begin_masks(target, generator)
@@ -166,7 +166,7 @@ class DART(Drafter):
         theirs["hidden_norm.weight"] = hidden_norm
         trial = deepcopy(layer)
         trial.load_state_dict(theirs, strict=False)
-        if not works_like(target.body.layers[which[0]], target, self, trial.alone):
+        if not matches_layer(target.body.layers[which[0]], target, self, trial.alone):
             return False
         layer.load_state_dict(theirs, strict=False)
         self.fc.weight.zero_()
@@ -204,7 +204,7 @@ class DART(Drafter):
         begin the blocks; mask: `train.blocks.block_mask`, from queries of the blocks to keys [context | blocks].
         Returns hidden states before the head, (B, N*W, D).
         """
-        steps = torch.arange(self.width, device=last.device)
+        steps = torch.arange(self.num_queries, device=last.device)
         block_positions = (positions.gather(1, last)[..., None] + steps).flatten(1)  # (B, N*W)
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
         layer, attention = self.midlayer, self.midlayer.self_attn
@@ -212,7 +212,7 @@ class DART(Drafter):
         def blocks(of_items: torch.Tensor, of_mask: torch.Tensor) -> torch.Tensor:
             """What stands in the blocks, (B, N*W, C), from what belongs to their first items, (B, N, C), and to a mask,
             (C,): all masks are alike, so that they are projected once."""
-            masked = of_mask.expand(*of_items.shape[:2], self.width - 1, -1)
+            masked = of_mask.expand(*of_items.shape[:2], self.num_queries - 1, -1)
             return torch.cat([of_items[:, :, None], masked], dim=2).flatten(1, 2)
 
         def through(projected: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ class DART(Drafter):
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
         cache = state.cache
-        window = cache.window(self.width)
+        window = cache.window(self.num_queries)
         rows = len(window.slots)
         run = self.program(target, cache.static)
         (marginals,) = run(state.pending[:rows], padded(bonus, rows), cache.ends[:rows], state.angles, window)
@@ -299,16 +299,16 @@ class DART(Drafter):
         """All of `draft` that is computed: features (B, F) of the last positions, which are `ends` (B,), and the bonus
         tokens (B,) behind them to marginals (B, L, V)."""
         layer, attention = self.midlayer, self.midlayer.self_attn
-        steps = torch.arange(self.width, device=ends.device)
+        steps = torch.arange(self.num_queries, device=ends.device)
         mask = cached(ends, (steps <= steps[:, None]).expand(len(ends), -1, -1), window.extent)
         rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, W, E) each
         following = target.embed(bonus)[:, None].to(pending.dtype)  # (B, 1, D)
         projected = self.fc(pending[:, None])  # (B, 1, D)
-        masks = layer.mask_rep.expand(len(ends), self.width - 1, -1)  # (B, W - 1, 2 D)
+        masks = layer.mask_rep.expand(len(ends), self.num_queries - 1, -1)  # (B, W - 1, 2 D)
         inputs = torch.cat([layer.items(projected, following), masks], dim=1)
         queries = attention.queries(inputs, *rotary)
         keys, values = window.update(*attention.keys_values(inputs, *rotary), 0)
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
         states = layer.finish(residual, mixed)
-        return (self.marginals(target, self.last_norm(states[:, self.first :])),)
+        return (self.marginals(target, self.last_norm(states[:, self.first_draft_slot :])),)

@@ -29,11 +29,11 @@ from infer.drafters.base import (
     Attention,
     Drafter,
     DraftState,
-    checked_layers,
+    check_layer_ids,
     default_mask_token,
+    matches_layer,
     rotate,
-    sizes,
-    works_like,
+    target_sizes,
 )
 from infer.targets.target import Target
 
@@ -51,7 +51,7 @@ def default_layer_ids(target_layers: int, layers: int) -> list[int]:
 def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
     """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
     ids = options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers, options.layers)
-    return checked_layers(ids, theirs)
+    return check_layer_ids(ids, theirs)
 
 
 def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
@@ -76,13 +76,13 @@ def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
             "mask_token_id": mask,
             "target_layer_ids": list(ids),
         },
-        **sizes(options, theirs),
+        **target_sizes(options, theirs),
     )
 
 
-def layer_views(config: Qwen3Config) -> list[tuple[bool, int | None]]:
-    """Every layer's view: whether a block's positions see only those before them, and the sliding window. As serving
-    engines read it, a sliding layer is causal and a full one is not, unless the config says `causal` for all."""
+def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
+    """Return every layer's pattern: whether it is causal within the block, and its sliding window. As serving engines
+    read it, a sliding layer is causal and a full one is not, unless the config says `causal` for all."""
     causal = config.dflash_config.get("causal")
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     return [(slides if causal is None else causal, config.sliding_window if slides else None) for slides in sliding]
@@ -130,17 +130,17 @@ class DFlash(Drafter):
     """The drafter. Parameters carry the names of the public checkpoint layout. Where the config says
     `sample_from_anchor`, the bonus token's slot drafts too: K slots then draft K tokens."""
 
-    lead = 0  # a block is `[bonus, mask x L]`
+    anchor_offset = 0  # a block is `[bonus, mask x L]`
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.dflash_config["target_layer_ids"])
         self.mask_token_id: int = config.dflash_config["mask_token_id"]
-        self.first = 0 if config.dflash_config.get("sample_from_anchor") else 1  # the slot that drafts first
-        self.width = config.block_size
-        self.block_size = self.width + 1 - self.first
-        of_layers = layer_views(config)
-        self.views = list(dict.fromkeys(of_layers))
-        self.view_of_layer = [self.views.index(view) for view in of_layers]
+        self.first_draft_slot = 0 if config.dflash_config.get("sample_from_anchor") else 1  # the slot that drafts first
+        self.num_queries = config.block_size
+        self.block_size = self.num_queries + 1 - self.first_draft_slot
+        of_layers = layer_patterns(config)
+        self.attention_patterns = list(dict.fromkeys(of_layers))
+        self.pattern_of_layer = [self.attention_patterns.index(pattern) for pattern in of_layers]
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -165,7 +165,7 @@ class DFlash(Drafter):
                 return False
             trial = deepcopy(self.layers[0])
             trial.load_state_dict(layer)
-            if not works_like(target.body.layers[i], target, self, trial):
+            if not matches_layer(target.body.layers[i], target, self, trial):
                 return False
         for ours, layer in zip(self.layers, theirs, strict=True):
             ours.load_state_dict(layer)
@@ -182,7 +182,7 @@ class DFlash(Drafter):
 
     def block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
         """Bonus tokens (...,) to blocks `[bonus, mask x L]` (..., K)."""
-        block = bonus.unsqueeze(-1).repeat_interleave(self.width, dim=-1)
+        block = bonus.unsqueeze(-1).repeat_interleave(self.num_queries, dim=-1)
         block[..., 1:] = self.mask_token_id
         return block
 
@@ -190,7 +190,7 @@ class DFlash(Drafter):
         """What `forward` takes of packed rows, ids and positions (B, T), beside features and mask: the blocks at
         anchors (B, N), embedded, (B, N*K, D), and their positions (B, N*K)."""
         blocks = self.embed(target, self.block_ids(ids.gather(1, anchors))).flatten(1, 2)
-        steps = torch.arange(self.width, device=ids.device)
+        steps = torch.arange(self.num_queries, device=ids.device)
         return blocks, (positions.gather(1, anchors)[..., None] + steps).flatten(1)
 
     def forward(
@@ -204,8 +204,8 @@ class DFlash(Drafter):
         """Training: all blocks of packed rows at once.
 
         features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D) embedded, at
-        block_positions (B, N*K); masks: `train.blocks.block_mask` of each of the `views`, from queries of the blocks to
-        keys [context | blocks]. Returns hidden states before the head, (B, N*K, D).
+        block_positions (B, N*K); masks: `train.blocks.block_mask` of each of the `attention_patterns`, from queries of
+        the blocks to keys [context | blocks]. Returns hidden states before the head, (B, N*K, D).
         """
         context, block = self.context(features), blocks
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
@@ -219,11 +219,11 @@ class DFlash(Drafter):
 
             return layer(block, rotary, attend)
 
-        for layer, view in zip(self.layers, self.view_of_layer, strict=True):
+        for layer, pattern in zip(self.layers, self.pattern_of_layer, strict=True):
             if self.recompute:  # only `block` and `context` are kept for the backward pass
-                block = checkpoint(through, layer, block, context, masks[view], use_reentrant=False)
+                block = checkpoint(through, layer, block, context, masks[pattern], use_reentrant=False)
             else:
-                block = through(layer, block, context, masks[view])
+                block = through(layer, block, context, masks[pattern])
         return self.norm(block)
 
     def state(self, rows: int, capacity: int, static: bool = False) -> DFlashState:
@@ -270,7 +270,7 @@ class DFlash(Drafter):
         """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
         and float32, (B, L, V). The block's own K/V are never kept."""
         cache = state.cache
-        window = cache.window(self.width)
+        window = cache.window(self.num_queries)
         rows = len(window.slots)
         alike = not cache.static and len(set(cache.lengths)) == 1  # rows of the same length see all of the window
         run = self.program(target, cache.static)
@@ -287,10 +287,10 @@ class DFlash(Drafter):
         alike: bool,
     ) -> tuple[torch.Tensor]:
         """All of `draft` that is computed: bonus tokens (B,) at positions `ends` (B,) to marginals (B, L, V)."""
-        steps = torch.arange(self.width, device=ends.device)
+        steps = torch.arange(self.num_queries, device=ends.device)
         masks = [
-            None if alike and view == (False, None) else visible(ends, self.width, window.extent, *view)
-            for view in self.views
+            None if alike and pattern == (False, None) else visible(ends, self.num_queries, window.extent, *pattern)
+            for pattern in self.attention_patterns
         ]
         rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, K, E) each
         block = self.embed(target, self.block_ids(bonus))  # (B, K, D)
@@ -298,8 +298,8 @@ class DFlash(Drafter):
 
             def attend(queries, keys, values, i=i):
                 keys, values = window.update(keys, values, i)
-                mask = masks[self.view_of_layer[i]]
+                mask = masks[self.pattern_of_layer[i]]
                 return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
             block = layer(block, rotary, attend)
-        return (self.marginals(target, self.norm(block[:, self.first :])),)
+        return (self.marginals(target, self.norm(block[:, self.first_draft_slot :])),)

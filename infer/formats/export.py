@@ -85,7 +85,7 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in drafter.layer_ids],
         "mask_token_id": drafter.mask_token_id,
-        "sample_from_anchor": drafter.first == 0,
+        "sample_from_anchor": drafter.first_draft_slot == 0,
         "sliding_window_non_causal": own.get("causal") is False,
         "num_target_layers": config.num_target_layers,  # theirs has no such key, and ignores it
         "dtype": str(drafter.norm.weight.dtype).removeprefix("torch."),
@@ -100,7 +100,7 @@ def write_speculators(drafter: Drafter, target: Target | None, out: Path) -> Non
     if target is None:
         raise ValueError("format=speculators stores the target's embedding and head: give target.path")
     if drafter.config.dflash_config.get("causal") or (
-        drafter.config.dflash_config.get("causal") is False and drafter.views == [(False, None)]
+        drafter.config.dflash_config.get("causal") is False and drafter.attention_patterns == [(False, None)]
     ):
         raise ValueError("format=speculators: layers that see all are never causal there (dflash_config.causal)")
     weights = dict(drafter.state_dict())

@@ -190,10 +190,13 @@ def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
         features = target.packed_features(*packed_row, drafter.layer_ids).context
     if inputs is None:
         inputs = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
-    starts = (blocks.anchors - drafter.lead).clamp(min=0)
-    masks = [block_mask(starts, rows["documents"], drafter.width, features.dtype, *view) for view in drafter.views]
+    starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
+    masks = [
+        block_mask(starts, rows["documents"], drafter.num_queries, features.dtype, *view)
+        for view in drafter.attention_patterns
+    ]
     hidden = drafter(features, rows["positions"], *inputs, *masks)
-    return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.width))
+    return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.num_queries))
 
 
 @FAMILIES
@@ -228,7 +231,7 @@ def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, fami
     tokens = tokens.clone().requires_grad_()  # embedded: DFlash's blocks, DART's next tokens
     hidden = block_hidden(drafter, target, rows, blocks, features, (tokens, *rest))
     for n in range(6):
-        drafted = hidden[0, n, drafter.first :].sum()
+        drafted = hidden[0, n, drafter.first_draft_slot :].sum()
         to_features, to_tokens = torch.autograd.grad(drafted, (features, tokens), retain_graph=True)
         anchor = int(blocks.anchors[0, n])
         document = rows["documents"][0] == rows["documents"][0, anchor]
@@ -252,7 +255,7 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
     rows["loss"][:] = True
     blocks = some_blocks(rows, 6)
     with torch.no_grad():
-        states = block_hidden(drafter, target, rows, blocks)[0, :, drafter.first :]
+        states = block_hidden(drafter, target, rows, blocks)[0, :, drafter.first_draft_slot :]
         trained = (states @ drafter.head_weight(target).T).log_softmax(-1)  # (N, L, V)
         features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
         ids = rows["ids"]
@@ -372,7 +375,7 @@ def test_training_sees_the_logits_that_decoding_sees(family):
     target = tiny("gemma 2")
     options = DrafterConfig(family=family, layers=1, target_layer_ids=[0, 1, 2], block_size=K, mask_token_id=96)
     drafter = new_drafter(options, target)
-    drafter.start(target, torch.Generator().manual_seed(1), warm=True)
+    drafter.initialize(target, torch.Generator().manual_seed(1), warm=True)
     rows = packed([[12, 11]], total=25)
     blocks, settings = some_blocks(rows, 5), config()
     loss = block_loss(drafter, target, rows, blocks, settings).loss

@@ -51,7 +51,7 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
     assert len(rows) == len(dataset) == 12
     assert len(rows.manifest["shards"]) == 3
     drafter = DFlash(drafter_config(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half))
-    drafter.reset(seeded(0))
+    drafter.init_weights(seeded(0))
     options = TrainConfig(anchors=6)
     for draw in (0, 5, 17):
         results = []

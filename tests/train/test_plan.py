@@ -42,12 +42,12 @@ def test_operations_are_what_torch_counts(make_tiny, family):
     blocks = draw_blocks(rows, config, 0)
     features = torch.randn(2, 32, drafter.fc.in_features)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        starts = (blocks.anchors - drafter.lead).clamp(min=0)
-        mask = block_mask(starts, rows["documents"], drafter.width, causal=drafter.views[0][0])
+        starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
+        mask = block_mask(starts, rows["documents"], drafter.num_queries, causal=drafter.attention_patterns[0][0])
         inputs = drafter.inputs(target, ids, rows["positions"], blocks.anchors)
         drafter(features, rows["positions"], *inputs, mask).sum().backward()
     counted = counter.get_total_flops()
-    queries = 6 * drafter.width
+    queries = 6 * drafter.num_queries
     hidden = 12 * shape.layers * (2 * queries) * (32 - 32 / 2 + queries - 4) * 32  # attention to keys that it hides
     assert step_operations(shape)["drafter"] == pytest.approx(counted - hidden, rel=0.02)
 

@@ -16,7 +16,7 @@ from train.config import TrainConfig
 from train.run.checkpoints import seeded
 
 
-def settled(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
+def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     """The drafter's options with what follows from `init`, whose weights are not loaded yet.
 
     Raises ValueError for options that contradict it, with those to give instead, and for a folder that is no drafter.
@@ -61,7 +61,7 @@ def initial_drafter(config: TrainConfig, target: Target) -> Drafter:
     options = config.drafter
     if options.init is None:
         drafter = new_drafter(options, target)
-        drafter.start(target, seeded(config.seed), options.warm_start)
+        drafter.initialize(target, seeded(config.seed), options.warm_start)
         return drafter
     drafter = load_drafter(options.init, torch.float32, target_layers=target.config.num_hidden_layers)
     try:

@@ -73,10 +73,13 @@ class SelfCheck:
         else:
             features = target.packed_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids)
         anchor, kind = anchor - begin, drafter.norm.weight.dtype
-        masks = [self.mask(max(anchor - drafter.lead, 0), end - begin, drafter.width, *view) for view in drafter.views]
+        masks = [
+            self.mask(max(anchor - drafter.anchor_offset, 0), end - begin, drafter.num_queries, *view)
+            for view in drafter.attention_patterns
+        ]
         masks = [additive(mask.to(target.device), kind) for mask in masks]
         inputs = drafter.inputs(target, ids, positions, torch.tensor([[anchor]], device=target.device))
-        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0, drafter.first :]  # (L, D)
+        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0, drafter.first_draft_slot :]  # (L, D)
         return self.divergences(hidden.to(target.dtype), features, ids[0], anchor, b, n, drafter, target, config)
 
     @staticmethod

@@ -47,7 +47,7 @@ def test_the_command_counts_what_training_would_read(counted, embedded):
 
 def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded, ngrams):
     drafter = new_drafter(DrafterConfig(layers=1), embedded)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     options = DecodeOptions(4, continuity=str(counted))
     assert len(decode(embedded, drafter, [[1, 2, 3]], options)[0].ids) == 4
     with pytest.raises(ValueError, match=r"tiny\.ngrams: counted with another tokenizer"):
@@ -59,7 +59,7 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, embedded, tmp_path
     checkpoints = []
     for family in ("dflash", "dart"):
         drafter = new_drafter(DrafterConfig(family=family, layers=1, block_size=5), embedded)
-        drafter.start(embedded, torch.Generator().manual_seed(0), warm=True)
+        drafter.initialize(embedded, torch.Generator().manual_seed(0), warm=True)
         folder = tmp_path / family / "checkpoints" / "best"
         save_drafter(drafter.config, drafter.state_dict(), folder / "drafter")
         checkpoints.append(str(folder))

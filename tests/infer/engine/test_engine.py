@@ -221,7 +221,7 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
     from infer.drafters.dflash import DFlash, drafter_config
 
     drafter = DFlash(drafter_config(DrafterConfig(layers=2, block_size=6), embedded))
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(embedded)
     settings = {"temperature": 1.0, "max_new_tokens": 60, "budget": 12, "seed": 1}
     texts = ["import os\n", "class A:\n    def ", "def main(", "# The"]

@@ -124,7 +124,7 @@ def test_only_engines_that_would_load_it_are_named(checkpoint, tmp_path):
 def test_an_export_has_a_card(embedded, tmp_path):
     """`./launch.sh export`, with the licence and the name that the publisher gives."""
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     command = ExportCommand(str(tmp_path), out=str(tmp_path / "out"), license="mit", base_model="someone/target")
     command.check()

@@ -45,7 +45,7 @@ def place(tmp_path_factory, embedded):
     embedded.tokenizer.save_pretrained(folder / "Qwen3-4B")
     target = Target(model, embedded.tokenizer)
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), target)
-    drafter.start(target, torch.Generator().manual_seed(0), warm=True)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
     save_drafter(drafter.config, drafter.state_dict(), folder / "checkpoint" / "drafter")
     for one in SETS:
         row = dict.fromkeys(one.columns, "What is it?")

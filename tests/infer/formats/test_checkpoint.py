@@ -136,7 +136,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=97, initializer_range=0.2, **sizes, **heads)))
     options = DrafterConfig(layers=1, target_layer_ids=[2], mask_token_id=96)
     drafter = DFlash(drafter_config(options, target))
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     assert drafter.warm_start(target)
     ids = torch.randint(97, (1, 20))
     positions = torch.arange(20)[None]
@@ -185,7 +185,7 @@ def test_dart_starts_from_layers_of_its_shape_and_from_noise_elsewhere():
     for model, warm in ((llama, True), (phi, False)):
         target = Target(model)
         drafter = new_drafter(DrafterConfig(family="dart", layers=1), target)
-        drafter.start(target, torch.Generator().manual_seed(0), warm=True)
+        drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
         assert drafter.warm_start(target) == warm
         assert torch.equal(drafter.lm_head.weight, target.head_weight)
         if warm:

@@ -35,7 +35,7 @@ def authors_dart(make_tiny):
     target, drafter = make_tiny(family="dart")
     drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
     drafter = DART(drafter.config)
-    drafter.reset(torch.Generator().manual_seed(3))
+    drafter.init_weights(torch.Generator().manual_seed(3))
     return target, drafter
 
 
@@ -129,7 +129,7 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     assert torch.equal(ends.embed(ids), target.embed(ids))
     assert not torch.allclose(target.embed(ids[1:]), target.embedding.weight[1:9])
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1), target)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     write_speculators(drafter, ends, tmp_path / "out")
     again = load_drafter(tmp_path / "out")
     assert torch.equal(marginals(target, again), marginals(target, drafter))

@@ -323,10 +323,12 @@ def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
     positions = torch.cat([torch.arange(6), torch.arange(14)])[None]
     anchors = torch.tensor([[3, 12, 19]])  # the last one is where IDS ends
     features = target.packed_features(ids, positions, documents, drafter.layer_ids).context
-    masks = [block_mask(anchors, documents, drafter.width, torch.float64, *view) for view in drafter.views]
+    masks = [
+        block_mask(anchors, documents, drafter.num_queries, torch.float64, *view) for view in drafter.attention_patterns
+    ]
     with torch.no_grad():
         states = drafter(features, positions, *drafter.inputs(target, ids, positions, anchors), *masks)
-    last = states.unflatten(1, (3, drafter.width))[0, 2, drafter.first :]
+    last = states.unflatten(1, (3, drafter.num_queries))[0, 2, drafter.first_draft_slot :]
     trained = (last @ drafter.head_weight(target).T).log_softmax(-1)
     assert torch.allclose(trained, drafted(target, drafter), atol=1e-5)
 
@@ -454,10 +456,10 @@ def test_null_is_as_good_as_nothing(target, tmp_path):
 def test_layer_types_follow_from_the_window_where_they_are_not_given(tmp_path):
     options = {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     drafter = load_drafter(written(tmp_path / "drafter", public(**options), dflash_weights()))
-    assert drafter.views == [(False, None), (True, 9)] and drafter.view_of_layer == [0, 1]
+    assert drafter.attention_patterns == [(False, None), (True, 9)] and drafter.pattern_of_layer == [0, 1]
     own = {"mask_token_id": MASK, "target_layer_ids": TAPPED, "use_swa": True, "swa_window_size": 6}
     drafter = load_drafter(written(tmp_path / "drafter", public(dflash_config=own), dflash_weights()))
-    assert drafter.views == [(False, 6)]
+    assert drafter.attention_patterns == [(False, 6)]
 
 
 def test_shards_with_an_index(target, tmp_path):

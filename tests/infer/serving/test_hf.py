@@ -155,7 +155,7 @@ def test_the_example_of_the_docs_runs_as_it_stands(repo, embedded, tmp_path, mon
     assert len([line for line in example.splitlines() if line]) <= 10
     (tmp_path / "data").symlink_to(repo / "data")
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
-    drafter.start(embedded, torch.Generator().manual_seed(0), warm=True)
+    drafter.initialize(embedded, torch.Generator().manual_seed(0), warm=True)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "runs/embedded-dflash/checkpoints/best/drafter")
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -29,7 +29,7 @@ CAPACITY = 256
 def drafter(embedded):
     """Untrained, but begun with the target's own layers: some drafts are accepted."""
     drafter = DFlash(drafter_config(DrafterConfig(layers=2, block_size=6), embedded))
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(embedded)
     return drafter
 

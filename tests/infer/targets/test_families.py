@@ -144,7 +144,7 @@ def test_greedy_trees_write_what_generate_writes(target):
     expected = [hugging_face(target, text, 12) for text in texts]
     whole = [[*text, *more] for text, more in zip(texts, expected, strict=True)]
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, target_layer_ids=[1], mask_token_id=96), target)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     for guess in (drafter, ScriptedDrafter(whole, 5, V)):
         options = DecodeOptions(method="ddtree", budget=7, max_new_tokens=12, rows=2, ignore_eos=True)
         written = decode(target, guess, texts, options)
@@ -229,7 +229,7 @@ def test_drafters_start_as_layers_that_work_like_theirs(name, family, dflash, da
     if family == "dart":
         options.target_layer_ids = [0, 1, 2]
     drafter = new_drafter(options, target)
-    drafter.reset(torch.Generator().manual_seed(0))
+    drafter.init_weights(torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     assert drafter.warm_start(target) == warm
     same = [torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items()]
@@ -246,7 +246,7 @@ def test_drafts_go_through_the_targets_own_scale():
     """A state that both heads see gives one distribution: soft-capped."""
     target = tiny("gemma 2")
     drafter = new_drafter(DrafterConfig(family="dart", layers=1, target_layer_ids=[0, 1, 2]), target)
-    drafter.start(target, torch.Generator().manual_seed(0), warm=False)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm=False)
     assert torch.equal(drafter.lm_head.weight, target.head_weight)
     states = 5 * torch.randn(3, 32)
     with torch.no_grad():

@@ -23,7 +23,7 @@ from train.batches import draw_blocks
 from train.config import TrainConfig
 from train.loop import block_loss
 from train.objective import position_weights
-from train.run.initial import initial_drafter, settled
+from train.run.initial import initial_drafter, resolve_init
 
 EMBEDDED = TargetConfig()
 
@@ -33,7 +33,7 @@ def drafter_of(embedded) -> DFlash:
     config = drafter_config(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
     config.layer_types, config.use_sliding_window, config.sliding_window = ["sliding_attention"], True, 20
     drafter = DFlash(config)
-    drafter.reset(torch.Generator().manual_seed(11))
+    drafter.init_weights(torch.Generator().manual_seed(11))
     return drafter
 
 
@@ -53,7 +53,7 @@ def test_a_run_starts_from_exactly_those_weights_with_their_loss(repo, embedded,
     weights = load_file(saved / "model.safetensors")  # a step of that size changes no bit
     assert weights.keys() == drafter.state_dict().keys()  # neither embedding nor head: they are the target's own
     assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
-    assert load_drafter(saved).views == drafter.views == [(True, 20)]
+    assert load_drafter(saved).attention_patterns == drafter.attention_patterns == [(True, 20)]
     written = json.loads((run / "config.json").read_text())["drafter"]
     assert written["target_layer_ids"] == [2, 7] and written["mask_token_id"] == drafter.mask_token_id
 
@@ -71,21 +71,21 @@ def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp
     drafter = drafter_of(embedded)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path)
     init = str(tmp_path)
-    options = settled(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
+    options = resolve_init(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
     assert options.target_layer_ids == [2, 7] and options.mask_token_id == drafter.mask_token_id
     with pytest.raises(
         ValueError, match=r"no drafter of drafter\.layers=2 drafter\.block_size=8: give drafter\.layers=1 "
     ):
-        settled(DrafterConfig(init=init), EMBEDDED)
+        resolve_init(DrafterConfig(init=init), EMBEDDED)
     with pytest.raises(ValueError, match=r"give drafter\.target_layer_ids=\[2,7\]"):
-        settled(DrafterConfig(init=init, layers=1, block_size=6, target_layer_ids=[1, 7]), EMBEDDED)
+        resolve_init(DrafterConfig(init=init, layers=1, block_size=6, target_layer_ids=[1, 7]), EMBEDDED)
     with pytest.raises(ValueError, match=r"give drafter\.family=dflash"):
-        settled(DrafterConfig(init=init, layers=1, block_size=6, family="dart"), EMBEDDED)
+        resolve_init(DrafterConfig(init=init, layers=1, block_size=6, family="dart"), EMBEDDED)
     with pytest.raises(FileNotFoundError, match="is no folder"):
-        settled(DrafterConfig(init=str(tmp_path / "gone")), EMBEDDED)
+        resolve_init(DrafterConfig(init=str(tmp_path / "gone")), EMBEDDED)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"drafter\.init=.*model\.safetensors is missing"):
-        settled(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
+        resolve_init(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
 
 
 def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
@@ -106,7 +106,7 @@ def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     weights |= {"lm_head.weight": weights["lm_head.weight"][:40].clone(), "d2t": torch.zeros(40, dtype=torch.long)}
     write_folder(description, weights, tmp_path / "pruned")
     with pytest.raises(ValueError, match="it knows 40 of 512 tokens, and cannot learn"):
-        settled(DrafterConfig(init=str(tmp_path / "pruned"), layers=1, block_size=6), EMBEDDED)
+        resolve_init(DrafterConfig(init=str(tmp_path / "pruned"), layers=1, block_size=6), EMBEDDED)
     tiny = drafter_of(embedded)
     tiny.config.num_target_layers = 13
     save_drafter(tiny.config, tiny.state_dict(), tmp_path / "tiny")
@@ -119,9 +119,11 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
     drafter = new_drafter(DrafterConfig(family="dart", layers=1, block_size=5), embedded)
     drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
     drafter = DART(drafter.config)
-    drafter.reset(torch.Generator().manual_seed(1))
+    drafter.init_weights(torch.Generator().manual_seed(1))
     write_dart(drafter, None, tmp_path / "init")
-    options = settled(DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5), TargetConfig())
+    options = resolve_init(
+        DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5), TargetConfig()
+    )
     started = initial_drafter(TrainConfig(drafter=options), embedded)
     assert started.state_dict().keys() == drafter.state_dict().keys()
     assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in started.state_dict().items())
