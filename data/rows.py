@@ -25,27 +25,43 @@ HELD_OUT = 50  # every so-manieth row of one's own data is kept for evaluation
 
 @dataclass
 class Part:
-    """One data set of a mixture: a file, a folder, or a name on the hub."""
+    """One data set of a mixture: a file, a folder, or a name on the hub.
+
+    path: a file, a folder, or a name on the hub
+    split: of a data set on the hub
+    weight: its share of the rows, relative to the other parts'
+    """
 
     path: str
-    split: str = "train"  # of a data set on the hub
-    weight: float = 1.0  # its share of the rows, relative to the other parts'
+    split: str = "train"
+    weight: float = 1.0
 
 
 @dataclass
 class DataConfig:
-    """What to train on."""
+    """What to train on.
 
-    source: str = "embedded"  # embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files;
-    # hub: a data set of the Hugging Face hub; mixture: several of them, in `parts`
-    path: str | None = None  # jsonl: a file, or a folder of .jsonl(.gz) and .parquet files; hub: its name or folder
-    split: str = "train"  # hub: which split
-    parts: list[Part] = field(default_factory=list)  # mixture: as many rows as the scarcest part allows
-    length: int = 512  # tokens in a packed row
-    long: str = "split"  # longer texts: split into rows, truncate, or drop
-    limit: int | None = None  # take only so many documents
-    bad_rows: int = 100  # rows that cannot be used and are left out; more end the run
-    num_proc: int = 1  # processes that tokenise
+    source: embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files; hub: a data set
+        of the Hugging Face hub; mixture: several of them, in parts
+    path: jsonl: a file, or a folder of .jsonl(.gz) and .parquet files; hub: its name or folder
+    split: hub: which split
+    parts: mixture: its parts, see Part; as many rows as the scarcest one allows
+    length: tokens in a packed row
+    long: longer texts: split into rows, truncate, or drop
+    limit: most documents that are taken; None: all
+    bad_rows: most rows that may be left out because they cannot be used; more end the run
+    num_proc: processes that tokenise
+    """
+
+    source: str = "embedded"
+    path: str | None = None
+    split: str = "train"
+    parts: list[Part] = field(default_factory=list)
+    length: int = 512
+    long: str = "split"
+    limit: int | None = None
+    bad_rows: int = 100
+    num_proc: int = 1
 
     def check(self) -> None:
         """Raises ValueError for a source that cannot be read."""

@@ -112,14 +112,22 @@ MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction"
 
 @dataclass
 class SuiteConfig:
-    """Which question sets are asked instead of held-out prompts."""
+    """Which question sets are asked instead of held-out prompts.
 
-    name: str | None = None  # ddtree: the ten sets of its Table 1; specbench: by category; files: yours
-    folder: str | None = None  # your copies, a file or folder named as each set; null: ddtree from the hub
-    sets: list[str] = field(default_factory=list)  # only these; none named: all
-    limit: int | None = None  # questions of a set at most; null: as many as in the paper, or all of a file
+    name: ddtree: the ten sets of its Table 1; specbench: by category; files: yours
+    folder: your copies, a file or folder named as each set; None: ddtree from the hub
+    sets: names of the sets that are asked; none named: all
+    limit: questions of a set at most; None: as many as in the paper, or all of a file
+    temperatures: every set is asked at each of these; 0 is greedy
+    thinking: of chat templates that have this switch; the paper's figures are without
+    """
+
+    name: str | None = None
+    folder: str | None = None
+    sets: list[str] = field(default_factory=list)
+    limit: int | None = None
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    thinking: bool = False  # of chat templates that have this switch; the paper's figures are without
+    thinking: bool = False
 
     def check(self) -> None:
         """Raises ValueError for a suite that cannot be asked, before anything is loaded."""

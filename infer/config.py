@@ -20,14 +20,22 @@ def check_device(key: str, device: str) -> None:
 
 @dataclass
 class TargetConfig:
-    """Which target, and how it is loaded."""
+    """Which target, and how it is loaded.
 
-    path: str = "embedded"  # a hub id, a local folder, or "embedded": the small target of the repository
-    dtype: str = "auto"  # float32, bfloat16, or auto: bfloat16 on CUDA, else float32
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
-    trust_remote_code: bool = False  # run modelling code that comes with the model
-    sizes: dict[str, Any] | None = None  # its config.json in short, for ./launch.sh plan where that cannot be reached
-    shard: bool = False  # training: spread the layers over all processes, for a target too big for one GPU
+    path: a hub id, a local folder, or "embedded": the small target of the repository
+    dtype: float32, bfloat16, or auto: bfloat16 on CUDA, else float32
+    device: cpu, cuda, cuda:1, ..., or auto
+    trust_remote_code: run modelling code that comes with the model
+    sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
+    shard: training: spread the layers over all processes, for a target too big for one GPU
+    """
+
+    path: str = "embedded"
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    sizes: dict[str, Any] | None = None
+    shard: bool = False
 
     def check(self) -> None:
         """Raises ValueError for a target without a name, or a dtype that does not exist."""
@@ -40,16 +48,26 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """Sizes of a drafter to be trained; everything not named here is taken from the target."""
+    """Sizes of a drafter to be trained; everything not named here is taken from the target.
 
-    family: str = "dflash"  # dflash or dart
-    layers: int = 2  # DART has one
-    block_size: int = 8  # bonus token and block_size - 1 drafted positions
-    target_layer_ids: list[int] | None = None  # tapped decoder layers, from 0; None: spread by the public formula
-    warm_start: bool = True  # begin with the target's own layers where the shapes agree, else from noise
-    mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first id past its own; dflash only
-    shifted: bool = True  # dart: every position says which token follows it; false: which one stands in its place
-    init: str | None = None  # a drafter to go on from: a folder in any layout that load_drafter reads, or a hub id
+    family: dflash or dart
+    layers: DART has one
+    block_size: bonus token and block_size - 1 drafted positions
+    target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
+    warm_start: begin with the target's own layers where the shapes agree, else from noise
+    mask_token_id: None: the tokenizer's mask token, else the first id past its own; dflash only
+    shifted: dart: every position says which token follows it; false: which one stands in its place
+    init: a drafter to go on from: a folder in any layout that load_drafter reads, or a hub id
+    """
+
+    family: str = "dflash"
+    layers: int = 2
+    block_size: int = 8
+    target_layer_ids: list[int] | None = None
+    warm_start: bool = True
+    mask_token_id: int | None = None
+    shifted: bool = True
+    init: str | None = None
 
     def check(self) -> None:
         """Raises ValueError for sizes that no drafter can have."""
@@ -68,19 +86,32 @@ class DrafterConfig:
 @dataclass
 class TextOptions:
     """How one text is written: what the target may choose, and where the text ends. The order is Hugging Face's:
-    penalty, temperature, top-k, top-p, min-p; log-probabilities are the target's own, before any of these."""
+    penalty, temperature, top-k, top-p, min-p; log-probabilities are the target's own, before any of these.
+
+    max_new_tokens: most tokens of the answer
+    temperature: 0 is greedy, the likeliest token each time; above 0 the target's logits are divided by it
+    top_k: sample among the k likeliest tokens only; 0: among all
+    top_p: sample among the likeliest tokens that together have this probability
+    min_p: leave out tokens less likely than this share of the likeliest one's probability
+    repetition_penalty: above 1: tokens that prompt or text hold already become less likely
+    seed: of sampling; the same seed gives the same text, whatever the method
+    ignore_eos: write on past end tokens
+    stop: texts that end the answer; they are not part of it
+    logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20); None: none at all
+    trace: note the drafts that the target rejected
+    """
 
     max_new_tokens: int = 128
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # sample among the k likeliest tokens only; 0: among all
-    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability
-    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
-    repetition_penalty: float = 1.0  # above 1: tokens that prompt or text hold already become less likely
-    seed: int = 0  # of sampling; the same seed gives the same text, whatever the method
-    ignore_eos: bool = False  # write on past end tokens
-    stop: list[str] = field(default_factory=list)  # texts that end the answer; they are not part of it
-    logprobs: int | None = None  # log-probability of every token, and of this many likeliest alternatives
-    trace: bool = False  # note the drafts that the target rejected, for people to look at
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)
+    logprobs: int | None = None
+    trace: bool = False
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
@@ -114,11 +145,17 @@ def check_masked_text(options: TextOptions) -> None:
 
 @dataclass(kw_only=True)
 class MaskedConfig:
-    """How a masked diffusion model's text comes about. Unlike the rest of an engine, this decides what is written."""
+    """How a masked diffusion model's text comes about. Unlike the rest of an engine, this decides what is written.
 
-    block_length: int = 8  # a block is finished before the next one begins; an answer is whole blocks, then cut
-    cache: str = "none"  # none: every pass computes the whole row; dual: keys and values outside the block are kept
-    refresh: int = 8  # cache=dual: the kept ones are made anew after so many tokens, and when a block begins
+    block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
+        cut
+    cache: none: every pass computes the whole row; dual: keys and values outside the block are kept
+    refresh: cache=dual: the kept keys and values are computed again after so many tokens, and when a block begins
+    """
+
+    block_length: int = 8
+    cache: str = "none"
+    refresh: int = 8
 
     def check(self) -> None:
         """Raises ValueError for a way of decoding that does not exist."""
@@ -131,19 +168,31 @@ class MaskedConfig:
 
 @dataclass
 class EngineConfig(MaskedConfig):
-    """How texts are decoded. All of this changes the speed, never the text."""
+    """How texts are decoded. All of this changes the speed, never the text.
 
-    method: str = "ddtree"  # plain, chain, ddtree, continuity or static; of masked models steps or ssd: docs/methods.md
-    budget: int | str = 64  # drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
-    continuity: str | None = None  # n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
-    continuity_weight: float = 1.0  # of the n-gram model against the drafter, for ddtree
-    width: int = 2  # children of every node of a static tree
-    rows: int = 16  # texts decoded side by side at most; others wait
-    compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
-    draft_length: int | str = 4  # ssd: tokens drafted each round, 1 to 8; or auto: as many as are likely enough
-    order: str = "guided"  # ssd: greedy is a chain by confidence; mixed: two drafts may swap; tree: the likeliest
-    # states; guided: the same, with what the text has shown of itself so far: docs/methods.md
-    nodes: int = 8  # ssd, tree and guided: states verified each round, the text as it is among them
+    method: plain, chain, ddtree, continuity or static; of masked models steps or ssd: docs/methods.md
+    budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
+    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
+    continuity_weight: of the n-gram model against the drafter, for ddtree
+    width: children of every node of a static tree
+    rows: texts decoded side by side at most; others wait
+    compile: drafting and verification under torch.compile; None: on CUDA only
+    draft_length: ssd: tokens drafted each round, 1 to 8; or auto: as many as are likely enough
+    order: ssd: greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
+        guided, the same with what the text has shown of itself so far: docs/methods.md
+    nodes: ssd, orders tree and guided: states verified each round, the current text among them
+    """
+
+    method: str = "ddtree"
+    budget: int | str = 64
+    continuity: str | None = None
+    continuity_weight: float = 1.0
+    width: int = 2
+    rows: int = 16
+    compile: bool | None = None
+    draft_length: int | str = 4
+    order: str = "guided"
+    nodes: int = 8
 
     def room(self, tokens: int) -> int:
         """Positions that an answer of so many tokens takes: a masked model's is whole blocks."""
@@ -182,7 +231,10 @@ class EngineConfig(MaskedConfig):
 
 @dataclass
 class DecodeOptions(EngineConfig, TextOptions):
-    """What is written and how it is decoded."""
+    """What is written and how it is decoded.
+
+
+    """
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
@@ -194,19 +246,32 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 @dataclass
 class EvaluationConfig:
-    """What is decoded at every checkpoint."""
+    """What is decoded at every checkpoint.
 
-    prompts: int = 16  # held-out prompts
-    prompt_tokens: int = 96  # of them, at most
+    prompts: held-out prompts
+    prompt_tokens: tokens of a prompt at most
+    max_new_tokens: most tokens of an answer
+    budgets: node budgets of the trees
+    temperature: 0 is greedy
+    seed: of sampling
+    rows: prompts decoded side by side
+    compile: drafting and verification under torch.compile; None: on CUDA only
+    samples: decoded texts shown in the report
+    continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too
+    continuity_weight: of the n-gram model against the drafter, for ddtree
+    """
+
+    prompts: int = 16
+    prompt_tokens: int = 96
     max_new_tokens: int = 128
-    budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128])  # DDTree nodes
+    budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128])
     temperature: float = 0.0
     seed: int = 0
-    rows: int = 1  # prompts decoded side by side
-    compile: bool | None = None  # drafting and verification under torch.compile; None: on CUDA only
-    samples: int = 3  # decoded texts shown in the report
-    continuity: str | None = None  # n-gram file (./launch.sh ngram): trees that ask it are measured too
-    continuity_weight: float = 1.0  # of the n-gram model against the drafter, for ddtree
+    rows: int = 1
+    compile: bool | None = None
+    samples: int = 3
+    continuity: str | None = None
+    continuity_weight: float = 1.0
 
     def check(self) -> None:
         """Raises ValueError for an evaluation that measures nothing."""
@@ -245,20 +310,33 @@ def loopback(host: str) -> bool:
 
 @dataclass
 class ServerConfig:
-    """How the server meets the network. On loopback, the default, it asks nobody for a key unless one is given."""
+    """How the server meets the network. On loopback, the default, it asks nobody for a key unless one is given.
+
+    host: address to listen on; 127.0.0.1: this machine only
+    port: TCP port
+    model_name: what clients call the model; None: the target's own name
+    max_length: tokens of a prompt and its answer together; every row has room for as many
+    max_texts: texts being written or waiting; further ones are told to try again later (429)
+    max_body: bytes of a request
+    max_connections: open at once; further ones are told 503
+    patience: seconds that a client may take to send a request, or to go on reading
+    api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
+    open: listen to other machines without asking for a key
+    verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    model_name: str | None = None  # what clients call the model; None: the target's own name
-    max_length: int = 4096  # tokens of a prompt and its answer together; every row has room for as many
-    max_texts: int = 256  # being written or waiting; further ones are told to try again later (429)
-    max_body: int = 1_000_000  # bytes of a request
-    max_connections: int = 1024  # open at once; further ones are told 503
-    patience: float = 30.0  # seconds that a client may take to send a request, or to go on reading
-    api_key_file: str | None = None  # with the key that requests must carry; None: BLOCKDRAFT_API_KEY's, if it is set
-    open: bool = False  # without a key, listen to other machines all the same
+    model_name: str | None = None
+    max_length: int = 4096
+    max_texts: int = 256
+    max_body: int = 1_000_000
+    max_connections: int = 1024
+    patience: float = 30.0
+    api_key_file: str | None = None
+    open: bool = False
     verify: float = (
-        0.0  # share of finished texts that are compared with the target's own, see infer/evaluation/lossless.py
+        0.0
     )
 
     def check(self) -> None:
@@ -302,12 +380,18 @@ class ServerConfig:
 
 @dataclass
 class ChatConfig:
-    """Where the chat goes, and how it is answered."""
+    """Where the chat goes, and how it is answered.
+
+    url: address of the server
+    system: what the model is told before anything else
+    temperature: 0 is greedy
+    max_tokens: most tokens of an answer; None: as many as the server has room for
+    """
 
     url: str = "http://127.0.0.1:8000"
-    system: str = ""  # what the model is told before anything else
+    system: str = ""
     temperature: float = 0.0
-    max_tokens: int | None = 256  # of an answer; None: as many as the server has room for
+    max_tokens: int | None = 256
 
     def check(self) -> None:
         """Raises ValueError for what no server would take."""

@@ -15,14 +15,23 @@ DIVERGENCES = ("kl", "cross_entropy", "tv", "acceptance", "lk")
 
 @dataclass
 class ObjectiveConfig:
-    """The loss on a block's L drafted positions."""
+    """The loss on a block's L drafted positions.
 
-    divergence: str = "kl"  # kl, cross_entropy, tv, acceptance or lk: see train/objective.py
-    weights: str = "gamma"  # gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma), DFlash;
-    # dpace or multistep: by how likely the block's drafts survive, see block_weights in train/objective.py
-    gamma: float = 0.6  # DART table 4; the DFlash recipe has 7 for block 16 and 4 for block 8
-    alpha: float = 0.5  # of dpace: the least probability that a draft counts with
-    chunk_rows: int = 256  # rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
+    divergence: kl, cross_entropy, tv, acceptance or lk: see train/objective.py
+    weights: of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma),
+        DFlash; dpace or multistep: by how likely the block's drafts survive, see block_weights in
+        train/objective.py
+    gamma: of weights gamma and exponential: 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
+        block 8
+    alpha: of weights dpace: the least probability that a draft counts with
+    chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
+    """
+
+    divergence: str = "kl"
+    weights: str = "gamma"
+    gamma: float = 0.6
+    alpha: float = 0.5
+    chunk_rows: int = 256
 
     def check(self) -> None:
         """Raises ValueError for an objective that does not exist."""
@@ -44,19 +53,33 @@ class ObjectiveConfig:
 
 @dataclass
 class OptimConfig:
-    """Warm-up and half a cosine."""
+    """Warm-up and half a cosine.
 
-    name: str = "adamw"  # adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
-    lr: float = 6e-4  # peak
+    name: adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
+    lr: peak learning rate
+    betas: AdamW's two decay rates
+    weight_decay: AdamW's and Muon's, not scaled by anything but the learning rate
+    warmup: share of all steps
+    clip: largest norm of the gradient; longer ones are scaled down
+    batch: packed rows per step, of all processes together
+    micro: rows in one pass of a process, gradients are accumulated over passes; None: all of the process's share
+        of batch
+    epochs: length of the run in passes over the data, unless steps is given
+    steps: length of the run in steps; None: by epochs
+    precision: of products: float32, bfloat16, or auto: bfloat16 on CUDA; weights stay float32
+    """
+
+    name: str = "adamw"
+    lr: float = 6e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    warmup: float = 0.04  # share of all steps
-    clip: float = 1.0  # gradient norm
-    batch: int = 8  # packed rows per step, of all processes together
-    micro: int | None = None  # of them in one pass of a process, gradients are accumulated over passes; None: its share
-    epochs: float = 6.0  # length of the run, unless steps is given
+    warmup: float = 0.04
+    clip: float = 1.0
+    batch: int = 8
+    micro: int | None = None
+    epochs: float = 6.0
     steps: int | None = None
-    precision: str = "auto"  # of products: float32, bfloat16, or auto: bfloat16 on CUDA; weights stay float32
+    precision: str = "auto"
 
     def check(self) -> None:
         """Raises ValueError for settings that cannot train."""
@@ -85,10 +108,14 @@ class OptimConfig:
 
 @dataclass
 class DeepSpeedConfig:
-    """How DeepSpeed spreads the drafter's training state."""
+    """How DeepSpeed spreads the drafter's training state.
 
-    stage: int = 0  # ZeRO stage 0 to 3
-    offload: bool = False  # optimiser state in host memory (stages 1 to 3)
+    stage: ZeRO stage 0 to 3
+    offload: optimiser state in host memory (stages 1 to 3)
+    """
+
+    stage: int = 0
+    offload: bool = False
 
     def check(self) -> None:
         """Raises ValueError for combinations that DeepSpeed does not have."""
@@ -100,11 +127,16 @@ class DeepSpeedConfig:
 
 @dataclass
 class TrackingConfig:
-    """Weights & Biases; metrics.jsonl is always written."""
+    """Weights & Biases; metrics.jsonl is always written.
+
+    wandb: log to Weights & Biases as well
+    project: its project
+    artifacts: at the end the best checkpoint's drafter goes there too, with its evaluation's numbers
+    """
 
     wandb: bool = False
     project: str = "blockdraft"
-    artifacts: bool = False  # at the end the best checkpoint's drafter goes there too, with its evaluation's numbers
+    artifacts: bool = False
 
     def check(self) -> None:
         """Raises ValueError for artifacts without a place to go."""
@@ -114,12 +146,18 @@ class TrackingConfig:
 
 @dataclass
 class GuardsConfig:
-    """What a run watches itself for; see docs/training.md, "What happens when"."""
+    """What a run watches itself for; see docs/training.md, "What happens when".
 
-    most_skipped: int = 5  # steps in a row with a loss or gradient that is not finite; that many end the run
-    spike: float = 3.0  # a loss so many times the median of the steps before it is reported with its rows
-    self_check: bool = True  # compare the first batch with a slow plain computation before training
-    stall_minutes: float = 30.0  # without any progress, in steps and evaluations; then the run ends
+    most_skipped: steps in a row with a loss or gradient that is not finite; that many end the run
+    spike: a loss this many times the median of the steps before it is reported with its rows
+    self_check: compare the first batch with a slow plain computation before training
+    stall_minutes: minutes without any progress, in steps and evaluations, after which the run ends
+    """
+
+    most_skipped: int = 5
+    spike: float = 3.0
+    self_check: bool = True
+    stall_minutes: float = 30.0
 
     def check(self) -> None:
         """Raises ValueError for limits that nothing could keep."""
@@ -133,11 +171,16 @@ class GuardsConfig:
 
 @dataclass
 class ReplayConfig:
-    """What `./launch.sh replay` computes again."""
+    """What `./launch.sh replay` computes again.
 
-    run: str = "runs/embedded-dflash"  # the run's folder
-    step: int | None = None  # which skipped step; None: the last one
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
+    run: the run's folder
+    step: which skipped step; None: the last one
+    device: cpu, cuda, cuda:1, ..., or auto
+    """
+
+    run: str = "runs/embedded-dflash"
+    step: int | None = None
+    device: str = "auto"
 
     def check(self) -> None:
         """Raises ValueError for a step that no run has; whether this one has it is seen when it is looked for."""
@@ -147,11 +190,19 @@ class ReplayConfig:
 
 @dataclass
 class FeaturesConfig:
-    """What `./launch.sh features` stores, and where."""
+    """What `./launch.sh features` stores, and where.
+
+    out: the folder that is written
+    store: bfloat16; int8: half of its size, each vector with a scale
+    shard_mb: megabytes of a shard, about
+    target: the target, see TargetConfig
+    drafter: the drafter that will be trained, see DrafterConfig: it decides which layers are stored
+    data: the training data, see DataConfig
+    """
 
     out: str = "features"
-    store: str = "bfloat16"  # bfloat16; int8: half of it, each vector with a scale
-    shard_mb: int = 512  # megabytes of a shard, about
+    store: str = "bfloat16"
+    shard_mb: int = 512
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -180,20 +231,43 @@ def check_embedded(data: DataConfig, target: TargetConfig) -> None:
 
 @dataclass
 class TrainConfig:
-    """A run. Its folder is runs_dir/name."""
+    """A run. Its folder is runs_dir/name.
+
+    name: of the run; its folder is runs_dir/name
+    runs_dir: folder of all runs
+    seed: of initial weights, data order and anchors
+    resume: auto: go on from the newest whole checkpoint of this run; never: refuse an existing run
+    features: folder of ./launch.sh features: train from these, not from the target itself
+    anchors: blocks per packed row
+    checkpoints: evenly spread over the run, the last at its end; each is evaluated
+    keep_states: newest checkpoints that keep their training state (drafters and evaluations always stay)
+    save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none besides
+    compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
+    recompute: compute the drafter's layers again in the backward pass: less memory, a third more work
+    log_every: steps between reads of the metrics; more than 1 saves synchronisations on CUDA (one a step stays)
+    target: see TargetConfig in infer/config.py
+    drafter: see DrafterConfig in infer/config.py
+    data: see DataConfig in data/rows.py
+    objective: see ObjectiveConfig
+    optim: see OptimConfig
+    evaluation: see EvaluationConfig in infer/config.py
+    deepspeed: see DeepSpeedConfig
+    guards: see GuardsConfig
+    tracking: see TrackingConfig
+    """
 
     name: str = "embedded-dflash"
     runs_dir: str = "runs"
     seed: int = 0
-    resume: str = "auto"  # auto: go on from the newest whole checkpoint of this run; never: refuse an existing run
-    features: str | None = None  # folder of ./launch.sh features: train from these, not from the target itself
-    anchors: int = 64  # blocks per packed row
-    checkpoints: int = 2  # evenly spread over the run, the last at its end; each is evaluated
-    keep_states: int = 2  # newest checkpoints that keep their training state (drafters and evaluations always stay)
-    save_minutes: float | None = 10.0  # between them, how often the training state is saved; None: never
-    compile: bool | None = None  # the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
-    recompute: bool = False  # compute the drafter's layers again in the backward pass: less memory, a third more work
-    log_every: int = 1  # steps between reads of the metrics; more than 1 saves synchronisations on CUDA (one stays)
+    resume: str = "auto"
+    features: str | None = None
+    anchors: int = 64
+    checkpoints: int = 2
+    keep_states: int = 2
+    save_minutes: float | None = 10.0
+    compile: bool | None = None
+    recompute: bool = False
+    log_every: int = 1
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)

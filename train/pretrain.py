@@ -23,7 +23,31 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfo
 
 @dataclass
 class PretrainConfig:
-    """Options of the embedded target's pre-training; every default is the shipped recipe."""
+    """Options of the embedded target's pre-training; every default is the shipped recipe.
+
+    out: the folder that is written
+    seed: of weights and data order
+    vocab_size: tokens, special ones among them
+    hidden_size: of the model, as in config.json, like the next five
+    intermediate_size: of the feed-forward layers
+    num_hidden_layers: layers
+    num_attention_heads: query heads
+    num_key_value_heads: key and value heads
+    head_dim: entries of a head
+    length: tokens a window
+    batch: windows a step
+    steps: of training
+    lr: peak, of both optimisers
+    weight_decay: on matrices
+    warmup: share of the steps
+    decay: share of the steps, linear to zero, at the end
+    clip: largest norm of the gradient
+    compile: train under torch.compile
+    save_every: steps between saves
+    answers: texts that the finished target writes, for drafters to learn from
+    prompt_tokens: of the prompt of such a text
+    answer_tokens: that the target writes, greedy
+    """
 
     out: str = "runs/embedded-target"
     seed: int = 0
@@ -34,19 +58,19 @@ class PretrainConfig:
     num_attention_heads: int = 6
     num_key_value_heads: int = 2
     head_dim: int = 32
-    length: int = 512  # tokens a window
-    batch: int = 16  # windows a step
+    length: int = 512
+    batch: int = 16
     steps: int = 1000
-    lr: float = 3e-3  # peak, of both optimisers
-    weight_decay: float = 0.05  # on matrices
-    warmup: float = 0.02  # share of the steps
-    decay: float = 0.5  # share of the steps, linear to zero, at the end
+    lr: float = 3e-3
+    weight_decay: float = 0.05
+    warmup: float = 0.02
+    decay: float = 0.5
     clip: float = 1.0
     compile: bool = True
     save_every: int = 100
-    answers: int = 2560  # texts that the finished target writes, for drafters to learn from
+    answers: int = 2560
     prompt_tokens: int = 96
-    answer_tokens: int = 160  # greedy
+    answer_tokens: int = 160
 
     def check(self) -> None:
         """Raises ValueError for a recipe that cannot run."""

@@ -25,15 +25,25 @@ def run_name(checkpoint: str) -> str:
 @dataclass
 class EvalCommand:
     """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets; of a masked diffusion
-    model, which has no drafter, what drafting for itself saves."""
+    model, which has no drafter, what drafting for itself saves.
 
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # a drafter folder or a training checkpoint
-    out: str = "runs/evaluation"  # where numbers and pictures go
+    checkpoint: a drafter folder or a training checkpoint
+    out: where numbers and pictures go
+    target: see TargetConfig in infer/config.py
+    data: held-out text, see DataConfig in data/rows.py
+    evaluation: see EvaluationConfig in infer/config.py
+    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says, without
+        its prompts
+    masked: where the target is a masked diffusion model, see MaskedConfig in infer/config.py
+    """
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    out: str = "runs/evaluation"
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    suite: SuiteConfig = field(default_factory=SuiteConfig)  # instead of `data`; how: evaluation, but for its prompts
-    masked: MaskedConfig = field(default_factory=MaskedConfig)  # where the target is a masked diffusion model
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     def check(self) -> None:
         """Raises ValueError for what cannot be evaluated."""
@@ -43,13 +53,19 @@ class EvalCommand:
 
 @dataclass
 class CompareCommand:
-    """Evaluates several drafters with every tree, on the same prompts."""
+    """Evaluates several drafters with every tree, on the same prompts.
 
-    # drafter folders, training checkpoints, or n-gram files
+    checkpoints: drafter folders, training checkpoints, or n-gram files
+    out: where the table, the picture and the numbers go
+    target: see TargetConfig in infer/config.py
+    data: held-out text, see DataConfig in data/rows.py
+    evaluation: see EvaluationConfig in infer/config.py
+    """
+
     checkpoints: list[str] = field(
         default_factory=lambda: [f"runs/embedded-{x}/checkpoints/best" for x in ("dflash", "dart")]
     )
-    out: str = "runs/comparison"  # where the table, the picture and the numbers go
+    out: str = "runs/comparison"
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -66,13 +82,21 @@ class CompareCommand:
 
 @dataclass
 class NgramCommand:
-    """Counts n-grams of token ids, for trees that judge paths by them."""
+    """Counts n-grams of token ids, for trees that judge paths by them.
 
-    out: str = "runs/ngrams"  # the file
-    order: int | None = None  # the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
-    workers: int | None = None  # processes; None: one a core
-    chunk_tokens: int = 8_000_000  # tokens sorted at a time by a process, about 24 bytes each
-    target: TargetConfig = field(default_factory=TargetConfig)  # whose tokenizer it is
+    out: the file
+    order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
+    workers: processes; None: one a core
+    chunk_tokens: tokens sorted at a time by a process, about 24 bytes each
+    target: whose tokenizer it is, see TargetConfig in infer/config.py
+    data: the text to count, see DataConfig in data/rows.py
+    """
+
+    out: str = "runs/ngrams"
+    order: int | None = None
+    workers: int | None = None
+    chunk_tokens: int = 8_000_000
+    target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
@@ -89,7 +113,13 @@ class NgramCommand:
 
 @dataclass
 class GenerateCommand:
-    """Continues a prompt and says what it took."""
+    """Continues a prompt and says what it took.
+
+    checkpoint: a drafter folder, a training checkpoint or an n-gram file
+    prompt: the text to continue
+    target: see TargetConfig in infer/config.py
+    decoding: see DecodeOptions in infer/config.py
+    """
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     prompt: str = "import os\n\ndef main():\n"
@@ -106,7 +136,13 @@ class GenerateCommand:
 
 @dataclass
 class ServeCommand:
-    """Serves a target and its drafter over HTTP."""
+    """Serves a target and its drafter over HTTP.
+
+    checkpoint: a drafter folder, a training checkpoint or an n-gram file
+    target: see TargetConfig in infer/config.py
+    decoding: see EngineConfig in infer/config.py
+    server: see ServerConfig in infer/serving/config.py
+    """
 
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -123,15 +159,27 @@ class ServeCommand:
 
 @dataclass
 class RegenerateCommand:
-    """Lets the target rewrite the answers of a data set: what a drafter should learn from."""
+    """Lets the target rewrite the answers of a data set: what a drafter should learn from.
 
-    out: str = "runs/answers.jsonl"  # one line a row, in the rows' order; a stopped run goes on where it was
-    checkpoint: str | None = None  # a drafter that makes it faster, for decoding.method=chain or ddtree
-    server: str | None = None  # instead of our engine: an address with OpenAI's API, such as http://host:8000/v1
-    model: str | None = None  # what that server calls the target; None: the first it has
-    at_once: int = 64  # requests under way at that server
-    prompt_tokens: int = 96  # of a row that is one text, the target continues so many tokens
-    most_failures: int = 100  # rows; beyond that something is wrong
+    out: one line a row, in the rows' order; a stopped run goes on where it was
+    checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
+    server: instead of our engine: an address with OpenAI's API, such as http://host:8000/v1
+    model: what that server calls the target; None: the first it has
+    at_once: requests under way at that server
+    prompt_tokens: of a row that is one text, the target continues this many tokens
+    most_failures: most rows that may fail; more end the run
+    target: see TargetConfig in infer/config.py
+    data: the prompts, see DataConfig in data/rows.py
+    decoding: see DecodeOptions in infer/config.py
+    """
+
+    out: str = "runs/answers.jsonl"
+    checkpoint: str | None = None
+    server: str | None = None
+    model: str | None = None
+    at_once: int = 64
+    prompt_tokens: int = 96
+    most_failures: int = 100
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
@@ -150,15 +198,24 @@ class RegenerateCommand:
 
 @dataclass
 class ExportCommand:
-    """Writes a drafter for other engines, and uploads it if that is asked for."""
+    """Writes a drafter for other engines, and uploads it if that is asked for.
 
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"  # anything that load_drafter reads
-    format: str = "dflash"  # dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
-    out: str = "runs/export"  # a folder that is not there yet, or empty
-    push_to_hub: str | None = None  # user/name: upload it there too, with the token that you are logged in with
-    license: str | None = None  # of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
-    base_model: str | None = None  # the target's name on the hub, for others to read; null: target.path
-    target: TargetConfig = field(default_factory=TargetConfig)  # speculators stores its embedding, head and name
+    checkpoint: anything that load_drafter reads
+    format: dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
+    out: a folder that is not there yet, or empty
+    push_to_hub: user/name: upload it there too, with the token that you are logged in with
+    license: of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
+    base_model: the target's name on the hub, for others to read; null: target.path
+    target: see TargetConfig in infer/config.py; speculators stores its embedding, head and name
+    """
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    format: str = "dflash"
+    out: str = "runs/export"
+    push_to_hub: str | None = None
+    license: str | None = None
+    base_model: str | None = None
+    target: TargetConfig = field(default_factory=TargetConfig)
 
     def check(self) -> None:
         """Raises ValueError for what cannot be written."""
@@ -178,10 +235,14 @@ class ExportCommand:
 
 @dataclass
 class CheckCommand:
-    """Says which engines would load a drafter's folder, and what is at fault where one would not."""
+    """Says which engines would load a drafter's folder, and what is at fault where one would not.
 
-    path: str = "runs/embedded-dflash/checkpoints/best"  # a folder, a training checkpoint, or a hub id
-    target_layers: int | None = None  # how many the target has, for configs that do not say
+    path: a folder, a training checkpoint, or a hub id
+    target_layers: how many the target has, for configs that do not say
+    """
+
+    path: str = "runs/embedded-dflash/checkpoints/best"
+    target_layers: int | None = None
 
     def check(self) -> None:
         """Raises ValueError for what cannot be looked at."""

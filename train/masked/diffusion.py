@@ -35,32 +35,57 @@ TRAINING, HELD_OUT, COLD_START = range(3)
 
 @dataclass
 class DiffusionConfig:
-    """Options of a masked diffusion model's training; every default is the recipe of the embedded one."""
+    """Options of a masked diffusion model's training; every default is the recipe of the embedded one.
+
+    out: the folder that is written
+    seed: of data order and noise
+    start: the causal model to begin with, and its tokenizer: a Qwen3's folder or hub id
+    device: cpu, cuda, cuda:1, ..., or auto
+    warm_start: begin with that model's weights; false: with its sizes only
+    shifted: the output at i - 1 predicts the token at i; None: if it starts warm
+    mask_token_id: None: the tokenizer's mask token, else an id that no text uses
+    block_length: tokens decoded as one block; None: documents are noised whole
+    whole: share of the rows whose documents are noised whole all the same
+    weighting: of the loss: elbo, the bound itself; flat: every covered token counts once, which is less noisy
+    sources: equal shares of every batch: stdlib, embedded, jsonl, hub (see data/rows.py); the bound is measured on
+        held-out text of the first
+    path: jsonl: a file or folder; hub: the data set's name
+    length: tokens of a packed row, and of a document at most
+    batch: rows a step
+    steps: of training
+    lr: peak, of both optimisers
+    weight_decay: on matrices
+    warmup: share of the steps
+    decay: share of the steps, linear to zero, at the end
+    clip: gradient norm
+    precision: of products: float32 or bfloat16; weights stay float32
+    save_every: steps between saves, and between measurements of the held-out bound
+    held_out: rows that the bound is measured on, each under 4 noise levels
+    """
 
     out: str = "runs/embedded-diffusion"
     seed: int = 0
-    start: str = "embedded"  # the causal model it is made of, with its tokenizer: a Qwen3's folder or hub id
-    device: str = "auto"  # cpu, cuda, cuda:1, ..., or auto
-    warm_start: bool = True  # begin with that model's weights; false: with its sizes only
-    shifted: bool | None = None  # the output at i - 1 predicts the token at i; None: if it starts warm
-    mask_token_id: int | None = None  # None: the tokenizer's mask token, else an id that no text uses
-    block_length: int | None = 32  # tokens decoded as one block; None: documents are noised whole
-    whole: float = 0.25  # share of the rows whose documents are noised whole all the same
-    weighting: str = "flat"  # of the loss: elbo, the bound itself; flat: every covered token counts once, less noise
-    sources: list[str] = field(default_factory=lambda: ["stdlib", "embedded"])  # equal shares of every batch: stdlib,
-    # embedded, jsonl, hub (see data/rows.py); the bound is measured on held-out text of the first
-    path: str | None = None  # jsonl: a file or folder; hub: the data set's name
-    length: int = 256  # tokens of a packed row, and of a document at most
-    batch: int = 16  # rows a step
+    start: str = "embedded"
+    device: str = "auto"
+    warm_start: bool = True
+    shifted: bool | None = None
+    mask_token_id: int | None = None
+    block_length: int | None = 32
+    whole: float = 0.25
+    weighting: str = "flat"
+    sources: list[str] = field(default_factory=lambda: ["stdlib", "embedded"])
+    path: str | None = None
+    length: int = 256
+    batch: int = 16
     steps: int = 440
-    lr: float = 1e-3  # peak, of both optimisers
-    weight_decay: float = 0.05  # on matrices
-    warmup: float = 0.05  # share of the steps
-    decay: float = 0.9  # share of the steps, linear to zero, at the end
-    clip: float = 1.0  # gradient norm
-    precision: str = "bfloat16"  # of products: float32 or bfloat16; weights stay float32
-    save_every: int = 40  # steps between saves, and between measurements of the held-out bound
-    held_out: int = 32  # rows that the bound is measured on, each under 4 noise levels
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    warmup: float = 0.05
+    decay: float = 0.9
+    clip: float = 1.0
+    precision: str = "bfloat16"
+    save_every: int = 40
+    held_out: int = 32
 
     def check(self) -> None:
         """Raises ValueError, one sentence, for a run that cannot work."""
