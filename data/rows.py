@@ -28,7 +28,7 @@ class Part:
     """One data set of a mixture: a file, a folder, or a name on the hub.
 
     path: a file, a folder, or a name on the hub
-    split: of a data set on the hub
+    split: split of a data set on the hub
     weight: its share of the rows, relative to the other parts'
     """
 
@@ -41,13 +41,13 @@ class Part:
 class DataConfig:
     """What to train on.
 
-    source: embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files; hub: a data set
+    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files; hub: a data set
         of the Hugging Face hub; mixture: several of them, in parts
-    path: jsonl: a file, or a folder of .jsonl(.gz) and .parquet files; hub: its name or folder
-    split: hub: which split
-    parts: mixture: its parts, see Part; as many rows as the scarcest one allows
+    path: of jsonl, a file, or a folder of .jsonl(.gz) and .parquet files; of hub, the name or folder
+    split: of hub, which split
+    parts: of mixture, its parts, see Part; as many rows as the scarcest one allows
     length: tokens in a packed row
-    long: longer texts: split into rows, truncate, or drop
+    long: what happens to longer texts: split (into rows), truncate, or drop
     limit: most documents that are taken; None: all
     bad_rows: most rows that may be left out because they cannot be used; more end the run
     num_proc: processes that tokenise

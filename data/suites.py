@@ -114,12 +114,12 @@ MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction"
 class SuiteConfig:
     """Which question sets are asked instead of held-out prompts.
 
-    name: ddtree: the ten sets of its Table 1; specbench: by category; files: yours
+    name: which suite. ddtree: the ten sets of its Table 1; specbench: by category; files: yours
     folder: your copies, a file or folder named as each set; None: ddtree from the hub
     sets: names of the sets that are asked; none named: all
     limit: questions of a set at most; None: as many as in the paper, or all of a file
     temperatures: every set is asked at each of these; 0 is greedy
-    thinking: of chat templates that have this switch; the paper's figures are without
+    thinking: the switch of chat templates that have one; the paper's figures are without
     """
 
     name: str | None = None

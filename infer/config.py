@@ -27,7 +27,7 @@ class TargetConfig:
     device: cpu, cuda, cuda:1, ..., or auto
     trust_remote_code: run modelling code that comes with the model
     sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
-    shard: training: spread the layers over all processes, for a target too big for one GPU
+    shard: in training, spread the target's layers over all processes, for a target too big for one GPU
     """
 
     path: str = "embedded"
@@ -51,13 +51,13 @@ class DrafterConfig:
     """Sizes of a drafter to be trained; everything not named here is taken from the target.
 
     family: dflash or dart
-    layers: DART has one
+    layers: decoder layers; DART has one
     block_size: bonus token and block_size - 1 drafted positions
     target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
     warm_start: begin with the target's own layers where the shapes agree, else from noise
-    mask_token_id: None: the tokenizer's mask token, else the first id past its own; dflash only
-    shifted: dart: every position says which token follows it; false: which one stands in its place
-    init: a drafter to go on from: a folder in any layout that load_drafter reads, or a hub id
+    mask_token_id: what drafted positions hold; None: the tokenizer's mask token, else the first id past its own; dflash only
+    shifted: dart only: every position says which token follows it; false: which one stands in its place
+    init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
     """
 
     family: str = "dflash"
@@ -93,8 +93,8 @@ class TextOptions:
     top_k: sample among the k likeliest tokens only; 0: among all
     top_p: sample among the likeliest tokens that together have this probability
     min_p: leave out tokens less likely than this share of the likeliest one's probability
-    repetition_penalty: above 1: tokens that prompt or text hold already become less likely
-    seed: of sampling; the same seed gives the same text, whatever the method
+    repetition_penalty: above 1 makes tokens less likely that prompt or text hold already
+    seed: seed of sampling; the same seed gives the same text, whatever the method
     ignore_eos: write on past end tokens
     stop: texts that end the answer; they are not part of it
     logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20); None: none at all
@@ -149,8 +149,8 @@ class MaskedConfig:
 
     block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
         cut
-    cache: none: every pass computes the whole row; dual: keys and values outside the block are kept
-    refresh: cache=dual: the kept keys and values are computed again after so many tokens, and when a block begins
+    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are kept
+    refresh: with cache=dual, the kept keys and values are computed again after so many tokens, and when a block begins
     """
 
     block_length: int = 8
@@ -173,14 +173,14 @@ class EngineConfig(MaskedConfig):
     method: plain, chain, ddtree, continuity or static; of masked models steps or ssd: docs/methods.md
     budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
-    continuity_weight: of the n-gram model against the drafter, for ddtree
+    continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
     rows: texts decoded side by side at most; others wait
     compile: drafting and verification under torch.compile; None: on CUDA only
-    draft_length: ssd: tokens drafted each round, 1 to 8; or auto: as many as are likely enough
-    order: ssd: greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
+    draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
+    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
         guided, the same with what the text has shown of itself so far: docs/methods.md
-    nodes: ssd, orders tree and guided: states verified each round, the current text among them
+    nodes: of ssd, orders tree and guided: states verified each round, the current text among them
     """
 
     method: str = "ddtree"
@@ -231,10 +231,7 @@ class EngineConfig(MaskedConfig):
 
 @dataclass
 class DecodeOptions(EngineConfig, TextOptions):
-    """What is written and how it is decoded.
-
-
-    """
+    """What is written and how it is decoded: the options of TextOptions and EngineConfig."""
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
@@ -253,12 +250,12 @@ class EvaluationConfig:
     max_new_tokens: most tokens of an answer
     budgets: node budgets of the trees
     temperature: 0 is greedy
-    seed: of sampling
+    seed: seed of sampling
     rows: prompts decoded side by side
     compile: drafting and verification under torch.compile; None: on CUDA only
     samples: decoded texts shown in the report
     continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too
-    continuity_weight: of the n-gram model against the drafter, for ddtree
+    continuity_weight: weight of the n-gram model against the drafter, for ddtree
     """
 
     prompts: int = 16
@@ -318,7 +315,7 @@ class ServerConfig:
     max_length: tokens of a prompt and its answer together; every row has room for as many
     max_texts: texts being written or waiting; further ones are told to try again later (429)
     max_body: bytes of a request
-    max_connections: open at once; further ones are told 503
+    max_connections: connections open at once; further ones are told 503
     patience: seconds that a client may take to send a request, or to go on reading
     api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
     open: listen to other machines without asking for a key
@@ -335,9 +332,7 @@ class ServerConfig:
     patience: float = 30.0
     api_key_file: str | None = None
     open: bool = False
-    verify: float = (
-        0.0
-    )
+    verify: float = 0.0
 
     def check(self) -> None:
         """Raises ValueError for what cannot be served."""

@@ -18,12 +18,12 @@ class ObjectiveConfig:
     """The loss on a block's L drafted positions.
 
     divergence: kl, cross_entropy, tv, acceptance or lk: see train/objective.py
-    weights: of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma),
+    weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential: exp(-(t - 1) / gamma),
         DFlash; dpace or multistep: by how likely the block's drafts survive, see block_weights in
         train/objective.py
-    gamma: of weights gamma and exponential: 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
+    gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
         block 8
-    alpha: of weights dpace: the least probability that a draft counts with
+    alpha: with weights dpace, the least probability that a draft counts with
     chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
     """
 
@@ -55,10 +55,10 @@ class ObjectiveConfig:
 class OptimConfig:
     """Warm-up and half a cosine.
 
-    name: adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
+    name: the optimiser. adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
     lr: peak learning rate
     betas: AdamW's two decay rates
-    weight_decay: AdamW's and Muon's, not scaled by anything but the learning rate
+    weight_decay: weight decay of matrices; vectors have none
     warmup: share of all steps
     clip: largest norm of the gradient; longer ones are scaled down
     batch: packed rows per step, of all processes together
@@ -66,7 +66,7 @@ class OptimConfig:
         of batch
     epochs: length of the run in passes over the data, unless steps is given
     steps: length of the run in steps; None: by epochs
-    precision: of products: float32, bfloat16, or auto: bfloat16 on CUDA; weights stay float32
+    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA; weights stay float32
     """
 
     name: str = "adamw"
@@ -193,7 +193,7 @@ class FeaturesConfig:
     """What `./launch.sh features` stores, and where.
 
     out: the folder that is written
-    store: bfloat16; int8: half of its size, each vector with a scale
+    store: dtype of features. bfloat16; int8: half of its size, each vector with a scale
     shard_mb: megabytes of a shard, about
     target: the target, see TargetConfig
     drafter: the drafter that will be trained, see DrafterConfig: it decides which layers are stored
@@ -233,13 +233,13 @@ def check_embedded(data: DataConfig, target: TargetConfig) -> None:
 class TrainConfig:
     """A run. Its folder is runs_dir/name.
 
-    name: of the run; its folder is runs_dir/name
+    name: name of the run; its folder is runs_dir/name
     runs_dir: folder of all runs
-    seed: of initial weights, data order and anchors
-    resume: auto: go on from the newest whole checkpoint of this run; never: refuse an existing run
-    features: folder of ./launch.sh features: train from these, not from the target itself
+    seed: seed of initial weights, data order and anchors
+    resume: auto, go on from the newest whole checkpoint of this run; never, refuse an existing run
+    features: a folder that ./launch.sh features wrote: train from it, not from the target itself
     anchors: blocks per packed row
-    checkpoints: evenly spread over the run, the last at its end; each is evaluated
+    checkpoints: how many, evenly spread over the run, the last at its end; each is evaluated
     keep_states: newest checkpoints that keep their training state (drafters and evaluations always stay)
     save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none besides
     compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3

@@ -26,27 +26,27 @@ class PretrainConfig:
     """Options of the embedded target's pre-training; every default is the shipped recipe.
 
     out: the folder that is written
-    seed: of weights and data order
+    seed: seed of weights and data order
     vocab_size: tokens, special ones among them
-    hidden_size: of the model, as in config.json, like the next five
-    intermediate_size: of the feed-forward layers
+    hidden_size: entries of a hidden state
+    intermediate_size: entries between the two feed-forward matrices
     num_hidden_layers: layers
     num_attention_heads: query heads
     num_key_value_heads: key and value heads
     head_dim: entries of a head
     length: tokens a window
     batch: windows a step
-    steps: of training
-    lr: peak, of both optimisers
-    weight_decay: on matrices
+    steps: training steps
+    lr: peak rate of both optimisers
+    weight_decay: weight decay of matrices
     warmup: share of the steps
     decay: share of the steps, linear to zero, at the end
     clip: largest norm of the gradient
     compile: train under torch.compile
     save_every: steps between saves
     answers: texts that the finished target writes, for drafters to learn from
-    prompt_tokens: of the prompt of such a text
-    answer_tokens: that the target writes, greedy
+    prompt_tokens: tokens of such a text's prompt
+    answer_tokens: tokens that the target writes, greedy
     """
 
     out: str = "runs/embedded-target"

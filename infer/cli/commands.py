@@ -84,9 +84,9 @@ class CompareCommand:
 class NgramCommand:
     """Counts n-grams of token ids, for trees that judge paths by them.
 
-    out: the file
+    out: the file that is written
     order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
-    workers: processes; None: one a core
+    workers: processes that count; None: one a core
     chunk_tokens: tokens sorted at a time by a process, about 24 bytes each
     target: whose tokenizer it is, see TargetConfig in infer/config.py
     data: the text to count, see DataConfig in data/rows.py
@@ -163,10 +163,10 @@ class RegenerateCommand:
 
     out: one line a row, in the rows' order; a stopped run goes on where it was
     checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
-    server: instead of our engine: an address with OpenAI's API, such as http://host:8000/v1
+    server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1
     model: what that server calls the target; None: the first it has
     at_once: requests under way at that server
-    prompt_tokens: of a row that is one text, the target continues this many tokens
+    prompt_tokens: how many tokens of a row that is one text are the prompt
     most_failures: most rows that may fail; more end the run
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
@@ -201,11 +201,11 @@ class ExportCommand:
     """Writes a drafter for other engines, and uploads it if that is asked for.
 
     checkpoint: anything that load_drafter reads
-    format: dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
+    format: the layout. dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
     out: a folder that is not there yet, or empty
-    push_to_hub: user/name: upload it there too, with the token that you are logged in with
-    license: of the drafter, for its card: apache-2.0, ...; null: the card says that none was named
-    base_model: the target's name on the hub, for others to read; null: target.path
+    push_to_hub: a name on the hub, user/name, to upload it to, with the token that you are logged in with
+    license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was named
+    base_model: the target's name on the hub, for others to read; None: target.path
     target: see TargetConfig in infer/config.py; speculators stores its embedding, head and name
     """
 
@@ -238,7 +238,7 @@ class CheckCommand:
     """Says which engines would load a drafter's folder, and what is at fault where one would not.
 
     path: a folder, a training checkpoint, or a hub id
-    target_layers: how many the target has, for configs that do not say
+    target_layers: how many layers the target has, for configs that do not say
     """
 
     path: str = "runs/embedded-dflash/checkpoints/best"

@@ -38,27 +38,27 @@ class DiffusionConfig:
     """Options of a masked diffusion model's training; every default is the recipe of the embedded one.
 
     out: the folder that is written
-    seed: of data order and noise
+    seed: seed of data order and noise
     start: the causal model to begin with, and its tokenizer: a Qwen3's folder or hub id
     device: cpu, cuda, cuda:1, ..., or auto
     warm_start: begin with that model's weights; false: with its sizes only
-    shifted: the output at i - 1 predicts the token at i; None: if it starts warm
-    mask_token_id: None: the tokenizer's mask token, else an id that no text uses
+    shifted: whether the output at i - 1 predicts the token at i; None: if it starts warm
+    mask_token_id: id of the mask; None: the tokenizer's mask token, else an id that no text uses
     block_length: tokens decoded as one block; None: documents are noised whole
     whole: share of the rows whose documents are noised whole all the same
-    weighting: of the loss: elbo, the bound itself; flat: every covered token counts once, which is less noisy
+    weighting: how the loss is weighted. elbo, the bound itself; flat: every covered token counts once, which is less noisy
     sources: equal shares of every batch: stdlib, embedded, jsonl, hub (see data/rows.py); the bound is measured on
         held-out text of the first
-    path: jsonl: a file or folder; hub: the data set's name
+    path: of jsonl, a file or folder; of hub, the data set's name
     length: tokens of a packed row, and of a document at most
     batch: rows a step
-    steps: of training
-    lr: peak, of both optimisers
-    weight_decay: on matrices
+    steps: training steps
+    lr: peak rate of both optimisers
+    weight_decay: weight decay of matrices
     warmup: share of the steps
     decay: share of the steps, linear to zero, at the end
-    clip: gradient norm
-    precision: of products: float32 or bfloat16; weights stay float32
+    clip: largest norm of the gradient
+    precision: dtype of products: float32 or bfloat16; weights stay float32
     save_every: steps between saves, and between measurements of the held-out bound
     held_out: rows that the bound is measured on, each under 4 noise levels
     """
