@@ -41,8 +41,8 @@ class Part:
 class DataConfig:
     """What to train on.
 
-    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your files; hub: a data set
-        of the Hugging Face hub; mixture: several of them, in parts
+    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your
+        files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts
     path: of jsonl, a file, or a folder of .jsonl(.gz) and .parquet files; of hub, the name or folder
     split: of hub, which split
     parts: of mixture, its parts, see Part; as many rows as the scarcest one allows

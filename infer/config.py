@@ -1,15 +1,25 @@
-"""Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused before it loads."""
+"""Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused before it loads.
+
+The docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that none is missing.
+"""
 
 import ipaddress
 import os
 import re
 from dataclasses import dataclass, field
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = ("plain", "chain", "ddtree", "continuity", "static", *MASKED_METHODS)
+
+
+def inherited_help(cls: type) -> type:
+    """Append the docstrings of the inherited options to a class's own, which is all that help() shows."""
+    cls.__doc__ = "\n\n".join(cleandoc(each.__doc__) for each in (cls, *cls.__bases__))
+    return cls
 
 
 def check_device(key: str, device: str) -> None:
@@ -55,7 +65,8 @@ class DrafterConfig:
     block_size: bonus token and block_size - 1 drafted positions
     target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
     warm_start: begin with the target's own layers where the shapes agree, else from noise
-    mask_token_id: what drafted positions hold; None: the tokenizer's mask token, else the first id past its own; dflash only
+    mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, else the first id
+        past its own
     shifted: dart only: every position says which token follows it; false: which one stands in its place
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
     """
@@ -166,6 +177,7 @@ class MaskedConfig:
             raise ValueError(f"cache={self.cache}: use none or dual")
 
 
+@inherited_help
 @dataclass
 class EngineConfig(MaskedConfig):
     """How texts are decoded. All of this changes the speed, never the text.
@@ -229,9 +241,10 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"nodes={self.nodes}: at least 1 state a round")
 
 
+@inherited_help
 @dataclass
 class DecodeOptions(EngineConfig, TextOptions):
-    """What is written and how it is decoded: the options of TextOptions and EngineConfig."""
+    """What is written and how it is decoded: the options of EngineConfig and TextOptions."""
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""

@@ -1,13 +1,17 @@
 """Every configuration composes, is checked before torch loads, and is refused in one sentence when wrong."""
 
+import re
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from data.rows import Part
+from infer.config import DecodeOptions
 from infer.main import COMMANDS
 from train.config import FeaturesConfig, ReplayConfig, TrainConfig
 from train.masked.diffusion import DiffusionConfig
@@ -26,6 +30,23 @@ def composed(repo, name: str, overrides: list[str]):
     result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), plain))
     result.check()
     return config
+
+
+def options_classes() -> list[type]:
+    """Every dataclass of options that a command reads."""
+    found, left = {DecodeOptions: None, Part: None}, list(SCHEMAS.values())
+    while left:
+        schema = left.pop()
+        found[schema] = None
+        left += [type(field.default_factory()) for field in fields(schema) if is_dataclass(field.default_factory)]
+    return list(found)
+
+
+@pytest.mark.parametrize("schema", options_classes(), ids=lambda schema: schema.__name__)
+def test_every_option_is_explained_in_its_class(schema):
+    """help(schema) has a line "name: meaning" for it."""
+    explained = re.findall(r"^ *(\w+): \w", schema.__doc__, re.MULTILINE)
+    assert not [field.name for field in fields(schema) if field.name not in explained]
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
