@@ -19,8 +19,8 @@ class ObjectiveConfig:
 
     divergence: kl, cross_entropy, tv, acceptance or lk: see train/objective.py
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
-        exp(-(t - 1) / gamma), DFlash; dpace or multistep: by how likely the block's drafts survive, see block_weights in
-        train/objective.py
+        exp(-(t - 1) / gamma), DFlash; dpace or multistep: by how likely the block's drafts survive, see
+        block_weights in train/objective.py
     gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
         block 8
     alpha: with weights dpace, the least probability that a draft counts with
