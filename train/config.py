@@ -8,19 +8,17 @@ from pathlib import Path
 
 from data.rows import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
-
-WEIGHTS = ("gamma", "exponential", "dpace", "multistep")
-DIVERGENCES = ("kl", "cross_entropy", "tv", "acceptance", "lk")
+from train.divergences import DIVERGENCES, WEIGHTS
 
 
 @dataclass
 class ObjectiveConfig:
     """The loss on a block's L drafted positions.
 
-    divergence: kl, cross_entropy, tv, acceptance or lk: see train/objective.py
+    divergence: kl, cross_entropy, tv, acceptance or lk: a row of DIVERGENCES in train/divergences.py
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
         exp(-(t - 1) / gamma), DFlash; dpace or multistep: by how likely the block's drafts survive, see
-        block_weights in train/objective.py
+        train/divergences.py
     gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
         block 8
     alpha: with weights dpace, the least probability that a draft counts with

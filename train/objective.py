@@ -1,4 +1,5 @@
-"""The objective: how far the drafter's marginals are from the target, in chunks of rows.
+"""The objective: how far the drafter's marginals are from the target's, in chunks of rows. Its formulas are in
+`train/divergences.py`.
 
 G blocks of L drafted positions, R = G * L rows, P teacher rows (context positions), D hidden size, V vocabulary.
 
@@ -6,21 +7,22 @@ Row r compares the drafter's state `hidden[r]` with the target's state `teacher_
 its head: the target's frozen one, which DFlash shares, or a trained one of the drafter's (DART). Vocabulary-sized
 tensors exist for one chunk of rows at a time: the gradients with respect to `hidden` and to a trained head are formed
 in the same pass, and (R, D) and (V, D) are all that is kept for backward. Weights that depend on how well a block was
-drafted are known after the last chunk, and applied to those (R, D); for a trained head, which has no rows, a pass
-before finds them.
+drafted are known only after the last chunk. They are then applied to the (R, D) gradients of single rows; a trained
+head has no such rows, so a first pass computes the weights for it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from infer.targets.support import PLAIN, LogitScale
 from train.config import ObjectiveConfig
+from train.divergences import DIVERGENCES, WEIGHTS, Chunk, Divergence
 
 
-@dataclass(frozen=True)
-class RowLoss:
-    """What a batch of blocks costs."""
+class RowLoss(NamedTuple):
+    """The loss of a batch of blocks."""
 
     loss: torch.Tensor  # () weighted sum of divergences, differentiable with respect to hidden
     rows: torch.Tensor  # (G, L) divergence of every row in nats, 0 where the weight is; detached
@@ -28,32 +30,28 @@ class RowLoss:
 
 
 def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
-    """Weights of the L drafted positions t = 1 .. L, (L,) float32, as far as they do not depend on the drafter.
-
-    "gamma": gamma^(t-1) (DART section 3.3); "exponential": exp(-(t-1) / gamma) (the DFlash recipe); "dpace" and
-    "multistep": one, see `block_weights`.
-    """
-    steps = torch.arange(length, dtype=torch.float32)
-    if config.weights == "gamma":
-        return config.gamma**steps
-    return torch.exp(-steps / config.gamma) if config.weights == "exponential" else torch.ones(length)
+    """Return the weights of the L drafted positions t = 1 .. L, (L,) float32: the part that does not depend on the
+    drafter."""
+    return WEIGHTS[config.weights].by_position(torch.arange(length, dtype=torch.float32), config)
 
 
-def block_weights(survival: torch.Tensor, counted: torch.Tensor, config: ObjectiveConfig) -> torch.Tensor:
-    """What a position is worth, given how likely the drafts of its block (G, L) survive: (G, L), detached.
+@dataclass(frozen=True)
+class _Batch:
+    """What the rows are compared with. Nothing here is trained."""
 
-    "dpace": w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - alpha) q + alpha and q the drafter's probability of the
-    label. "multistep": minus the derivative of the expected number of accepted drafts sum_j prod_{i <= j} a_i with
-    respect to a_t, a the overlap with the target. Sums run over `counted` positions.
-    """
-    if config.weights == "dpace":
-        reach = ((1 - config.alpha) * survival + config.alpha).cumprod(1) * counted
-        return reach.flip(1).cumsum(1).flip(1)
-    before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1).cumprod(1)  # prod_{i < t} a_i
-    behind = counted.to(survival.dtype)  # sum_{j >= t} prod_{t < i <= j} a_i, from the last position on
-    for t in range(survival.shape[1] - 2, -1, -1):
-        behind[:, t] += survival[:, t + 1] * behind[:, t + 1]
-    return before * behind
+    teacher_hidden: torch.Tensor  # (P, D)
+    teacher_rows: torch.Tensor  # (R,) int64
+    labels: torch.Tensor  # (R,) int64
+    weights: torch.Tensor  # (G, L)
+    head: torch.Tensor  # (V, D) the target's
+    kept: torch.Tensor  # rows of weight above 0, those with the same teacher row beside each other
+    config: ObjectiveConfig
+    scale: LogitScale
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic on logits."""
+        return torch.float64 if self.teacher_hidden.dtype == torch.float64 else torch.float32
 
 
 def divergence(
@@ -67,145 +65,131 @@ def divergence(
     own_head: torch.Tensor | None = None,
     scale: LogitScale = PLAIN,
 ) -> RowLoss:
-    """Weighted sum of the rows' divergences to the target's distribution along the true continuation.
+    """Return the weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
     hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L);
     own_head (V, D): the drafter's, float32, if it is not the target's; scale: what the target does to its head's
-    products, and the drafter to its own.
-    With p the target's distribution, q the drafter's, and their overlap a = sum_v min(p, q), the probability that
-    speculative sampling accepts a draft:
-    "kl" is KL(p || q) (DART section 3.3), "cross_entropy" -log q(label), "tv" total variation 1 - a, "acceptance"
-    -log a, and "lk" the mixture lambda KL + (1 - lambda) tv with lambda = exp(-3 a), held constant in the gradient: KL
-    while the two are far apart, acceptance itself when they are near. With weights "dpace" and "multistep" a row's
-    weight is multiplied by `block_weights`; "multistep" is then the loss sum_j (1 - prod_{i <= j} a_i). The arithmetic
-    on logits is float32 (float64 for float64 inputs). Rows of weight 0 are dropped before the projection (one
-    synchronisation).
+    products, and the drafter to its own. config.divergence names a row of DIVERGENCES, config.weights one of WEIGHTS,
+    whose `by_block` multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64 inputs). Rows
+    of weight 0 are dropped before the projection (one synchronisation).
     """
     flat = teacher_rows.flatten()
     kept = weights.flatten().nonzero()[:, 0]
-    kept = kept[flat[kept].argsort(stable=True)]  # rows that share a teacher row become neighbours
-    own_head = head if own_head is None else own_head
-    fixed = teacher_hidden, flat, labels.flatten(), weights, head, kept
-    return RowLoss(*_Divergence.apply(hidden, own_head, fixed, config, scale))
+    kept = kept[flat[kept].argsort(stable=True)]
+    batch = _Batch(teacher_hidden, flat, labels.flatten(), weights, head, kept, config, scale)
+    return RowLoss(*_Objective.apply(hidden, head if own_head is None else own_head, batch))
 
 
-class _Divergence(torch.autograd.Function):
+class _Objective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, own_head, fixed, config, scale):
+    def forward(ctx, hidden, own_head, batch: _Batch):
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
-        weights = fixed[3]
-        head, counted, by_block = own_head.to(hidden.dtype), weights > 0, config.weights in ("dpace", "multistep")
+        head, weights, by_block = own_head.to(hidden.dtype), batch.weights, WEIGHTS[batch.config.weights].by_block
 
-        def worth_of(survival: torch.Tensor) -> torch.Tensor:
-            """Every row's weight, (G, L)."""
-            return weights * block_weights(survival, counted, config) if by_block else weights.to(survival.dtype)
+        def row_weights(survival: torch.Tensor) -> torch.Tensor:  # (G, L)
+            if by_block is None:
+                return weights.to(survival.dtype)
+            return weights * by_block(survival, weights > 0, batch.config)
 
-        worth = None
+        known = None
         if wants_head:
-            worth = worth_of(_scan(hidden, head, fixed, config, scale)[1] if by_block else weights)
-        rows, survival, agree, gradient, head_gradient = _scan(hidden, head, fixed, config, scale, wants_hidden, worth)
-        if worth is None:
-            worth = worth_of(survival)
-        loss = (rows * worth).sum()
-        if config.weights == "multistep":
-            loss = (weights * (1 - survival.cumprod(1))).sum()
-        if gradient is not None:
-            gradient *= worth.view(-1, 1).to(gradient.dtype)
-        ctx.save_for_backward(gradient, head_gradient)
-        ctx.mark_non_differentiable(rows, agree)
-        return loss, rows, agree
+            known = row_weights(weights if by_block is None else _scan(hidden, head, batch).survival)
+        scan = _scan(hidden, head, batch, wants_hidden, known)
+        factors = row_weights(scan.survival) if known is None else known
+        loss = (scan.rows * factors).sum()
+        if batch.config.weights == "multistep":
+            loss = (weights * (1 - scan.survival.cumprod(1))).sum()
+        if scan.gradient is not None:
+            scan.gradient.mul_(factors.view(-1, 1).to(scan.gradient.dtype))
+        ctx.save_for_backward(scan.gradient, scan.head_gradient)
+        ctx.mark_non_differentiable(scan.rows, scan.agree)
+        return RowLoss(loss, scan.rows, scan.agree)
 
     @staticmethod
     def backward(ctx, upstream, *_):
         gradients = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
-        return *gradients, None, None, None
+        return *gradients, None
 
 
-def _scan(hidden, own_head, fixed, config, scale, wants_hidden=False, worth=None):
-    """Chunk by chunk over the rows that count: their divergences and survivals (G, L), whether both choose the same
-    token (G, L), the gradients of single rows (R, D), and, if the rows' `worth` (G, L) is given, that of the whole loss
-    with respect to the drafter's head (V, D)."""
-    teacher_hidden, teacher_rows, labels, weights, head, kept = fixed
-    kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    rows = torch.zeros(len(hidden), dtype=kind, device=hidden.device)
+class _Scan(NamedTuple):
+    """What a pass over the rows found."""
+
+    rows: torch.Tensor  # (G, L) divergences
+    survival: torch.Tensor  # (G, L) the overlap with weights "multistep", else the probability of the label
+    agree: torch.Tensor  # (G, L)
+    gradient: torch.Tensor | None  # (R, D) of each row's divergence
+    head_gradient: torch.Tensor | None  # (V, D) of the whole loss
+
+
+def _scan(
+    hidden, own_head, batch: _Batch, wants_hidden: bool = False, row_weights: torch.Tensor | None = None
+) -> _Scan:
+    """Go through the rows that count, chunk by chunk. `row_weights` (G, L) are those of the loss, if the gradient with
+    respect to the drafter's head is wanted."""
+    config, kind = batch.config, DIVERGENCES[batch.config.divergence]
+    rows = torch.zeros(len(hidden), dtype=batch.dtype, device=hidden.device)
     survival = torch.ones_like(rows)
     agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     gradient = torch.zeros_like(hidden) if wants_hidden else None
-    head_gradient = None if worth is None else torch.zeros_like(own_head, dtype=kind)
-    for chunk in kept.split(config.chunk_rows):
-        shared, which = teacher_rows[chunk].unique_consecutive(return_inverse=True)
-        teacher = scale((teacher_hidden[shared] @ head.T).to(kind))  # (chunk's distinct teacher rows, V)
-        student = scale((hidden[chunk] @ own_head.T).to(kind))  # (chunk, V)
-        slope = scale.slope(student)
-        choice, log_q, q = _softmax(student)
-        label = labels[chunk][:, None]
-        likely = log_q.gather(1, label)[:, 0]
-        if config.divergence == "cross_entropy":
-            agree[chunk] = choice == teacher.argmax(-1)[which]
-            rows[chunk] = -likely
-            delta = q.scatter_add_(1, label, torch.full_like(label, -1, dtype=kind))  # q - onehot(label)
-        else:
-            wanted, log_p, p = _softmax(teacher)
-            agree[chunk] = choice == wanted[which]
-            surprise = log_p.mul_(p).sum(-1)  # sum_v p log p
-            del teacher, log_p
-            rows[chunk], delta = _DISTANCES[config.divergence](p[which], surprise[which], q, log_q)
+    head_gradient = None if row_weights is None else torch.zeros_like(own_head, dtype=batch.dtype)
+    for chunk in batch.kept.split(config.chunk_rows):
+        shared, which = batch.teacher_rows[chunk].unique_consecutive(return_inverse=True)
+        student = batch.scale((hidden[chunk] @ own_head.T).to(batch.dtype))  # (chunk, V)
+        slope = batch.scale.slope(student)
+        teacher = batch.scale((batch.teacher_hidden[shared] @ batch.head.T).to(batch.dtype))  # (distinct rows, V)
+        compared = _compare(kind, teacher, which, student, batch.labels[chunk])
+        del teacher, student
+        rows[chunk], agree[chunk], delta = compared.rows, compared.agree, compared.delta
+        survival[chunk] = 1 - compared.rows if config.weights == "multistep" else compared.log_label.exp()
         if slope is not None:
             delta *= slope  # from here on with respect to the products
-        survival[chunk] = 1 - rows[chunk] if config.weights == "multistep" else likely.exp()
         if gradient is not None:
-            gradient[chunk] = delta.to(head.dtype) @ own_head
+            gradient[chunk] = delta.to(batch.head.dtype) @ own_head
         if head_gradient is not None:
-            delta *= worth.flatten()[chunk, None].to(kind)
-            head_gradient += delta.T @ hidden[chunk].to(kind)
-        del student, log_q, q, delta, slope
-    rows, survival, agree = (column.view_as(weights) for column in (rows, survival, agree))
-    return rows, survival, agree, gradient, head_gradient
+            delta *= row_weights.flatten()[chunk, None].to(batch.dtype)
+            head_gradient += delta.T @ hidden[chunk].to(batch.dtype)
+        del compared, delta, slope
+    rows, survival, agree = (column.view_as(batch.weights) for column in (rows, survival, agree))
+    return _Scan(rows, survival, agree, gradient, head_gradient)
 
 
-def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The likeliest token (rows,), log-probabilities, in place of the logits (rows, V), and probabilities."""
-    top, choice = logits.max(-1, keepdim=True)
-    logits -= top
+class _Compared(NamedTuple):
+    """A chunk's drafter against its target."""
+
+    rows: torch.Tensor  # (rows,) divergences
+    delta: torch.Tensor  # (rows, V) their gradient with respect to the drafter's logits
+    agree: torch.Tensor  # (rows,) bool
+    log_label: torch.Tensor  # (rows,) the drafter's log-probability of the label
+
+
+def _compare(
+    kind: Divergence, teacher: torch.Tensor, which: torch.Tensor, student: torch.Tensor, label: torch.Tensor
+) -> _Compared:
+    """Compare the drafter's logits (rows, V) with the target's (distinct rows, V), of which `which` (rows,) is each
+    row's. Overwrites both."""
+    agree = student.argmax(-1) == teacher.argmax(-1)[which]
+    if kind.by_hand is None:
+        with torch.enable_grad():
+            log_q = student.requires_grad_().log_softmax(-1)
+            rows = kind.formula(teacher.log_softmax(-1)[which], log_q, label)
+            (delta,) = torch.autograd.grad(rows.sum(), student)
+        return _Compared(rows.detach(), delta, agree, log_q.detach().gather(1, label[:, None])[:, 0])
+    p = negative_entropy = None
+    if not kind.of_labels:
+        p = _softmax(teacher)  # teacher holds log p from here on
+        negative_entropy = teacher.mul_(p).sum(-1)[which]
+        p = p[which]
+    q = _softmax(student)
+    log_label = student.gather(1, label[:, None])[:, 0]
+    rows, delta = kind.by_hand(Chunk(p, negative_entropy, q, student, label))
+    return _Compared(rows, delta, agree, log_label)
+
+
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities (rows, V), and turn the logits into log-probabilities in place."""
+    logits -= logits.amax(-1, keepdim=True)
     probabilities = logits.exp()
     total = probabilities.sum(-1, keepdim=True)
     probabilities /= total
     logits -= total.log()
-    return choice[:, 0], logits, probabilities
-
-
-# p (rows, V), sum_v p log p (rows,), q and log q (rows, V), all of which they may overwrite -> the rows' distances,
-# (rows,), and their gradient with respect to the drafter's logits, (rows, V)
-
-
-def _kl(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
-    return surprise - log_q.mul_(p).sum(-1), q.sub_(p)
-
-
-def _overlap(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a = sum_v min(p, q), and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p."""
-    gained = q * (q < p)
-    overlap = torch.minimum(p, q).sum(-1)
-    return overlap, gained.sub_(q.mul_(gained.sum(-1, keepdim=True)))
-
-
-def _tv(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
-    overlap, gradient = _overlap(p, q)
-    return 1 - overlap, gradient.neg_()
-
-
-def _acceptance(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
-    overlap, gradient = _overlap(p, q)
-    overlap.clamp_(min=torch.finfo(overlap.dtype).tiny)
-    return -overlap.log(), gradient.div_(-overlap[:, None])
-
-
-def _lk(p: torch.Tensor, surprise: torch.Tensor, q: torch.Tensor, log_q: torch.Tensor):
-    kl, kl_gradient = _kl(p, surprise, q.clone(), log_q)
-    overlap, gradient = _overlap(p, q)
-    share = (-3 * overlap).exp()
-    mixed = kl_gradient.mul_(share[:, None]).sub_(gradient.mul_(1 - share[:, None]))
-    return share * kl + (1 - share) * (1 - overlap), mixed
-
-
-_DISTANCES = {"kl": _kl, "tv": _tv, "acceptance": _acceptance, "lk": _lk}
+    return probabilities

@@ -1,13 +1,15 @@
 """The chunked objective against the dense one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from infer.targets.support import LogitScale
-from train.config import DIVERGENCES, ObjectiveConfig
-from train.objective import block_weights, divergence, position_weights
+from train.config import ObjectiveConfig
+from train.divergences import DIVERGENCES, dpace
+from train.objective import divergence, position_weights
 
 G, L, P, D, V = 8, 3, 9, 6, 31
 R = G * L
@@ -31,17 +33,40 @@ def dense(hidden, teacher_hidden, teacher_rows, labels, weights, head, kind: str
     log_q = (hidden @ head.T).log_softmax(-1).view(G, L, V)
     log_p = (teacher_hidden @ head.T).log_softmax(-1)[teacher_rows]
     agree = log_q.argmax(-1) == log_p.argmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    share = (-3 * overlap).exp().detach()
-    rows = {
-        "kl": kl,
-        "cross_entropy": -log_q.gather(-1, labels[..., None])[..., 0],
-        "tv": 1 - overlap,
-        "acceptance": -overlap.log(),
-        "lk": share * kl + (1 - share) * (1 - overlap),
-    }[kind]
+    rows = DIVERGENCES[kind].formula(log_p, log_q, labels)
     return (rows * weights).sum(), rows, agree
+
+
+def test_every_formula_is_what_its_definition_says():
+    """In plain Python, token by token."""
+    p, q, label = [0.5, 0.3, 0.2], [0.1, 0.6, 0.3], 1
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    overlap = 0.1 + 0.3 + 0.2
+    share = math.exp(-3 * overlap)
+    expected = {
+        "kl": kl,
+        "cross_entropy": -math.log(0.6),
+        "tv": 1 - overlap,
+        "acceptance": -math.log(overlap),
+        "lk": share * kl + (1 - share) * (1 - overlap),
+    }
+    log_p, log_q = (torch.tensor(x, dtype=torch.float64).log() for x in (p, q))
+    found = {name: row.formula(log_p, log_q, torch.tensor(label)).item() for name, row in DIVERGENCES.items()}
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("own", [False, True])
+def test_gradients_by_hand_are_those_of_autograd(kind, own, monkeypatch):
+    args, results = case(9), []
+    head = (args["head"] + 0.1).requires_grad_() if own else None
+    for row in (DIVERGENCES[kind], replace(DIVERGENCES[kind], by_hand=None)):
+        monkeypatch.setitem(DIVERGENCES, kind, row)
+        result = divergence(**args, config=ObjectiveConfig(divergence=kind, chunk_rows=5), own_head=head)
+        grads = torch.autograd.grad(result.loss, [args["hidden"], head] if own else [args["hidden"]])
+        results.append([result.loss.detach(), result.rows, result.agree.double(), *grads])
+    for by_hand, automatic in zip(*results, strict=True):
+        assert torch.allclose(by_hand, automatic, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -151,13 +176,7 @@ def test_scaled_logits_are_those_of_both_and_pass_the_gradient_on(options, scale
     own.requires_grad_()
     log_q = scale(args["hidden"] @ own.T).log_softmax(-1).view(G, L, V)
     log_p = scale(args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
-    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    rows = {
-        "kl": (log_p.exp() * (log_p - log_q)).sum(-1),
-        "cross_entropy": -log_q.gather(-1, args["labels"][..., None])[..., 0],
-        "tv": 1 - overlap,
-        "acceptance": -overlap.log(),
-    }[options["divergence"]]
+    rows = DIVERGENCES[options["divergence"]].formula(log_p, log_q, args["labels"])
     expected = (rows * args["weights"]).sum()
     expected.backward()
     gradients = args["hidden"].grad.clone(), own.grad.clone()
@@ -178,7 +197,7 @@ def test_weights_by_block_reach_the_drafters_own_head():
     log_p = (args["teacher_hidden"] @ args["head"].T).log_softmax(-1)[args["teacher_rows"]]
     likely = log_q.detach().exp().gather(-1, args["labels"][..., None])[..., 0]
     likely[args["weights"] == 0] = 1  # not looked at
-    worth = args["weights"] * block_weights(likely, args["weights"] > 0, config)
+    worth = args["weights"] * dpace(likely, args["weights"] > 0, config)
     ((log_p.exp() * (log_p - log_q)).sum(-1) * worth).sum().backward()
     expected = own.grad.clone(), args["hidden"].grad.clone()
     own.grad = args["hidden"].grad = None

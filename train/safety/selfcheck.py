@@ -20,6 +20,7 @@ from infer.targets.target import Features, Target
 from infer.utils.entry import Stopped
 from train.batches import draw_blocks, draw_of
 from train.config import TrainConfig
+from train.divergences import DIVERGENCES
 from train.engine import compute_dtype, micro_batch
 from train.features import stored_features
 from train.objective import RowLoss
@@ -30,20 +31,6 @@ BLOCKS = 3  # that are computed alone
 # one over a packed row. On the embedded target (12 layers, 24 batches, both families) at most 1.4e-6 was seen, and in
 # bfloat16 0.013 at a single position; larger targets round more often.
 LARGEST, AVERAGE = 1e-4, 0.05
-
-
-def plain_divergence(p: torch.Tensor, log_q: torch.Tensor, label: int, kind: str) -> torch.Tensor:
-    """How far the drafter's log_q (V,) is from the target's p (V,), in nats: the formulas of `train.objective`."""
-    overlap = torch.minimum(p, log_q.exp()).sum()
-    kl = (p * (p.clamp(min=1e-45).log() - log_q)).sum()
-    share = (-3 * overlap).exp()
-    return {
-        "kl": kl,
-        "cross_entropy": -log_q[label],
-        "tv": 1 - overlap,
-        "acceptance": -overlap.log(),
-        "lk": share * kl + (1 - share) * (1 - overlap),
-    }[kind]
 
 
 class SelfCheck:
@@ -101,12 +88,13 @@ class SelfCheck:
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
         """From states (L, D) of a block whose document has `ids` (T,) and `features`."""
         head, out = drafter.head_weight(target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
+        formula = DIVERGENCES[config.objective.divergence].formula
         for t in range(len(hidden)):
             if not self.blocks.supervised[b, n, t]:
                 continue
-            p = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float()).softmax(-1)
+            log_p = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float()).log_softmax(-1)
             log_q = target.scale(F.linear(hidden[t], head).float()).log_softmax(-1)
-            out[t] = plain_divergence(p, log_q, int(ids[anchor + t + 1]), config.objective.divergence)
+            out[t] = formula(log_p, log_q, ids[anchor + t + 1])
         return out
 
     def __call__(self, fast: RowLoss) -> str:
