@@ -71,6 +71,26 @@ def make_tiny():
 
 
 @pytest.fixture(scope="session")
+def random_target():
+    """(transformers config) -> a target with random weights; its norms, biases and sinks are random too."""
+    from transformers import AutoModelForCausalLM
+
+    from infer.targets.target import Target, without_memory
+
+    def make(config) -> Target:
+        attention = without_memory(config).config._attn_implementation
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.data += 0.5
+        return Target(model)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def ngrams(tmp_path_factory) -> Path:
     """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for `make_tiny`'s targets."""
     from infer.ngrams.count import count_ngrams

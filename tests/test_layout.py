@@ -85,7 +85,8 @@ def test_imports_go_one_way(package):
 
 
 def test_the_import_check_sees_faults():
-    inside = "def f():\n    import train.loop\n    from infer.attention.masks import x\n    from . import y\n    import training"
+    inside = "def f():\n    import train.loop\n    from infer.attention.masks import x\n"
+    inside += "    from . import y\n    import training"
     assert import_faults(inside, "data") == ["train.loop", "infer.attention.masks", "."]
     assert import_faults(inside, "infer") == ["train.loop", "."]
     assert import_faults(inside, "train") == ["."]

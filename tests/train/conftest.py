@@ -23,6 +23,12 @@ SMALL = [
 PROMPTS: dict[str, list] = {}  # held-out ones, by what they follow from
 
 
+@pytest.fixture(scope="session")
+def small_options() -> list[str]:
+    """The overrides of a run of seconds, for a test that starts a process of its own."""
+    return SMALL
+
+
 @pytest.fixture
 def small(tmp_path):
     """(overrides) -> the configuration of a run of seconds, `tmp_path/small`."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.infer.test_families import tiny
+from transformers import Gemma2Config
 
 from infer.attention.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
 from infer.config import DrafterConfig
@@ -369,10 +369,26 @@ def test_packed_rows_give_the_target_what_single_documents_give(make_tiny):
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
-def test_training_sees_the_logits_that_decoding_sees(family):
+def test_training_sees_the_logits_that_decoding_sees(random_target, family):
     """Of a target with sliding windows and soft-capped logits: the loss is that of logits after the cap, from states
     whose context came through the windows."""
-    target = tiny("gemma 2")
+    target = random_target(
+        Gemma2Config(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            query_pre_attn_scalar=8,
+            sliding_window=3,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        )
+    )
     options = DrafterConfig(family=family, layers=1, target_layer_ids=[0, 1, 2], block_size=K, mask_token_id=96)
     drafter = new_drafter(options, target)
     drafter.initialize(target, torch.Generator().manual_seed(1), warm=True)

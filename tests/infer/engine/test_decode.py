@@ -1,6 +1,5 @@
 """The round loop: lossless for every method, budget, block size and batch; sampling exact; ends where it should."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,68 +13,10 @@ from infer.ngrams.model import NGram
 from infer.targets.target import Target
 
 
-class ScriptedDrafter:
-    """A drafter that knows the texts to come and is right now and then, so that walks of all lengths happen.
-
-    Position t of text b is guessed right with probability `skill`; the truth is otherwise among the next likeliest.
-    """
-
-    layer_ids = (1,)
-
-    def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
-        self.texts, self.block_size, self.vocabulary, self.skill = texts, block_size, vocabulary, skill
-        self.generator = torch.Generator().manual_seed(block_size)
-
-    def state(self, rows: int, capacity: int, static: bool = False) -> "Script":
-        return Script()
-
-    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
-        assert features.shape[1] == tokens.shape[1] >= max(counts)
-        state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
-
-    def draft(self, target, bonus, state) -> torch.Tensor:
-        shape = (len(bonus), self.block_size - 1, self.vocabulary)
-        logits = torch.randn(shape, generator=self.generator) * 2
-        for b, which in enumerate(state.texts):
-            text, at = self.texts[which], state.lengths[b]
-            assert text[at] == bonus[b]
-            ahead = text[at + 1 :]
-            for t, token in enumerate(ahead[: self.block_size - 1]):
-                right = torch.rand((), generator=self.generator) < self.skill
-                logits[b, t, token] = 12.0 if right else 4.0
-        return logits.log_softmax(-1)
-
-
-class Script:
-    """Which text every row is, and how far it has come. Texts are let in one after the other."""
-
-    def __init__(self) -> None:
-        self.lengths, self.texts, self.admitted = [], [], 0
-
-    @contextmanager
-    def add(self, count: int):
-        part = Script()
-        part.lengths = [0] * count
-        yield part
-        self.lengths += part.lengths
-        self.texts += range(self.admitted, self.admitted + count)
-        self.admitted += count
-
-    def keep(self, order: list[int]) -> None:
-        self.lengths = [self.lengths[i] for i in order]
-        self.texts = [self.texts[i] for i in order]
-
-
 def random_prompts(count: int, vocabulary: int = 90, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 20, (count,), generator=generator).tolist()
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
-
-
-def hugging_face(target: Target, prompt: list[int], tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
-    return out[0, len(prompt) :].tolist()
 
 
 def plain(target: Target, prompts: list[list[int]], tokens: int, **options) -> list[list[int]]:
@@ -85,7 +26,9 @@ def plain(target: Target, prompts: list[list[int]], tokens: int, **options) -> l
 
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_method_and_budget_writes_what_plain_decoding_writes(make_tiny, block_size, temperature):
+def test_every_method_and_budget_writes_what_plain_decoding_writes(
+    scripted_drafter, hugging_face, make_tiny, block_size, temperature
+):
     target, drafter = make_tiny(block_size=block_size)
     prompts = random_prompts(6)
     expected = plain(target, prompts, 40, temperature=temperature, seed=11)
@@ -95,7 +38,7 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(make_tiny, bl
     longest = 0
     for method, budget in [("chain", 512), ("chain", 1), *(("ddtree", budget) for budget in (1, 7, 64, 512))]:
         options = DecodeOptions(40, temperature, seed=11, method=method, budget=budget)
-        scripted = ScriptedDrafter(known, block_size, 97, skill=0.85)
+        scripted = scripted_drafter(known, block_size, 97, skill=0.85)
         together = decode(target, scripted, prompts, options)
         assert [row.ids for row in together] == expected, (method, budget)
         longest = max(longest, *(max(row.commits) for row in together))
@@ -106,7 +49,9 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(make_tiny, bl
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(make_tiny, ngrams, family, temperature):
+def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
+    scripted_drafter, make_tiny, ngrams, family, temperature
+):
     """Chain, DDTree, continuity and DDTree + continuity; several rows of their own lengths, and a penalty."""
     target, drafter = make_tiny(block_size=6, family=family)
     prompts = random_prompts(5, seed=3)
@@ -118,12 +63,12 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(make_ti
         options = DecodeOptions(30, method=method, budget=budget, continuity=file, rows=3, **controls)
         assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, file)
         options = replace(options, rows=5)
-        scripted = decode(target, ScriptedDrafter(known, 6, 97), prompts, options)
+        scripted = decode(target, scripted_drafter(known, 6, 97), prompts, options)
         assert [row.ids for row in scripted] == expected, (method, file)
         assert max(row.stats.tau for row in scripted) > 1.5
 
 
-def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distribution(make_tiny):
+def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distribution(scripted_drafter, make_tiny):
     """20,000 draws of the first three tokens from a drafter that is often right; chi-square, false alarm rate 1e-4
     (z = 3.72). The first token is the prefill's, the others come out of the walk."""
     target, drafter = make_tiny(block_size=4)
@@ -132,7 +77,7 @@ def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distributi
     options = DecodeOptions(20, method="static", budget=14, width=2)
     assert [row.ids for row in decode(target, drafter, prompts, options)] == expected
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    rows = decode(target, ScriptedDrafter(known, 4, 97), prompts, options)
+    rows = decode(target, scripted_drafter(known, 4, 97), prompts, options)
     assert [row.ids for row in rows] == expected
     assert max(row.stats.tau for row in rows) > 1.5
 
@@ -190,14 +135,14 @@ def test_an_ngram_file_drafts_and_its_tree_knows_the_pairs(make_tiny, ngrams):
         assert [row.ids for row in rows] == expected, method
 
 
-def test_the_embedded_target_is_decoded_losslessly(embedded):
+def test_the_embedded_target_is_decoded_losslessly(scripted_drafter, hugging_face, embedded):
     text = "import os\n\n\nclass Reader:\n    def read(self, path):\n        "
     prompts = [embedded.tokenizer(text[:end])["input_ids"] for end in (10, 30, len(text))]
     expected = plain(embedded, prompts, 48)
     assert expected == [hugging_face(embedded, prompt, 48) for prompt in prompts]
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for method, budget in (("chain", 7), ("ddtree", 7), ("ddtree", 64)):
-        scripted = ScriptedDrafter(known, 8, embedded.config.vocab_size)
+        scripted = scripted_drafter(known, 8, embedded.config.vocab_size)
         rows = decode(embedded, scripted, prompts, DecodeOptions(48, method=method, budget=budget))
         assert [row.ids for row in rows] == expected
         assert min(row.stats.tau for row in rows) > 1.5
@@ -247,7 +192,7 @@ def test_rows_do_not_depend_on_their_batch(make_tiny):
 
 
 @pytest.mark.parametrize("method", ["plain", "chain", "ddtree"])
-def test_ends_at_an_end_token_and_never_past_it(make_tiny, method):
+def test_ends_at_an_end_token_and_never_past_it(scripted_drafter, make_tiny, method):
     target, _ = make_tiny(block_size=8)
     prompts = random_prompts(4, seed=9)
     free = plain(target, prompts, 40)
@@ -255,7 +200,7 @@ def test_ends_at_an_end_token_and_never_past_it(make_tiny, method):
     end = free[0][17]
     target.model.generation_config.eos_token_id = [end, 95]
     rows = decode(
-        target, ScriptedDrafter(known, 8, 97, skill=0.95), prompts, DecodeOptions(40, method=method, budget=32)
+        target, scripted_drafter(known, 8, 97, skill=0.95), prompts, DecodeOptions(40, method=method, budget=32)
     )
     for row, text in zip(rows, free, strict=True):
         if end in text:
@@ -265,17 +210,19 @@ def test_ends_at_an_end_token_and_never_past_it(make_tiny, method):
             assert row.ids == text
             assert row.finish == "length"
     target.model.generation_config.eos_token_id = free[0][0]  # the very first token: no round is run
-    (row,) = decode(target, ScriptedDrafter(known[:1], 8, 97), prompts[:1], DecodeOptions(40, method=method, budget=32))
+    (row,) = decode(
+        target, scripted_drafter(known[:1], 8, 97), prompts[:1], DecodeOptions(40, method=method, budget=32)
+    )
     assert row.ids == free[0][:1]
     assert row.stats.rounds == 0
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 29])
-def test_limit_and_statistics_add_up(make_tiny, limit):
+def test_limit_and_statistics_add_up(scripted_drafter, make_tiny, limit):
     target, _ = make_tiny(block_size=8)
     prompts = random_prompts(2, seed=2)
     known = [p + text for p, text in zip(prompts, plain(target, prompts, 29), strict=True)]
-    drafter = ScriptedDrafter(known, 8, 97, skill=0.9)
+    drafter = scripted_drafter(known, 8, 97, skill=0.9)
     for row in decode(target, drafter, prompts, DecodeOptions(limit, budget=32)):
         stats = row.stats
         assert len(row.ids) == stats.tokens == limit == sum(row.commits)
@@ -287,7 +234,7 @@ def test_limit_and_statistics_add_up(make_tiny, limit):
         assert 0 < sum(stats.stage_seconds.values()) <= stats.seconds
 
 
-def test_stop_strings_cut_text_and_ids(embedded):
+def test_stop_strings_cut_text_and_ids(scripted_drafter, embedded):
     prompt = "import os\nimport sys\n\n\ndef main():\n    "
     free = generate(embedded, None, prompt, method="plain", max_new_tokens=60)
     stop = free.text[20:23]
@@ -298,7 +245,7 @@ def test_stop_strings_cut_text_and_ids(embedded):
     assert stop in embedded.tokenizer.decode(answer.ids)
     assert stop not in embedded.tokenizer.decode(answer.ids[:-1])
     known = [embedded.tokenizer(prompt)["input_ids"] + free.ids]
-    drafter = ScriptedDrafter(known, 8, embedded.config.vocab_size, skill=0.95)
+    drafter = scripted_drafter(known, 8, embedded.config.vocab_size, skill=0.95)
     assert generate(embedded, drafter, prompt, max_new_tokens=60, stop=[stop]).ids == answer.ids
 
 

@@ -11,7 +11,6 @@ import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.infer.test_server import idle, running
 
 from infer import generate, stream
 from infer.config import DecodeOptions, EngineConfig, EvaluationConfig, MaskedConfig, TargetConfig, TextOptions
@@ -175,7 +174,7 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, repo):
+def served(running, tmp_path_factory, repo):
     model = load_masked(str(masked_folder(repo, tmp_path_factory.mktemp("served") / "model")), "float32", "cpu")
     engine = open_engine(model, None, EngineConfig("ssd", rows=3, block_length=8, cache="dual", refresh=4), 60)
     with running(engine, max_texts=40) as (url, service):
@@ -209,7 +208,7 @@ def test_the_server_answers_with_a_masked_model(served):
     assert float(values["blockdraft_texts_writing"]) == 0
 
 
-def test_a_crowd_gets_its_own_texts(served):
+def test_a_crowd_gets_its_own_texts(idle, served):
     url, service, model = served
     assert idle(service)
     prompts, lengths = ["def f(", "import", "class Reader:", "x = "], [9, 12, 16, 24]
@@ -334,7 +333,7 @@ def foreign_folder(folder: Path, embedded: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind, shifted", [("llada", False), ("Dream", True)])
-def test_models_with_their_own_code_load_decode_and_serve(tmp_path, repo, monkeypatch, kind, shifted):
+def test_models_with_their_own_code_load_decode_and_serve(running, tmp_path, repo, monkeypatch, kind, shifted):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = foreign_folder(tmp_path / f"tiny-{kind.lower()}", repo / "data" / "embedded", kind)
     with pytest.raises(ValueError, match="run code that comes with them.*trust_remote_code=true"):

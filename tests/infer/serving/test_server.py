@@ -4,23 +4,17 @@ import asyncio
 import io
 import json
 import random
-import socket
-import threading
-import time
-from contextlib import contextmanager
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 from rich.console import Console
 
 from infer import Engine, generate
-from infer.config import ChatConfig, DrafterConfig, EngineConfig, ServerConfig
+from infer.config import ChatConfig, DrafterConfig, EngineConfig
 from infer.drafters.dflash import DFlash, drafter_config
 from infer.serving.chat import answer, chat
-from infer.serving.server import create_app
 
 CAPACITY = 256
 
@@ -34,29 +28,8 @@ def drafter(embedded):
     return drafter
 
 
-@contextmanager
-def running(engine: Engine, **options):
-    """A server on a free port; gives its address and its service."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    app = create_app(engine, ServerConfig(port=port, model_name="embedded", **options))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{port}", app.state.service
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive() and not app.state.service.worker.is_alive()
-
-
 @pytest.fixture(scope="module")
-def served(embedded, drafter):
+def served(running, embedded, drafter):
     engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=8), CAPACITY)
     with running(engine, max_texts=300, max_body=20_000) as (url, service):
         yield url, service
@@ -196,17 +169,7 @@ def test_other_wrong_things(served, client):
         client.completions.create(model="other", prompt="x")
 
 
-def idle(service, seconds: float = 20) -> bool:
-    """Waits until nothing is in work any more."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not service.inside and not service.engine.busy and not service.worker.open:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def test_two_hundred_clients(served, embedded):
+def test_two_hundred_clients(idle, served, embedded):
     """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text and nobody else's."""
     url, service = served
     assert idle(service)
@@ -267,7 +230,7 @@ def test_two_hundred_clients(served, embedded):
     assert service.metrics.cancelled._value.get() >= 25
 
 
-def test_a_full_server_says_so(embedded, drafter):
+def test_a_full_server_says_so(running, idle, embedded, drafter):
     engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
     with running(engine, max_texts=2) as (url, service):
         body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
@@ -279,7 +242,7 @@ def test_a_full_server_says_so(embedded, drafter):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
 
 
-def test_a_failing_round_ends_its_texts_and_nothing_else(embedded, drafter, monkeypatch):
+def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, embedded, drafter, monkeypatch):
     engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=2), CAPACITY)
     body = {"prompt": "import", "max_tokens": 20, "temperature": 0}
     with running(engine) as (url, service):

@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from tests.infer.test_decode import ScriptedDrafter, hugging_face
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from infer.config import DecodeOptions, DrafterConfig
@@ -13,7 +12,7 @@ from infer.drafters.families import new_drafter
 from infer.engine.engine import decode
 from infer.serving.hf import speculative
 from infer.targets.support import LogitScale, refuse_unsupported
-from infer.targets.target import Target, load_target, pad_ids, without_memory
+from infer.targets.target import Target, load_target, pad_ids
 from infer.trees import ddtree
 
 V, WINDOW = 97, 3
@@ -66,18 +65,10 @@ def family_config(name: str) -> PretrainedConfig:
     return known(**{key: value for key, value in SIZES.items() if hasattr(known, key)} | options)
 
 
-@cache
-def tiny(name: str) -> Target:
-    """A random target; its norms, biases and sinks are random too. Read only."""
-    config = family_config(name)
-    way = without_memory(config).config._attn_implementation
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=way)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 1:
-            parameter.data += 0.5
-    return Target(model)
+@pytest.fixture(scope="session")
+def tiny(random_target):
+    """name -> a random target of that family. Read only."""
+    return cache(lambda name: random_target(family_config(name)))
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -86,7 +77,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @pytest.fixture(params=FAMILIES)
-def target(request) -> Target:
+def target(tiny, request) -> Target:
     return tiny(request.param)
 
 
@@ -130,7 +121,7 @@ def test_every_node_has_the_logits_of_its_own_sequence(target):
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_windows_matter(name, monkeypatch):
+def test_windows_matter(tiny, name, monkeypatch):
     """The same with a window that is one position too long: the test above would notice."""
     target = tiny(name)
     assert set(target.windows.values()) == ({None, WINDOW} if len(target.windows) > 1 else {WINDOW})
@@ -139,13 +130,13 @@ def test_windows_matter(name, monkeypatch):
     assert all((ours - own).abs().max() > 1e-3 for ours, own in node_logits(target, 1))
 
 
-def test_greedy_trees_write_what_generate_writes(target):
+def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face, target):
     texts = prompts(5, 16)
     expected = [hugging_face(target, text, 12) for text in texts]
     whole = [[*text, *more] for text, more in zip(texts, expected, strict=True)]
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, target_layer_ids=[1], mask_token_id=96), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
-    for guess in (drafter, ScriptedDrafter(whole, 5, V)):
+    for guess in (drafter, scripted_drafter(whole, 5, V)):
         options = DecodeOptions(method="ddtree", budget=7, max_new_tokens=12, rows=2, ignore_eos=True)
         written = decode(target, guess, texts, options)
         assert [text.ids for text in written] == expected
@@ -153,12 +144,12 @@ def test_greedy_trees_write_what_generate_writes(target):
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "gpt-oss"])
-def test_custom_generate_writes_what_generate_writes(name):
+def test_custom_generate_writes_what_generate_writes(tiny, scripted_drafter, name):
     target = tiny(name)
     ids = torch.tensor([[0, 0, 0, *prompts(9)[0]], prompts(12)[0]])
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     expected = target.model.generate(**batch, do_sample=False, max_new_tokens=14)
-    drafter = ScriptedDrafter([row[row > 0].tolist() for row in expected], 4, V)
+    drafter = scripted_drafter([row[row > 0].tolist() for row in expected], 4, V)
     ours = target.model.generate(
         **batch, do_sample=False, max_new_tokens=14, custom_generate=speculative(target, drafter, budget=6)
     )
@@ -192,7 +183,7 @@ def test_packed_documents_give_what_single_ones_give(target):
         begin += length
 
 
-def test_static_windows_see_the_same():
+def test_static_windows_see_the_same(tiny):
     """A cache for compiled passes looks at more places and has more rows than are used: windows count positions."""
     target = tiny("gemma 3")
     tree = ddtree(torch.tensor([1, 2, 3]), torch.randn(3, 4, V).log_softmax(-1), 6)
@@ -222,7 +213,7 @@ def test_static_windows_see_the_same():
     ("qwen2", False, False),
     ("phi-3", False, False),
 ])  # fmt: skip
-def test_drafters_start_as_layers_that_work_like_theirs(name, family, dflash, dart):
+def test_drafters_start_as_layers_that_work_like_theirs(tiny, name, family, dflash, dart):
     """Gemma's and Granite's layers have the shapes of Llama's, and do something else."""
     target, warm = tiny(name), {"dflash": dflash, "dart": dart}[family]
     options = DrafterConfig(family=family, layers=1, target_layer_ids=[1], mask_token_id=96)
@@ -236,13 +227,13 @@ def test_drafters_start_as_layers_that_work_like_theirs(name, family, dflash, da
     assert all(same) != warm
 
 
-def test_the_drafter_takes_the_rotary_base_of_layers_that_see_everything():
+def test_the_drafter_takes_the_rotary_base_of_layers_that_see_everything(tiny):
     options = DrafterConfig(layers=1, target_layer_ids=[1], mask_token_id=96)
     rope = new_drafter(options, tiny("gemma 3")).config.rope_parameters
     assert rope == {"rope_type": "default", "rope_theta": 1e6}  # the other layers' is 10,000
 
 
-def test_drafts_go_through_the_targets_own_scale():
+def test_drafts_go_through_the_targets_own_scale(tiny):
     """A state that both heads see gives one distribution: soft-capped."""
     target = tiny("gemma 2")
     drafter = new_drafter(DrafterConfig(family="dart", layers=1, target_layer_ids=[0, 1, 2]), target)
@@ -269,18 +260,18 @@ def test_the_slope_of_a_scale_is_its_derivative(scale):
     assert torch.allclose(products.grad, torch.as_tensor(slope, dtype=torch.float64).expand(50), rtol=1e-9)
 
 
-def stored(name: str, folder, repo) -> str:
+def stored(target: Target, folder, repo) -> str:
     """A family's target on disk, with the embedded tokenizer."""
-    tiny(name).model.save_pretrained(folder)
+    target.model.save_pretrained(folder)
     for file in (repo / "data" / "embedded").glob("tokenizer*.json"):
         shutil.copy(file, folder)
     return str(folder)
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "gpt-oss"])
-def test_loading_chooses_attention_that_is_right(name, tmp_path, repo):
+def test_loading_chooses_attention_that_is_right(tiny, name, tmp_path, repo):
     ours = tiny(name)
-    target = load_target(stored(name, tmp_path, repo), dtype="float32", device="cpu")
+    target = load_target(stored(ours, tmp_path, repo), dtype="float32", device="cpu")
     assert target.config._attn_implementation == ("sdpa" if name == "gemma 3" else "eager")
     ids = torch.tensor(prompts(12))
     with torch.no_grad():
@@ -340,7 +331,7 @@ def test_refusals_come_before_weights(tmp_path, repo):
             load_target(str(tmp_path))
 
 
-def test_text_in_a_multimodal_wrapper_is_a_target():
+def test_text_in_a_multimodal_wrapper_is_a_target(tiny):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

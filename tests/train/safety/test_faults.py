@@ -396,7 +396,7 @@ def test_who_is_behind():
     assert "all processes did not get through the forward pass (step 7);" in stalled(same, 2, 0.5)
 
 
-def test_a_process_that_sleeps_is_named_and_the_run_ends(tmp_path):
+def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, tmp_path):
     """Two processes, the second of which reads for ever."""
     repo = Path(loop.__file__).parent.parent
     script = tmp_path / "sleepy.py"
@@ -411,10 +411,9 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(tmp_path):
         "batches.batch = batch\n"
         "main.run(composed('train', TrainConfig, sys.argv[1:]))\n"
     )
-    from tests.train.test_loop import SMALL
-
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    options = [*SMALL, f"runs_dir={tmp_path}", "name=sleepy", "guards.self_check=false", "guards.stall_minutes=0.1"]
+    options = [*small_options, f"runs_dir={tmp_path}", "name=sleepy"]
+    options += ["guards.self_check=false", "guards.stall_minutes=0.1"]
     environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "exitcode  : 3" in done.stderr, done.stderr

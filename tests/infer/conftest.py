@@ -1,0 +1,128 @@
+"""Shared by the tests of infer/: a scripted drafter, transformers' own greedy text, and a running server."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import uvicorn
+
+from infer import Engine
+from infer.config import ServerConfig
+from infer.serving.server import create_app
+from infer.targets.target import Target
+
+
+class ScriptedDrafter:
+    """A drafter that knows the texts to come and is right now and then, so that walks of all lengths happen.
+
+    Position t of text b is guessed right with probability `skill`; the truth is otherwise among the next likeliest.
+    """
+
+    layer_ids = (1,)
+
+    def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
+        self.texts, self.block_size, self.vocabulary, self.skill = texts, block_size, vocabulary, skill
+        self.generator = torch.Generator().manual_seed(block_size)
+
+    def state(self, rows: int, capacity: int, static: bool = False) -> "Script":
+        return Script()
+
+    def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:
+        assert features.shape[1] == tokens.shape[1] >= max(counts)
+        state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
+
+    def draft(self, target, bonus, state) -> torch.Tensor:
+        shape = (len(bonus), self.block_size - 1, self.vocabulary)
+        logits = torch.randn(shape, generator=self.generator) * 2
+        for b, which in enumerate(state.texts):
+            text, at = self.texts[which], state.lengths[b]
+            assert text[at] == bonus[b]
+            ahead = text[at + 1 :]
+            for t, token in enumerate(ahead[: self.block_size - 1]):
+                right = torch.rand((), generator=self.generator) < self.skill
+                logits[b, t, token] = 12.0 if right else 4.0
+        return logits.log_softmax(-1)
+
+
+class Script:
+    """Which text every row is, and how far it has come. Texts are let in one after the other."""
+
+    def __init__(self) -> None:
+        self.lengths, self.texts, self.admitted = [], [], 0
+
+    @contextmanager
+    def add(self, count: int):
+        part = Script()
+        part.lengths = [0] * count
+        yield part
+        self.lengths += part.lengths
+        self.texts += range(self.admitted, self.admitted + count)
+        self.admitted += count
+
+    def keep(self, order: list[int]) -> None:
+        self.lengths = [self.lengths[i] for i in order]
+        self.texts = [self.texts[i] for i in order]
+
+
+def _hugging_face(target: Target, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def _running(engine: Engine, **options):
+    """Serve `engine` on a free port; yield its address and its service."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    app = create_app(engine, ServerConfig(port=port, model_name="embedded", **options))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}", app.state.service
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive() and not app.state.service.worker.is_alive()
+
+
+def _idle(service, seconds: float = 20) -> bool:
+    """Return whether nothing is in work any more, waiting for it up to `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not service.inside and not service.engine.busy and not service.worker.open:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="session")
+def scripted_drafter() -> type[ScriptedDrafter]:
+    """The class `ScriptedDrafter`: (texts, block size, vocabulary, skill)."""
+    return ScriptedDrafter
+
+
+@pytest.fixture(scope="session")
+def hugging_face():
+    """(target, prompt, tokens) -> the token ids that transformers' greedy `generate` writes."""
+    return _hugging_face
+
+
+@pytest.fixture(scope="session")
+def running():
+    """(engine, **server options) -> a context manager that serves the engine; see `_running`."""
+    return _running
+
+
+@pytest.fixture(scope="session")
+def idle():
+    """(service) -> whether the server has finished all work; see `_idle`."""
+    return _idle
