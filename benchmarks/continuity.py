@@ -23,7 +23,10 @@ from infer.config import DecodeOptions, EngineConfig
 from infer.engine.engine import Engine
 from infer.evaluation.evaluate import describe_device
 from infer.ngrams.model import open_ngram
-from infer.trees import continuity, ddtree, guided, guided_ddtree
+from infer.trees import guided
+from infer.trees.continuity import continuity, guided_ddtree
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import Proposal
 
 LENGTH, RANKS, BEAM = 8, 25, 20
 
@@ -86,13 +89,13 @@ def main() -> None:
             for name, runs in {
                 "continuity": (
                     lambda: guided.beam(*common, top, tokens, end, BEAM, nodes, kept),  # noqa: B023
-                    lambda: continuity(bonus, marginals, budget, model, [ids]),  # noqa: B023
+                    lambda: continuity(Proposal(bonus, marginals, budget, model, [ids])),  # noqa: B023
                 ),
                 "DDTree + continuity": (
                     lambda: guided.best_first(*common, 1.0, top, tokens, end, nodes, scores),  # noqa: B023
-                    lambda: guided_ddtree(bonus, marginals, budget, model, [ids]),  # noqa: B023
+                    lambda: guided_ddtree(Proposal(bonus, marginals, budget, model, [ids])),  # noqa: B023
                 ),
-                "DDTree": (None, lambda: ddtree(bonus, marginals, budget)),  # noqa: B023
+                "DDTree": (None, lambda: ddtree(Proposal(bonus, marginals, budget))),  # noqa: B023
             }.items():
                 for column, run in zip(("search", "again", "whole"), (runs[0], runs[0], runs[1]), strict=True):
                     if run is not None:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from infer.trees import ddtree
-from infer.trees.ddtree import best_first, by_depth
+from infer.trees.ddtree import best_first, by_depth, ddtree
+from infer.trees.tree import Proposal
 
 
 def python_heap(top: torch.Tensor, ids: torch.Tensor, budget: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -61,7 +61,7 @@ def main() -> None:
     print(f"{'nodes':>6}{'heap, lists':>13}{'by depth':>10}{'python':>9}{'vocabulary':>12}{'ancestors':>11}  exact")
     for budget in args.budgets:
         top, ids = marginals.topk(budget, dim=-1)
-        tree = ddtree(bonus, marginals, budget)
+        tree = ddtree(Proposal(bonus, marginals, budget))
         heap = microseconds(args.repeats, best_first, top, ids, budget)
         tensors = microseconds(args.repeats, by_depth, top, ids, budget)
         plain = microseconds(31, python_heap, top, ids, budget)

@@ -11,9 +11,11 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+from infer.trees.methods import TREES, TreeMethod
+
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
-METHODS = ("plain", "chain", "ddtree", "continuity", "static", *MASKED_METHODS)
+METHODS = (*TREES, *MASKED_METHODS)
 
 
 def inherited_help(cls: type) -> type:
@@ -182,7 +184,8 @@ class MaskedConfig:
 class EngineConfig(MaskedConfig):
     """How texts are decoded. All of this changes the speed, never the text.
 
-    method: plain, chain, ddtree, continuity or static; of masked models steps or ssd: docs/methods.md
+    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py; of masked models steps or
+        ssd: docs/methods.md
     budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
@@ -206,6 +209,17 @@ class EngineConfig(MaskedConfig):
     order: str = "guided"
     nodes: int = 8
 
+    @property
+    def tree(self) -> TreeMethod | None:
+        """The tree method's row, which an n-gram file may change; None: a method of masked diffusion models."""
+        row = TREES.get(self.method)
+        return TREES[row.with_ngrams] if row and row.with_ngrams and self.continuity else row
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the method needs a drafter."""
+        return self.tree is not None and self.tree.drafts
+
     def room(self, tokens: int) -> int:
         """Positions that an answer of so many tokens takes: a masked model's is whole blocks."""
         return tokens + -tokens % self.block_length if self.method in MASKED_METHODS else tokens
@@ -217,18 +231,18 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
-        if self.method == "continuity" and self.continuity is None:
-            raise ValueError("method=continuity needs continuity=<n-gram file>: ./launch.sh ngram makes one")
-        if self.continuity is not None and self.method not in ("ddtree", "continuity"):
-            raise ValueError(f"continuity={self.continuity}: for method=ddtree and continuity, not for {self.method}")
+        if self.tree is not None:
+            self._check_tree(self.tree)
+        if self.continuity is not None and not (self.tree and self.tree.ngrams):
+            takers = " or ".join(name for name, row in TREES.items() if row.ngrams or row.with_ngrams)
+            raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
         if not 0 <= self.continuity_weight < float("inf"):
             raise ValueError(f"continuity_weight={self.continuity_weight}: 0 or above")
         if self.width < 1:
             raise ValueError(f"width={self.width}: a node of a static tree has at least 1 child")
-        if self.method == "static" and self.budget != "auto" and self.width > self.budget:
-            raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
-        if self.budget == "auto" and self.method != "ddtree":
-            raise ValueError(f"budget=auto: for method=ddtree only, not for {self.method}")
+        if self.budget == "auto" and not (self.tree and self.tree.ranked):
+            ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
+            raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
         if self.rows < 1:
@@ -239,6 +253,13 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
         if self.nodes < 1:
             raise ValueError(f"nodes={self.nodes}: at least 1 state a round")
+
+    def _check_tree(self, tree: TreeMethod) -> None:
+        """Raise ValueError where the options lack what the tree method needs."""
+        if tree.ngrams and self.continuity is None:
+            raise ValueError(f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one")
+        if tree.draws and self.budget != "auto" and self.width > self.budget:
+            raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
 
 
 @inherited_help
@@ -298,16 +319,19 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.samples={self.samples}: 0 or more")
 
     def methods(self, block_size: int) -> list[tuple[str, int]]:
-        """(method, nodes) in the order of the table; "ddtree+continuity" is DDTree on path-conditioned scores."""
-        trees = ["ddtree"] if self.continuity is None else ["ddtree", "continuity", "ddtree+continuity"]
-        return [("plain", 0), ("chain", block_size - 1), *((tree, budget) for tree in trees for budget in self.budgets)]
+        """(method, nodes) in the order of the table of tree methods."""
+        rows = [row for row in TREES.values() if row.evaluated and (self.continuity is not None or not row.ngrams)]
+        return [
+            (row.name, budget)
+            for row in rows
+            for budget in (self.budgets if row.by_budget else [row.most_nodes(block_size)])
+        ]
 
     def engine(self, method: str, budget: int) -> EngineConfig:
         """How one line of the table is decoded."""
-        name, _, guided = method.partition("+")
-        continuity = self.continuity if guided or name == "continuity" else None
+        continuity = self.continuity if TREES[method].ngrams else None
         weight, compile = self.continuity_weight, self.compile
-        return EngineConfig(name, max(1, budget), continuity, weight, rows=self.rows, compile=compile)
+        return EngineConfig(method, max(1, budget), continuity, weight, rows=self.rows, compile=compile)
 
 
 def loopback(host: str) -> bool:

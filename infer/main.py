@@ -202,7 +202,7 @@ def run_regenerate(config: RegenerateCommand) -> None:
     place = config.target
     if config.server is None:
         method = config.decoding.method
-        target, drafter = load(place, None if method == "plain" else config.checkpoint, method)
+        target, drafter = load(place, config.checkpoint if config.decoding.drafts else None, method)
         tokenizer = target.tokenizer
     else:  # the server has the model
         tokenizer = load_tokenizer(place.path, place.trust_remote_code)

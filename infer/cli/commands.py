@@ -188,7 +188,7 @@ class RegenerateCommand:
         """Raises ValueError for what cannot be asked for."""
         for part in (self.target, self.data, self.decoding):
             part.check()
-        if self.server is None and self.checkpoint is None and self.decoding.method not in ("plain", *MASKED_METHODS):
+        if self.server is None and self.checkpoint is None and self.decoding.drafts:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         if min(self.at_once, self.prompt_tokens) < 1:
             raise ValueError("at_once and prompt_tokens are at least 1")

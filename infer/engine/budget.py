@@ -11,7 +11,8 @@ import torch
 
 from infer.drafters.base import Drafter
 from infer.targets.target import Target
-from infer.trees import DraftTree, ddtree, root_only
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import DraftTree, Proposal, root_only
 
 SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
@@ -65,7 +66,7 @@ def calibrate(
     def draft() -> DraftTree:
         state.cache.advance([-2])
         drafter.update_context(target, features.context[:, :2], bonus.repeat(1, 2), [2], state)
-        return ddtree(bonus, drafter.draft(target, bonus, state), SIZES[-1])
+        return ddtree(Proposal(bonus, drafter.draft(target, bonus, state), SIZES[-1]))
 
     tree = draft()
     trees = [root_only(bonus)] + [tree.first(size) for size in SIZES]

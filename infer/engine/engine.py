@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,16 +19,15 @@ from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, DecodeOptions, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, DraftState
 from infer.engine.budget import BudgetRule, calibrate
-from infer.engine.rejection import decide, draw
-from infer.engine.sampling import adjust, choose, round_noise, seen_at_nodes, seen_tokens, steer
+from infer.engine.rejection import children_noise, decide
+from infer.engine.sampling import adjust, choose, condition_on_noise, round_noise, seen_at_nodes, seen_tokens
 from infer.engine.sequence import STAGES, Processor, Text, TokenLogprob, check_prompt, check_text, end_cancelled
 from infer.engine.verify import Accepted, walk
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import AnyTarget, MaskedModel
 from infer.ngrams.model import NGram, open_ngram
 from infer.targets.target import Target, pad_ids
-from infer.trees import DraftTree, chain, continuity, ddtree, guided_ddtree, root_only, static_depth
-from infer.trees.fixed import StaticDraft, static_nodes
+from infer.trees.tree import DraftTree, Proposal, root_only
 
 PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
 
@@ -55,9 +55,12 @@ class Engine:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
         self.target, self.drafter, self.options, self.clock = target, drafter, options, clock
         self.static = target.device.type == "cuda" if options.compile is None else options.compile
-        method, self.drafts = options.method, options.method != "plain"
+        self.method, self.drafts = options.tree, options.drafts
+        self.build = self.method.load()
         if self.drafts and drafter is None:
-            raise ValueError(f"method={method} needs a drafter: load one with load_drafter, or use method=plain")
+            raise ValueError(
+                f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain"
+            )
         self.rule: BudgetRule | None = None
         self.ngram: NGram | None = open_ngram(options.continuity, target) if options.continuity else None
         self.length, self.nodes, self.layers = 0, 0, ()
@@ -65,11 +68,8 @@ class Engine:
             self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L
             self.rule = calibrate(target, drafter, clock, self.static) if options.budget == "auto" else None
             self.nodes = self.rule.largest if self.rule else options.budget
-        if method == "chain":
-            self.nodes = min(self.nodes, self.length)
-        if method == "static":
-            self.depth = static_depth(options.width, self.nodes, self.length)
-            self.nodes = static_nodes(options.width, self.depth)
+            if self.method.most_nodes is not None:
+                self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
         self.rows, self.capacity = options.rows, capacity
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.reset()
@@ -96,8 +96,10 @@ class Engine:
         """Queues a text. Raises ValueError for options or lengths that make no sense."""
         self.check_text(options)
         check_prompt(prompt, options, self.capacity)
-        if processors and self.options.method == "static" and options.temperature > 0:
-            raise ValueError("logits processors: a sampled static tree needs whole distributions; use another method")
+        if processors and self.method.draws and options.temperature > 0:
+            raise ValueError(
+                f"logits processors: a sampled {self.method.label} tree needs whole distributions; use another method"
+            )
         text = Text(prompt, options, processors)
         self.waiting.append(text)
         return text
@@ -179,30 +181,22 @@ class Engine:
         start = self.cache.ends[: len(texts)]  # (B,) positions of the roots
         noise = round_noise(options, start, self.length + 1, vocabulary)
         seen = self._seen(texts)
-        drawn: StaticDraft | None = None  # a static tree of a sampled text
-        if not self.drafts:
-            tree = root_only(self.bonus)
-        else:
+        proposal = Proposal(self.bonus, None)
+        if self.drafts:
             self._update_context()
-            marginals = self.drafter.draft(target, self.bonus, self.state)  # (B, L, V)
-            before = None if seen is None else seen[:, None]
-            if self.options.method == "static":
-                lap("draft")
-                conditional = getattr(self.drafter, "conditional", None)
-                drawn = draw(self.bonus, marginals, options, start, before, self.options.width, self.depth, conditional)
-                tree = drawn.tree
-            else:
-                marginals = steer(marginals, options, noise, before)
-                lap("draft")
-                tree = self._build(marginals)
+            proposal = self._propose(options, start, noise, seen)
+            lap("draft")
+        tree = self.build(proposal)
+        if self.rule is not None:
+            tree = tree.first(self.rule.nodes(tree))
         ancestors = tree.ancestors()  # (B, M, M)
         lap("build")
 
         features = target.verify(tree, ancestors, self.cache, self.layers)
         logits = target.head(features.last)  # (B, M, V)
-        if drawn is not None and drawn.q is not None:
+        if tree.draws is not None and tree.draws.q is not None:
             within = None if seen is None else seen_at_nodes(seen, tree, ancestors)
-            accepted, chosen = decide(drawn, logits, options, start, noise, within)
+            accepted, chosen = decide(tree, logits, options, start, noise, within)
         else:
             chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
             accepted = walk(tree, chosen, ancestors)
@@ -216,19 +210,30 @@ class Engine:
             self.fresh = context, tree.tokens.gather(1, path), lengths, accepted.lengths
         lap("commit")
 
-    def _build(self, marginals: torch.Tensor) -> DraftTree:
-        """The round's trees from (B, L, V)."""
-        method, ngram = self.options.method, self.ngram
-        if ngram is None:
-            tree = (chain if method == "chain" else ddtree)(self.bonus, marginals, self.nodes)
-        else:
-            ends = [(text.prompt[-ngram.order :] + text.ids[-ngram.order :])[-ngram.order :] for text in self.writing]
-            if method == "continuity":
-                tree = continuity(self.bonus, marginals, self.nodes, ngram, ends)
-            else:
-                weight = self.options.continuity_weight
-                tree = guided_ddtree(self.bonus, marginals, self.nodes, ngram, ends, weight)
-        return tree if self.rule is None else tree.first(self.rule.nodes(tree))
+    def _propose(
+        self, options: list[TextOptions], start: torch.Tensor, noise: torch.Tensor | None, seen: torch.Tensor | None
+    ) -> Proposal:
+        """What the drafter says behind the roots at positions start (B,), and all that the tree method may ask for."""
+        marginals = self.drafter.draft(self.target, self.bonus, self.state)  # (B, L, V)
+        before, draws = None if seen is None else seen[:, None], None
+        if not self.method.draws:
+            marginals = condition_on_noise(marginals, options, noise, before)
+        else:  # independent of the noise that the target draws with
+            marginals = adjust(marginals, options, before).log_softmax(-1)
+            if noise is not None:
+                draws = partial(children_noise, options, start, vocabulary=marginals.shape[-1])
+        ngram, longest = self.ngram, 0 if self.ngram is None else self.ngram.order
+        return Proposal(
+            self.bonus,
+            marginals,
+            self.nodes,
+            ngram,
+            [(text.prompt[-longest:] + text.ids[-longest:])[-longest:] for text in self.writing] if ngram else (),
+            self.options.continuity_weight,
+            self.options.width,
+            getattr(self.drafter, "conditional", None),
+            draws,
+        )
 
     def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
         """Cache and texts take the accepted paths. One copy to the host, the only one of a greedy round."""

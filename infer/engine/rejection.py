@@ -17,7 +17,7 @@ import torch
 from infer.config import TextOptions
 from infer.engine.sampling import adjust, gumbel_noise
 from infer.engine.verify import Accepted
-from infer.trees.fixed import Conditional, StaticDraft, by_position, static
+from infer.trees.tree import DraftTree
 
 _DRAFT, _ACCEPT = 0x6A09E667F3BCC909, 0x3C6EF372FE94F82B  # seed masks: fractions of the roots of 2 and 5
 
@@ -37,31 +37,16 @@ def acceptance_uniforms(seed: torch.Tensor, positions: torch.Tensor, width: int)
     return (-(-gumbel_noise(seed ^ _ACCEPT, positions, width).double()).exp()).exp()
 
 
-def draw(
-    bonus: torch.Tensor,
-    marginals: torch.Tensor,
-    texts: Sequence[TextOptions],
-    start: torch.Tensor,
-    seen: torch.Tensor | None,
-    width: int,
-    depth: int,
-    conditional: Conditional | None = None,
-) -> StaticDraft:
-    """A round's static trees behind the bonus tokens (B,) at positions start (B,): children of sampled texts are drawn
-    from the drafter's marginals (B, L, V) under the text's own temperature and filters, or from its `conditional`, if
-    it knows one; those of greedy texts are the likeliest. `seen` (B, 1, V) is the repetition penalty's."""
-    if conditional is None:
-        conditional = by_position(adjust(marginals, texts, seen).log_softmax(-1))
-    noise = None
-    if any(text.temperature > 0 for text in texts):
-        positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
-        noise = draft_noise(_seeds(texts, start.device), positions, marginals.shape[-1])
-        noise.masked_fill_(_greedy(texts, start.device), 0.0)
-    return static(bonus, conditional, width, depth, noise)
+def children_noise(texts: Sequence[TextOptions], start: torch.Tensor, depth: int, vocabulary: int) -> torch.Tensor:
+    """Gumbel noise (B, D, V) to draw the children of sampled texts with, in trees whose roots are at positions start
+    (B,); 0 for greedy texts, whose children are the likeliest tokens."""
+    positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
+    noise = draft_noise(_seeds(texts, start.device), positions, vocabulary)
+    return noise.masked_fill_(_greedy(texts, start.device), 0.0)
 
 
 def decide(
-    draft: StaticDraft,
+    tree: DraftTree,
     logits: torch.Tensor,
     texts: Sequence[TextOptions],
     start: torch.Tensor,
@@ -71,13 +56,13 @@ def decide(
     """What a round of drawn trees commits, given the target's logits (B, M, V), the round's noise (B, > depth, V) and
     the tokens of every node's prefix (B, M, V), needed for a penalty only; and the committed token behind every node
     of the path, (B, M), 0 elsewhere."""
-    tree, depth = draft.tree, draft.tree.max_depth
+    depth = tree.max_depth
     log_p = adjust(logits, texts, seen)
     certain = torch.full_like(log_p, -torch.inf).scatter_(2, log_p.argmax(-1, keepdim=True), 0.0)
     log_p = torch.where(_greedy(texts, logits.device), certain, log_p).log_softmax(-1)
     positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
-    uniforms = acceptance_uniforms(_seeds(texts, start.device), positions, draft.width)
-    accepted = rejection_walk(draft, log_p, uniforms, noise[:, : depth + 1])
+    uniforms = acceptance_uniforms(_seeds(texts, start.device), positions, tree.draws.width)
+    accepted = rejection_walk(tree, log_p, uniforms, noise[:, : depth + 1])
     following = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)
     steps = torch.arange(depth + 1, device=logits.device)
     following = torch.where(steps >= accepted.lengths[:, None] - 1, accepted.bonus[:, None], following)
@@ -94,7 +79,7 @@ def _greedy(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
     return torch.tensor([text.temperature == 0 for text in texts], device=device)[:, None, None]
 
 
-def rejection_walk(draft: StaticDraft, log_p: torch.Tensor, uniforms: torch.Tensor, noise: torch.Tensor) -> Accepted:
+def rejection_walk(tree: DraftTree, log_p: torch.Tensor, uniforms: torch.Tensor, noise: torch.Tensor) -> Accepted:
     """Goes from the root to a child as long as one is accepted; what is committed follows the target's distribution.
 
     log_p (B, M, V): the target's log-probabilities after every node, `adjust(...).log_softmax(-1)`; uniforms (B, D, W)
@@ -104,22 +89,22 @@ def rejection_walk(draft: StaticDraft, log_p: torch.Tensor, uniforms: torch.Tens
     after a rejection p becomes norm(max(p - q, 0)) and q loses x and is renormalised. If none is accepted the bonus
     token is drawn from the last p; behind a node of depth D, from the target's own.
 
-    A child that q gives no probability was not drawn from it: q has no more tokens, or `draft.q` is None. It counts as
-    proposed by a point mass: accepted with probability p(x), and p loses x. That is lossless for any child that
-    was chosen without looking at uniforms and noise, and accepts as often as `infer.engine.verify.walk`, which is the better
-    choice for undrawn trees (the same text as plain decoding). A one-hot p (greedy) is followed exactly whatever
-    the children are: nothing else is ever accepted or left in the residual.
+    A child that q gives no probability was not drawn from it: q has no more tokens, or `draws.q` is None. It counts as
+    proposed by a point mass: accepted with probability p(x), and p loses x. That is lossless for any child that was
+    chosen without looking at uniforms and noise, and accepts as often as `infer.engine.verify.walk`, which is the
+    better choice for undrawn trees (the same text as plain decoding). A one-hot p (greedy) is followed exactly
+    whatever the children are: nothing else is ever accepted or left in the residual.
     """
-    tree, count = draft.tree, len(draft.tree.tokens)
-    rows = torch.arange(count, device=log_p.device)
+    draws = tree.draws
+    rows = torch.arange(len(tree.tokens), device=log_p.device)
     node = torch.zeros_like(tree.tokens[:, 0])  # (B,) the last accepted one
     going = torch.ones_like(node, dtype=torch.bool)  # (B,) rows whose walk has not ended
     p = _probabilities(log_p[:, 0])  # (B, V) what the token behind `node` is still to be drawn from
     path = [node]
     for depth in range(tree.max_depth):
-        q = torch.zeros_like(p) if draft.q is None else _probabilities(draft.q[rows, draft.row[node]])
-        first, undecided = node * draft.width + 1, going
-        for i in range(draft.width):
+        q = torch.zeros_like(p) if draws.q is None else _probabilities(draws.q[rows, draws.row[node]])
+        first, undecided = node * draws.width + 1, going
+        for i in range(draws.width):
             token = tree.tokens.gather(1, first[:, None] + i)  # (B, 1)
             drawn = q.gather(1, token) > 0
             point = torch.zeros_like(q).scatter_(1, token, 1.0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from infer.config import TextOptions
-from infer.trees import DraftTree
+from infer.trees.tree import DraftTree
 
 
 def _signed(value: int) -> int:
@@ -112,7 +112,7 @@ def choose(
     return scores.argmax(-1)
 
 
-def steer(
+def condition_on_noise(
     marginals: torch.Tensor, rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None
 ) -> torch.Tensor:
     """Marginals (B, L, V), log space, turned towards what the target is about to draw: the target's draw at a position

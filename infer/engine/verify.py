@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.trees import DraftTree
+from infer.trees.tree import DraftTree
 
 
 @dataclass(frozen=True)

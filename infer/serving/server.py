@@ -156,8 +156,9 @@ class Worker(threading.Thread):
         ticket.tokens, ticket.rounds = len(text.ids), len(text.drafted)
         if text.finish is not None:
             del self.open[text]
-            drawn = self.engine.options.method == "static" and text.options.temperature > 0
-            if not drawn:  # a sampled static tree writes another text, of the same distribution
+            tree = self.engine.options.tree
+            drawn = tree is not None and tree.draws and text.options.temperature > 0
+            if not drawn:  # such a tree writes another text, of the same distribution
                 self.watch.offer(text)
 
 

@@ -27,7 +27,7 @@ from infer.targets.support import (
     refuse_unsupported,
     windows,
 )
-from infer.trees import DraftTree
+from infer.trees.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

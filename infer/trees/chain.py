@@ -2,13 +2,13 @@
 
 import torch
 
-from infer.trees.tree import DraftTree
+from infer.trees.tree import DraftTree, Proposal
 
 
-def chain(bonus: torch.Tensor, marginals: torch.Tensor, budget: int) -> DraftTree:
-    """The first min(budget, L) positions' likeliest tokens behind bonus (B,); marginals (B, L, V) in log space."""
-    length = min(budget, marginals.shape[1])
-    log_probs, tokens = marginals[:, :length].max(-1)  # (B, length)
+def chain(proposal: Proposal) -> DraftTree:
+    """Return the likeliest token of each of the first min(budget, L) positions, one behind the other."""
+    bonus, length = proposal.bonus, min(proposal.budget, proposal.marginals.shape[1])
+    log_probs, tokens = proposal.marginals[:, :length].max(-1)  # (B, length)
     order = torch.arange(length + 1, device=bonus.device).expand(len(bonus), -1)
     return DraftTree(
         tokens=torch.cat([bonus[:, None], tokens], 1),

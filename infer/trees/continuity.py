@@ -5,72 +5,48 @@ The model lies in the host's memory, so the trees are built there: on a GPU a ro
 the K likeliest tokens of every position.
 """
 
+import numpy as np
 import torch
 
-from infer.ngrams.model import NGram
 from infer.trees import guided
 from infer.trees.ddtree import node_count
-from infer.trees.tree import DraftTree
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 
 RANKS, BEAM = 25, 20  # DART appendix D: tokens looked at a position, prefixes that are gone on with
 
 
-def continuity(
-    bonus: torch.Tensor, marginals: torch.Tensor, budget: int, ngram: NGram, contexts: list[list[int]]
-) -> DraftTree:
-    """DART algorithm 1: a beam over the 25 likeliest tokens of every position of marginals (B, L, V), in log space, and
-    of all prefixes seen the `budget` best, in descending order of score, behind bonus (B,). contexts: the end of every
-    row's text, the bonus token included. log_probs are the drafter's alone."""
-    top, ids = _likeliest(marginals)
+def continuity(proposal: Proposal) -> DraftTree:
+    """DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals (B, L, V), and of all
+    prefixes seen the `budget` best, in descending order of score. log_probs are the drafter's alone."""
+    top, ids = _likeliest(proposal.marginals)
     rows, length, ranks = top.shape
     seen, active = 0, 1
     for _ in range(length):
         seen, active = seen + active * ranks, min(BEAM, active * ranks)
-    nodes = torch.empty(3, rows, min(budget, seen), dtype=torch.long)
+    nodes = torch.empty(3, rows, min(proposal.budget, seen), dtype=torch.long)
     log_probs = torch.empty(nodes.shape[1:], dtype=torch.float32)
-    for row, context in enumerate(_contexts(contexts, ngram)):
-        guided.beam(
-            ngram.arrays,
-            ngram.tokens,
-            ngram.order,
-            top[row].numpy(),
-            ids[row].numpy(),
-            context.numpy(),
-            BEAM,
-            nodes[:, row].numpy(),
-            log_probs[row].numpy(),
-        )
-    return _tree(bonus, nodes, log_probs, length)
+    ngram = proposal.ngram
+    for row, context in enumerate(_contexts(proposal)):
+        judged = top[row].numpy(), ids[row].numpy(), context
+        filled = nodes[:, row].numpy(), log_probs[row].numpy()
+        guided.beam(ngram.arrays, ngram.tokens, ngram.order, *judged, BEAM, *filled)
+    return behind(proposal.bonus, Nodes(*nodes, log_probs), length)
 
 
-def guided_ddtree(
-    bonus: torch.Tensor,
-    marginals: torch.Tensor,
-    budget: int,
-    ngram: NGram,
-    contexts: list[list[int]],
-    weight: float = 1.0,
-) -> DraftTree:
-    """The top `budget` prefixes when a token's probability behind a path is proportional to its marginal times its
-    n-gram probability to the power of `weight`, arguments else as in `continuity`. The first n nodes are the tree of
-    budget n; log_probs are these path-conditioned ones."""
-    top, ids = _likeliest(marginals)
+def guided_ddtree(proposal: Proposal) -> DraftTree:
+    """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
+    its n-gram probability to the power of `weight`. The first n nodes are the tree of budget n; log_probs are these
+    path-conditioned ones."""
+    top, ids = _likeliest(proposal.marginals)
     rows, length, ranks = top.shape
-    nodes = torch.empty(3, rows, node_count(length, ranks, budget), dtype=torch.long)
+    nodes = torch.empty(3, rows, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(nodes.shape[1:], dtype=torch.float64)
-    for row, context in enumerate(_contexts(contexts, ngram)):
-        guided.best_first(
-            ngram.arrays,
-            ngram.tokens,
-            ngram.order,
-            weight,
-            top[row].numpy(),
-            ids[row].numpy(),
-            context.numpy(),
-            nodes[:, row].numpy(),
-            scores[row].numpy(),
-        )
-    return _tree(bonus, nodes, scores.float(), length)
+    ngram = proposal.ngram
+    for row, context in enumerate(_contexts(proposal)):
+        judged = top[row].numpy(), ids[row].numpy(), context
+        filled = nodes[:, row].numpy(), scores[row].numpy()
+        guided.best_first(ngram.arrays, ngram.tokens, ngram.order, proposal.weight, *judged, *filled)
+    return behind(proposal.bonus, Nodes(*nodes, scores.float()), length)
 
 
 def _likeliest(marginals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,20 +55,7 @@ def _likeliest(marginals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return top.float().cpu(), ids.cpu()
 
 
-def _contexts(contexts: list[list[int]], ngram: NGram) -> list[torch.Tensor]:
-    """As much of every row's text as the model looks at."""
-    return [torch.tensor(context[max(0, len(context) - ngram.order + 1) :]) for context in contexts]
-
-
-def _tree(bonus: torch.Tensor, nodes: torch.Tensor, log_probs: torch.Tensor, length: int) -> DraftTree:
-    """Tokens, parents and depths (3, B, M - 1) of drafted nodes behind bonus tokens (B,), on their device."""
-    tokens, parents, depths = nodes.to(bonus.device)
-    zeros = torch.zeros_like(bonus)[:, None]
-    log_probs = log_probs.to(bonus.device)
-    return DraftTree(
-        tokens=torch.cat([bonus[:, None], tokens], 1),
-        parents=torch.cat([zeros, parents], 1),
-        depths=torch.cat([zeros, depths], 1),
-        log_probs=torch.cat([zeros.to(log_probs.dtype), log_probs], 1),
-        max_depth=length,
-    )
+def _contexts(proposal: Proposal) -> list[np.ndarray]:
+    """As much of every row's text as the n-gram model looks at: (C,) int64 each."""
+    longest = proposal.ngram.order - 1
+    return [np.array(context[max(0, len(context) - longest) :], np.int64) for context in proposal.contexts]

@@ -10,26 +10,19 @@ from functools import lru_cache
 import torch
 
 from infer.trees import compiled
-from infer.trees.tree import DraftTree
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 from infer.utils import jit
 
 
-def ddtree(bonus: torch.Tensor, marginals: torch.Tensor, budget: int) -> DraftTree:
-    """The top `budget` prefixes (all of them, if there are fewer) of marginals (B, L, V), in log space, behind the
-    bonus tokens (B,), in descending order of probability: the first n nodes are the tree of budget n. The top
-    K = min(budget, V) tokens of a position suffice (lemma 1)."""
+def ddtree(proposal: Proposal) -> DraftTree:
+    """Return the top `budget` prefixes (all of them, if there are fewer) of the marginals (B, L, V), in descending
+    order of probability: the first n nodes are the tree of budget n. The top K = min(budget, V) tokens of a position
+    suffice (lemma 1)."""
+    marginals, budget = proposal.marginals, proposal.budget
     top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
     on_host = top.device.type == "cpu" and jit.AVAILABLE
     search = best_first if on_host else by_depth
-    tokens, parents, depths, scores = search(top, ids, budget)
-    zeros = torch.zeros_like(bonus)[:, None]
-    return DraftTree(
-        tokens=torch.cat([bonus[:, None], tokens], 1),
-        parents=torch.cat([zeros, parents], 1),
-        depths=torch.cat([zeros, depths], 1),
-        log_probs=torch.cat([zeros.to(scores.dtype), scores], 1),
-        max_depth=marginals.shape[1],
-    )
+    return behind(proposal.bonus, search(top, ids, budget), marginals.shape[1])
 
 
 def node_count(length: int, ranks: int, budget: int) -> int:
@@ -41,17 +34,17 @@ def node_count(length: int, ranks: int, budget: int) -> int:
     return total
 
 
-def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> tuple[torch.Tensor, ...]:
-    """Algorithm 1 on the host: tokens, parents, depths and scores (B, M - 1) of the drafted nodes, best first, from
-    the sorted log-probabilities and ids (B, L, K) of every position's likeliest tokens."""
+def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
+    """Run algorithm 1 on the host: the drafted nodes, best first, from the sorted log-probabilities and ids (B, L, K)
+    of every position's likeliest tokens."""
     rows, length, ranks = top.shape
     nodes = torch.empty(3, rows, node_count(length, ranks, budget), dtype=torch.long)
     scores = torch.empty(nodes.shape[1:], dtype=torch.float32)
     compiled.best_first(top.float().contiguous().numpy(), ids.contiguous().numpy(), nodes.numpy(), scores.numpy())
-    return *nodes, scores
+    return Nodes(*nodes, scores)
 
 
-def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> tuple[torch.Tensor, ...]:
+def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
     """The same, from the same arguments, depth by depth on their device: extend the best prefixes of a depth by the
     likeliest tokens and keep the best of these; at last take the best of all depths.
 
@@ -77,7 +70,7 @@ def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> tuple[torch.T
     order = order[:, :budget]
     parents = parents.gather(1, order)
     parents = torch.where(parents < 0, 0, node.gather(1, parents.clamp(min=0)))
-    return tokens.gather(1, order), parents, depths.gather(1, order), scores.gather(1, order)
+    return Nodes(tokens.gather(1, order), parents, depths.gather(1, order), scores.gather(1, order))
 
 
 @lru_cache(maxsize=256)

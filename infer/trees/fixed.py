@@ -1,31 +1,15 @@
 """The static tree: every node down to a fixed depth gets the same number of children.
 
 The shape is that of "Tree-Based Speculative Decoding" for NanoGPT, which takes the likeliest tokens as children. Here
-they can also be drawn from the drafter's distribution, and that distribution is kept: `infer.engine.rejection` needs it.
+they can also be drawn from the drafter's distribution, which is kept for `infer.engine.rejection`.
 
 B rows, M nodes with the root, W width, D depth, I = 1 + W + .. + W^(D-1) inner nodes, L drafted positions, R rows of
 draft distributions, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
-from infer.trees.tree import DraftTree
-
-# (depth, tokens (B, n) of the nodes at that depth) -> log q of their children: (B, n, V), or (B, 1, V) for all alike
-Conditional = Callable[[int, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StaticDraft:
-    """A static tree, breadth-first: node k's children are k * W + 1 .. k * W + W, in the order they were chosen."""
-
-    tree: DraftTree
-    width: int
-    q: torch.Tensor | None  # (B, R, V) log-probabilities that children were drawn from; None: they were not drawn
-    row: torch.Tensor  # (I,) int64, the row of q that belongs to an inner node
+from infer.trees.tree import Conditional, DraftTree, Draws, Proposal
 
 
 def by_position(marginals: torch.Tensor) -> Conditional:
@@ -33,9 +17,20 @@ def by_position(marginals: torch.Tensor) -> Conditional:
     return lambda depth, tokens: marginals[:, depth, None]
 
 
-def static(
+def static(proposal: Proposal) -> DraftTree:
+    """Return the deepest full tree that fits into the budget, over the drafter's conditional distribution if it has
+    one.
+
+    Raises ValueError if not even the root's children fit, or if there are fewer tokens than children."""
+    marginals, width = proposal.marginals, proposal.width
+    depth = static_depth(width, proposal.budget, marginals.shape[1])
+    conditional = proposal.conditional or by_position(marginals)
+    return full_tree(proposal.bonus, conditional, width, depth, proposal.noise and proposal.noise(depth))
+
+
+def full_tree(
     bonus: torch.Tensor, conditional: Conditional, width: int, depth: int, noise: torch.Tensor | None = None
-) -> StaticDraft:
+) -> DraftTree:
     """The full tree of `width` and `depth` behind the bonus tokens (B,) int64.
 
     Without noise, children are the `width` likeliest tokens, likeliest first: the article's tree. With Gumbel noise
@@ -65,19 +60,14 @@ def static(
         count += distinct
     node = torch.arange(sum(level.shape[1] for level in tokens), device=bonus.device)
     depths = torch.cat([torch.full_like(level, at) for at, level in enumerate(tokens)], 1)
-    tree = DraftTree(
+    return DraftTree(
         tokens=torch.cat(tokens, 1),
         parents=((node - 1).clamp(min=0) // width).expand(len(bonus), -1),
         depths=depths,
         log_probs=torch.cat(log_probs, 1),
         max_depth=depth,
+        draws=Draws(width, None if noise is None else torch.cat(rows, 1), torch.cat(row)),
     )
-    return StaticDraft(tree, width, None if noise is None else torch.cat(rows, 1), torch.cat(row))
-
-
-def static_nodes(width: int, depth: int) -> int:
-    """Drafted nodes of a full tree."""
-    return sum(width**level for level in range(1, depth + 1))
 
 
 def static_depth(width: int, budget: int, longest: int) -> int:

@@ -1,14 +1,55 @@
-"""The draft tree: what a round asks the target to verify.
+"""The draft tree, what a round asks the target to verify, and the proposal that it is built from.
 
-B rows, M nodes with the root, L drafted positions, V vocabulary.
+B rows, M nodes with the root, L drafted positions, V vocabulary; of full trees (infer/trees/fixed.py): W children of a
+node, D depth, I inner nodes, R rows of draft distributions.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from infer.ngrams.model import NGram
 from infer.trees import compiled
 from infer.utils import jit
+
+# (depth, tokens (B, n) of the nodes at that depth) -> log q of their children: (B, n, V), or (B, 1, V) for all alike
+Conditional = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a round gives to a tree method: the drafter's distributions, the options, and what else there may be."""
+
+    bonus: torch.Tensor  # (B,) int64, the roots
+    marginals: torch.Tensor | None  # (B, L, V) log space, conditioned on the target's noise; None: there is no drafter
+    budget: int = 0  # drafted nodes at most
+    ngram: NGram | None = None
+    contexts: Sequence[list[int]] = ()  # with an n-gram model: the end of every row's text, the bonus token included
+    weight: float = 1.0  # of the n-gram model against the drafter
+    width: int = 1  # children of every node of a full tree
+    conditional: Conditional | None = None  # of a drafter that knows q(token | token before)
+    noise: Callable[[int], torch.Tensor] | None = None  # methods that draw, sampled texts: depth D -> Gumbel (B, D, V)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The distributions that a full tree's children were drawn from; node k's children are k * W + 1 .. k * W + W, in
+    the order they were drawn. Rejection sampling needs them (infer/engine/rejection.py)."""
+
+    width: int
+    q: torch.Tensor | None  # (B, R, V) log-probabilities; None: the children are the likeliest tokens, not drawn
+    row: torch.Tensor  # (I,) int64, the row of q that belongs to an inner node
+
+
+class Nodes(NamedTuple):
+    """Drafted nodes, the root left out: tokens, parents and depths int64, log-probabilities of the whole prefixes."""
+
+    tokens: torch.Tensor  # (B, M - 1)
+    parents: torch.Tensor  # (B, M - 1) node numbers, 0 is the root
+    depths: torch.Tensor  # (B, M - 1)
+    log_probs: torch.Tensor  # (B, M - 1)
 
 
 @dataclass(frozen=True)
@@ -23,6 +64,7 @@ class DraftTree:
     depths: torch.Tensor  # (B, M) int64, the root's is 0
     log_probs: torch.Tensor  # (B, M) of the whole prefix under the drafter, the root's is 0
     max_depth: int  # no node is deeper: L of the marginals, 0 for a root alone
+    draws: Draws | None = None  # of a full tree
 
     @property
     def budget(self) -> int:
@@ -58,6 +100,24 @@ class DraftTree:
         """(B,) expected acceptance length under the drafter's factorised distribution, the bonus token included: the
         sum of the prefix probabilities (DDTree proposition 1)."""
         return self.log_probs.exp().sum(1)
+
+
+def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
+    """The tree of drafted nodes (B, M - 1) behind the roots bonus (B,), on their device."""
+    zeros = torch.zeros_like(bonus)[:, None]
+    log_probs = nodes.log_probs.to(bonus.device)
+    return DraftTree(
+        tokens=torch.cat([bonus[:, None], nodes.tokens.to(bonus.device)], 1),
+        parents=torch.cat([zeros, nodes.parents.to(bonus.device)], 1),
+        depths=torch.cat([zeros, nodes.depths.to(bonus.device)], 1),
+        log_probs=torch.cat([zeros.to(log_probs.dtype), log_probs], 1),
+        max_depth=max_depth,
+    )
+
+
+def plain(proposal: Proposal) -> DraftTree:
+    """Plain decoding: the root alone."""
+    return root_only(proposal.bonus)
 
 
 def root_only(bonus: torch.Tensor) -> DraftTree:

@@ -9,8 +9,9 @@ import torch
 from infer.drafters import bigram
 from infer.drafters.bigram import FLOOR, Bigram
 from infer.engine.rejection import draft_noise
-from infer.trees import ddtree
-from infer.trees.fixed import static
+from infer.trees.ddtree import ddtree
+from infer.trees.fixed import full_tree
+from infer.trees.tree import Proposal
 
 
 class Pairs:
@@ -91,15 +92,15 @@ def test_what_the_engine_and_the_trees_ask_for():
         drafter.update_context(None, torch.empty(2, 3, 0), torch.zeros(2, 3, dtype=torch.long), [3, 2], part)
     state.keep([1])
     bonus = torch.tensor([0, 5])
-    assert ddtree(bonus, drafter.draft(None, bonus, state), 10).budget == 10
-    tree = static(bonus, drafter.conditional, width=2, depth=3).tree
+    assert ddtree(Proposal(bonus, drafter.draft(None, bonus, state), 10)).budget == 10
+    tree = full_tree(bonus, drafter.conditional, width=2, depth=3)
     assert tree.budget == 14
     for row in range(2):
         for node in range(1, 15):
             q = after(int(tree.tokens[row, tree.parents[row, node]]))
             assert q[tree.tokens[row, node]] >= sorted(q)[-2]
     noise = draft_noise(torch.tensor([1, 2]), torch.arange(3).expand(2, -1), VOCABULARY)
-    assert static(bonus, drafter.conditional, width=2, depth=3, noise=noise).q.shape == (2, 7, VOCABULARY)
+    assert full_tree(bonus, drafter.conditional, width=2, depth=3, noise=noise).draws.q.shape == (2, 7, VOCABULARY)
 
 
 def test_a_block_of_nothing_is_refused():

@@ -290,11 +290,12 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
 def test_tree_verification_equals_sequential_logits(make_tiny):
     """Logits at every node of a tree, in one pass, equal the target run on that node's own path."""
     target, _ = make_tiny()
-    from infer.trees import ddtree
+    from infer.trees.ddtree import ddtree
+    from infer.trees.tree import Proposal
 
     prompts = [[5, 6, 7, 8], [9, 10]]
     marginals = torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    tree = ddtree(torch.tensor([1, 2]), marginals, 40)
+    tree = ddtree(Proposal(torch.tensor([1, 2]), marginals, 40))
     cache = target.cache(2, 80)
     with torch.no_grad():
         with cache.add(2) as rows:

@@ -20,7 +20,8 @@ from infer.attention.compile import Program
 from infer.config import EngineConfig, TextOptions
 from infer.engine.budget import SIZES, BudgetRule, calibrate
 from infer.engine.sampling import adjust
-from infer.trees import ddtree, root_only
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import Proposal, root_only
 
 
 @pytest.fixture(scope="module")
@@ -182,14 +183,14 @@ def test_a_budget_rule_takes_the_best_expected_speed():
     assert rule.cost(513) == pytest.approx(0.5 + 9 + 6 * 256 / 192)
     for spread in (0.3, 1.0, 4.0):
         logits = torch.randn(1, 7, 60, generator=torch.Generator().manual_seed(3)) * spread
-        tree = ddtree(torch.tensor([0]), logits.log_softmax(-1), SIZES[-1])
+        tree = ddtree(Proposal(torch.tensor([0]), logits.log_softmax(-1), SIZES[-1]))
         speeds = {}
         for size in SIZES:
             # node by node, as proposition 1 says: a tree commits the sum of its nodes' probabilities, the root's is 1
             expected = sum(float(p.exp()) for p in tree.log_probs[0, : size + 1])
             speeds[size] = expected / rule.cost(size + 1)
         assert rule.nodes(tree) == max(speeds, key=speeds.get)
-    two = ddtree(torch.tensor([0, 1]), logits.log_softmax(-1).expand(2, -1, -1), SIZES[-1])
+    two = ddtree(Proposal(torch.tensor([0, 1]), logits.log_softmax(-1).expand(2, -1, -1), SIZES[-1]))
     assert rule.nodes(two) <= rule.nodes(tree)  # twice the positions, the same gain for each row
 
 
@@ -205,9 +206,9 @@ def test_auto_budget_measures_and_writes_the_same(tiny):
 def test_the_first_nodes_of_a_tree_are_the_best_tree_of_that_size():
     marginals = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     bonus = torch.tensor([3, 4])
-    large = ddtree(bonus, marginals, 100)
+    large = ddtree(Proposal(bonus, marginals, 100))
     for size in (1, 6, 40, 99):
-        small, first = ddtree(bonus, marginals, size), large.first(size)
+        small, first = ddtree(Proposal(bonus, marginals, size)), large.first(size)
         for name in ("tokens", "parents", "depths", "log_probs"):
             assert torch.equal(getattr(small, name), getattr(first, name))
     assert root_only(bonus).budget == 0
@@ -226,7 +227,7 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
     settings = {"temperature": 1.0, "max_new_tokens": 60, "budget": 12, "seed": 1}
     texts = ["import os\n", "class A:\n    def ", "def main(", "# The"]
     with_noise = generate(embedded, drafter, texts, **settings)
-    with patch("infer.engine.engine.steer", lambda marginals, *_: marginals):
+    with patch("infer.engine.engine.condition_on_noise", lambda marginals, *_: marginals):
         without = generate(embedded, drafter, texts, **settings)
     assert [answer.ids for answer in with_noise] == [answer.ids for answer in without]
     rounds = [sum(answer.stats.rounds for answer in answers) for answers in (with_noise, without)]

@@ -12,7 +12,8 @@ import torch
 from infer.engine.rejection import acceptance_uniforms, draft_noise, rejection_walk
 from infer.engine.sampling import gumbel_noise
 from infer.engine.verify import walk
-from infer.trees.fixed import StaticDraft, by_position, static, static_depth
+from infer.trees.fixed import by_position, full_tree, static_depth
+from infer.trees.tree import DraftTree
 
 VOCABULARY, DEPTH, DRAWS = 6, 2, 40_000
 PROBABILITY = 1e-4
@@ -54,31 +55,30 @@ def conditional_of(q: list[torch.Tensor], rows: int, positional: bool):
     return lambda depth, tokens: q[1][tokens] if depth else q[0].expand(rows, 1, -1)
 
 
-def draft_of(q, width: int, rows: int, positional: bool, drawn: bool, first_seed: int = 0) -> StaticDraft:
+def draft_of(q, width: int, rows: int, positional: bool, drawn: bool, first_seed: int = 0) -> DraftTree:
     seeds, positions = torch.arange(rows) + first_seed, torch.arange(1, DEPTH + 1).expand(rows, -1)
     noise = draft_noise(seeds, positions, VOCABULARY) if drawn else None
     root = torch.zeros(rows, dtype=torch.long)
-    return static(root, conditional_of(q, rows, positional), width, DEPTH, noise)
+    return full_tree(root, conditional_of(q, rows, positional), width, DEPTH, noise)
 
 
-def target_at_nodes(draft: StaticDraft, p: list[torch.Tensor]) -> torch.Tensor:
+def target_at_nodes(tree: DraftTree, p: list[torch.Tensor]) -> torch.Tensor:
     """log p after every node, (B, M, V): it depends on the whole path."""
-    tree = draft.tree
     parents = tree.tokens.gather(1, tree.parents)
     after = [p[0].expand(*tree.tokens.shape, -1), p[1][tree.tokens], p[2][parents, tree.tokens]]
     return torch.stack(after).gather(0, tree.depths[None, ..., None].expand(1, -1, -1, VOCABULARY))[0]
 
 
-def walked(draft: StaticDraft, log_p: torch.Tensor, first_seed: int = 0):
+def walked(draft: DraftTree, log_p: torch.Tensor, first_seed: int = 0):
     rows = len(log_p)
     seeds, positions = torch.arange(rows) + first_seed, torch.arange(1, DEPTH + 2).expand(rows, -1)
-    uniforms = acceptance_uniforms(seeds, positions[:, :DEPTH], draft.width)
+    uniforms = acceptance_uniforms(seeds, positions[:, :DEPTH], draft.draws.width)
     return rejection_walk(draft, log_p, uniforms, gumbel_noise(seeds, positions, VOCABULARY))
 
 
-def committed(draft: StaticDraft, accepted) -> torch.Tensor:
+def committed(draft: DraftTree, accepted) -> torch.Tensor:
     """The tokens behind the root, the bonus token included, -1 behind them: (B, D + 1)."""
-    drafted = draft.tree.tokens.gather(1, accepted.path)[:, 1:]
+    drafted = draft.tokens.gather(1, accepted.path)[:, 1:]
     text = torch.cat([drafted, drafted[:, :1]], 1)
     text.scatter_(1, accepted.lengths[:, None] - 1, accepted.bonus[:, None])
     return text.masked_fill(torch.arange(DEPTH + 1) >= accepted.lengths[:, None], -1)
@@ -139,10 +139,10 @@ def test_rounds_on_end_follow_the_target():
     while at.min() < 4:
         positions = at[:, None] + torch.arange(1, DEPTH + 2)
         noise = draft_noise(seeds, positions[:, :DEPTH], 4)
-        draft = static(bonus, lambda depth, tokens: q[tokens], 2, DEPTH, noise)
+        draft = full_tree(bonus, lambda depth, tokens: q[tokens], 2, DEPTH, noise)
         uniforms = acceptance_uniforms(seeds, positions[:, :DEPTH], 2)
-        accepted = rejection_walk(draft, p[draft.tree.tokens], uniforms, gumbel_noise(seeds, positions, 4))
-        tokens = torch.cat([draft.tree.tokens.gather(1, accepted.path), accepted.bonus[:, None]], 1)
+        accepted = rejection_walk(draft, p[draft.tokens], uniforms, gumbel_noise(seeds, positions, 4))
+        tokens = torch.cat([draft.tokens.gather(1, accepted.path), accepted.bonus[:, None]], 1)
         text.scatter_(1, at[:, None] + torch.arange(DEPTH + 1), tokens[:, :-1])
         at, bonus = at + accepted.lengths, accepted.bonus
         text.scatter_(1, at[:, None], bonus[:, None])
@@ -160,10 +160,10 @@ def test_a_perfect_draft_is_always_accepted():
     assert (accepted.path == torch.tensor([0, 1, 3])).all() and (accepted.lengths == 3).all()
 
 
-def article_text(draft: StaticDraft, row: int, p, q, generator: random.Random) -> list[int]:
+def article_text(draft: DraftTree, row: int, p, q, generator: random.Random) -> list[int]:
     """The rule of "Tree-Based Speculative Decoding": every node on its own, the longest accepted path, first in
     depth-first order; then a token of the target's, or of the residual if no child of the root is accepted; then -1."""
-    tokens, width, count = draft.tree.tokens[row].tolist(), draft.width, draft.tree.budget
+    tokens, width, count = draft.tokens[row].tolist(), draft.draws.width, draft.budget
     best = []
 
     def search(node: int, text: list[int]) -> None:
@@ -207,19 +207,21 @@ def test_a_greedy_target_is_followed_exactly(drawn):
         q = [tables(20), tables(21, 0.05), without(tables(22), 0.6, 23), p][seed]
         draft = draft_of(q, 2, 500, positional=False, drawn=drawn)
         log_p = target_at_nodes(draft, p)
-        accepted, expected = walked(draft, log_p), walk(draft.tree, log_p.argmax(-1))
+        accepted, expected = walked(draft, log_p), walk(draft, log_p.argmax(-1))
         for name in ("path", "lengths", "bonus"):
             assert torch.equal(getattr(accepted, name), getattr(expected, name))
 
 
-def slow_walk(draft: StaticDraft, row: int, log_p, uniforms, noise) -> tuple[list[int], int]:
+def slow_walk(tree: DraftTree, row: int, log_p, uniforms, noise) -> tuple[list[int], int]:
     """One row in plain Python."""
-    tree, path = draft.tree, [0]
+    draws, path = tree.draws, [0]
     while True:
         node, depth = path[-1], len(path) - 1
         p = log_p[row, node].double().exp().tolist()
         children = [k for k in range(1, tree.budget + 1) if tree.parents[row, k] == node]
-        q = [0.0] * len(p) if draft.q is None or not children else draft.q[row, draft.row[node]].double().exp().tolist()
+        q = [0.0] * len(p)
+        if draws.q is not None and children:
+            q = draws.q[row, draws.row[node]].double().exp().tolist()
         for i, child in enumerate(children):
             x = int(tree.tokens[row, child])
             point = [float(token == x) for token in range(len(p))]
@@ -260,7 +262,7 @@ def test_a_row_does_not_depend_on_its_batch():
     accepted = walked(together, target_at_nodes(together, p))
     for row in range(40):
         alone = draft_of(q, 3, 1, positional=False, drawn=True, first_seed=row)
-        assert torch.equal(alone.tree.tokens[0], together.tree.tokens[row])
+        assert torch.equal(alone.tokens[0], together.tokens[row])
         single = walked(alone, target_at_nodes(alone, p), first_seed=row)
         for name in ("path", "lengths", "bonus"):
             assert torch.equal(getattr(single, name)[0], getattr(accepted, name)[row])
@@ -270,14 +272,14 @@ def test_a_draft_without_more_tokens_goes_on_with_point_masses():
     """Width 3 of a draft that knows one token: nothing is proposed twice, and nothing rejected comes back."""
     p, q = PAIRS["draft of one token"]
     draft = draft_of(q, 3, 50, positional=False, drawn=True)
-    children = draft.tree.tokens[:, 1:].unflatten(1, (-1, 3)).sort(-1).values
+    children = draft.tokens[:, 1:].unflatten(1, (-1, 3)).sort(-1).values
     assert (children.diff(dim=-1) > 0).all()
     log_p = target_at_nodes(draft, p)
     never = torch.full((50, DEPTH, 3), 1 - 2.0**-53, dtype=torch.double)
     noise = gumbel_noise(torch.arange(50), torch.arange(DEPTH + 1).expand(50, -1), VOCABULARY)
     accepted = rejection_walk(draft, log_p, never, noise)
     assert (accepted.lengths == 1).all()
-    assert (accepted.bonus[:, None] != draft.tree.tokens[:, 1:4]).all()
+    assert (accepted.bonus[:, None] != draft.tokens[:, 1:4]).all()
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -285,8 +287,8 @@ def test_a_residual_that_rounds_to_nothing(width):
     """The unlikely child comes first, and without it q is one to the last bit at the token that the target wants."""
     q = torch.tensor([0.0, -60.0, -80.0])
     noise = torch.tensor([0.0, 100.0, 0.0]).expand(1, 1, -1)
-    draft = static(torch.tensor([2]), by_position(q.expand(1, 1, -1)), width, 1, noise)
-    assert draft.tree.tokens.tolist() == [[2, 1, 0][: width + 1]]
+    draft = full_tree(torch.tensor([2]), by_position(q.expand(1, 1, -1)), width, 1, noise)
+    assert draft.tokens.tolist() == [[2, 1, 0][: width + 1]]
     log_p = torch.tensor([0.0, -torch.inf, -torch.inf]).expand(1, width + 1, -1)
     accepted = rejection_walk(draft, log_p, torch.full((1, 1, width), 0.5), torch.zeros(1, 2, 3))
     assert accepted.lengths.tolist() == [width] and accepted.bonus.tolist() == [0]
@@ -300,13 +302,12 @@ def test_the_tree_is_full_and_breadth_first(width, depth, drawn):
     marginals = logits.log_softmax(-1)
     seeds, positions = torch.arange(3), torch.arange(depth).expand(3, -1)
     noise = draft_noise(seeds, positions, 9) if drawn else None
-    draft = static(torch.tensor([4, 5, 6]), by_position(marginals), width, depth, noise)
-    tree = draft.tree
+    tree = full_tree(torch.tensor([4, 5, 6]), by_position(marginals), width, depth, noise)
     assert tree.max_depth == depth and tree.budget == sum(width**level for level in range(1, depth + 1))
     assert tree.tokens[:, 0].tolist() == [4, 5, 6]
-    assert draft.row.tolist() == [level for level in range(depth) for _ in range(width**level)]
-    assert (draft.q is None) != drawn
-    assert draft.q is None or torch.equal(draft.q, marginals)
+    assert tree.draws.row.tolist() == [level for level in range(depth) for _ in range(width**level)]
+    assert (tree.draws.q is None) != drawn
+    assert tree.draws.q is None or torch.equal(tree.draws.q, marginals)
     scores = marginals if noise is None else marginals + noise
     expected = scores.topk(width).indices
     for row in range(3):
@@ -324,9 +325,9 @@ def test_the_tree_is_full_and_breadth_first(width, depth, drawn):
 def test_a_path_conditioned_tree_keeps_a_row_for_every_inner_node():
     q = tables(2)
     draft = draft_of(q, 3, 5, positional=False, drawn=True)
-    assert draft.q.shape == (5, 4, VOCABULARY) and draft.row.tolist() == [0, 1, 2, 3]
-    assert torch.equal(draft.q[:, 0], q[0].expand(5, -1))
-    assert torch.equal(draft.q[:, 1:], q[1][draft.tree.tokens[:, 1:4]])
+    assert draft.draws.q.shape == (5, 4, VOCABULARY) and draft.draws.row.tolist() == [0, 1, 2, 3]
+    assert torch.equal(draft.draws.q[:, 0], q[0].expand(5, -1))
+    assert torch.equal(draft.draws.q[:, 1:], q[1][draft.tokens[:, 1:4]])
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_drawn_children_are_an_ordered_sample_without_replacement():
     """All ordered triples of five tokens, at both depths: probability q(a) q(b) / (1 - q(a)) and so on."""
     q = tables(30)
     draft = draft_of(q, 3, DRAWS, positional=True, drawn=True)
-    for children, log_q in ((draft.tree.tokens[:, 1:4], q[0]), (draft.tree.tokens[:, 4:7], q[1][0])):
+    for children, log_q in ((draft.tokens[:, 1:4], q[0]), (draft.tokens[:, 4:7], q[1][0])):
         triples = list(permutations(range(VOCABULARY), 3))
         probabilities = []
         for triple in triples:

@@ -6,7 +6,8 @@ import torch
 from infer.config import TextOptions
 from infer.engine.sampling import choose, gumbel_noise, round_noise
 from infer.engine.verify import walk
-from infer.trees import ddtree, root_only
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import Proposal, root_only
 
 
 def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
@@ -30,7 +31,7 @@ def test_walk_equals_a_plain_walk():
     for budget in (1, 3, 10, 40):
         for _ in range(40):
             marginals = torch.randn(3, 6, 4, generator=generator).log_softmax(-1)
-            tree = ddtree(torch.randint(4, (3,), generator=generator), marginals, budget)
+            tree = ddtree(Proposal(torch.randint(4, (3,), generator=generator), marginals, budget))
             chosen = torch.randint(4, tree.tokens.shape, generator=generator)
             likely = torch.rand(tree.tokens.shape, generator=generator) < 0.7  # often the first child's token
             for row in range(3):

@@ -13,7 +13,8 @@ from infer.engine.engine import decode
 from infer.serving.hf import speculative
 from infer.targets.support import LogitScale, refuse_unsupported
 from infer.targets.target import Target, load_target, pad_ids
-from infer.trees import ddtree
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import Proposal
 
 V, WINDOW = 97, 3
 SIZES = {
@@ -94,7 +95,7 @@ def node_logits(target: Target, rounds: int) -> list[tuple[torch.Tensor, torch.T
             logits[:, 1:, :3] += torch.tensor([30.0, 20.0, 0.0])
             logits[:, 0, 7:10] += 20  # three long paths, one after the other
             marginals = logits.log_softmax(-1)
-            tree = ddtree(torch.randint(V, (2,), generator=generator), marginals, 12)
+            tree = ddtree(Proposal(torch.randint(V, (2,), generator=generator), marginals, 12))
             ancestors = tree.ancestors()
             ours = target.head(target.verify(tree, ancestors, cache).last)
             behind = tree.depths[..., None] - WINDOW  # (2, nodes, 1)
@@ -186,7 +187,7 @@ def test_packed_documents_give_what_single_ones_give(target):
 def test_static_windows_see_the_same(tiny):
     """A cache for compiled passes looks at more places and has more rows than are used: windows count positions."""
     target = tiny("gemma 3")
-    tree = ddtree(torch.tensor([1, 2, 3]), torch.randn(3, 4, V).log_softmax(-1), 6)
+    tree = ddtree(Proposal(torch.tensor([1, 2, 3]), torch.randn(3, 4, V).log_softmax(-1), 6))
     outs = []
     for static in (False, True):
         cache = target.cache(4, 40, static)

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from infer.ngrams.model import NGram
-from infer.trees import DraftTree, continuity, ddtree, guided, guided_ddtree
+from infer.trees import guided
+from infer.trees.continuity import continuity, guided_ddtree
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import DraftTree, Proposal
 
 EPSILON = 1e-5
 
@@ -65,7 +68,7 @@ def algorithm_1(marginal: torch.Tensor, context: list[int], model: NGram, budget
 def test_continuity_is_algorithm_1(model, length, budget):
     rows = 6
     some, ends = marginals(rows, length, seed=length), contexts(rows)
-    tree = continuity(torch.arange(rows), some, budget, model, ends)
+    tree = continuity(Proposal(torch.arange(rows), some, budget, model, ends))
     for row in range(rows):
         expected = algorithm_1(some[row], ends[row], model, budget, beam=20)
         found = prefixes(tree, row)
@@ -86,7 +89,7 @@ def conditionals(marginal: torch.Tensor, path: list[int], level: int, model: NGr
 def test_guided_ddtree_is_the_best_of_all_prefixes(model, weight):
     rows, length, budget = 4, 3, 40
     some, ends = marginals(rows, length, seed=3), contexts(rows, 1)
-    tree = guided_ddtree(torch.arange(rows), some, budget, model, ends, weight)
+    tree = guided_ddtree(Proposal(torch.arange(rows), some, budget, model, ends, weight))
     for row in range(rows):
         values: dict[tuple, float] = {(): 0.0}
         for depth in range(length):
@@ -102,28 +105,28 @@ def test_guided_ddtree_is_the_best_of_all_prefixes(model, weight):
 def test_smaller_budgets_are_beginnings_of_larger_ones(model):
     some, ends, bonus = marginals(2, 6, seed=8), contexts(2), torch.tensor([3, 4])
     for build in (guided_ddtree, continuity):
-        large = build(bonus, some, 120, model, ends)
+        large = build(Proposal(bonus, some, 120, model, ends))
         for budget in (1, 16, 119):
-            small = build(bonus, some, budget, model, ends)
+            small = build(Proposal(bonus, some, budget, model, ends))
             for name in ("tokens", "parents", "depths", "log_probs"):
                 assert torch.equal(getattr(large.first(budget), name), getattr(small, name)), name
-    assert (guided_ddtree(bonus, some, 120, model, ends).log_probs.diff(dim=1)[:, 1:] <= 0).all()
+    assert (guided_ddtree(Proposal(bonus, some, 120, model, ends)).log_probs.diff(dim=1)[:, 1:] <= 0).all()
 
 
 def test_without_weight_the_tree_is_the_drafters_own(model):
     """Over no more than 25 tokens nothing is left out, and the n-gram model says nothing."""
     some, bonus = marginals(3, 5, vocabulary=20, seed=4), torch.arange(3)
-    guided_tree = guided_ddtree(bonus, some, 64, model, contexts(3), weight=0.0)
+    guided_tree = guided_ddtree(Proposal(bonus, some, 64, model, contexts(3), weight=0.0))
     for row in range(3):
-        assert prefixes(guided_tree, row).keys() == prefixes(ddtree(bonus, some, 64), row).keys()
+        assert prefixes(guided_tree, row).keys() == prefixes(ddtree(Proposal(bonus, some, 64)), row).keys()
 
 
 def test_a_row_does_not_depend_on_its_batch(model):
     some, ends = marginals(5, 7, seed=6), contexts(5)
     for build in (guided_ddtree, continuity):
-        together = build(torch.arange(5), some, 30, model, ends)
+        together = build(Proposal(torch.arange(5), some, 30, model, ends))
         for row in range(5):
-            alone = build(torch.tensor([row]), some[row : row + 1], 30, model, ends[row : row + 1])
+            alone = build(Proposal(torch.tensor([row]), some[row : row + 1], 30, model, ends[row : row + 1]))
             assert torch.equal(alone.tokens[0], together.tokens[row])
             assert torch.equal(alone.parents[0], together.parents[row])
 
@@ -134,7 +137,7 @@ def test_forbidden_tokens_come_last_and_break_nothing(model):
     allowed = some.topk(2, dim=-1).indices
     some = torch.full_like(some, -torch.inf).scatter(2, allowed, some.gather(2, allowed)).log_softmax(-1)
     for build in (guided_ddtree, continuity):
-        tree = build(torch.tensor([1, 2]), some, 200, model, contexts(2))
+        tree = build(Proposal(torch.tensor([1, 2]), some, 200, model, contexts(2)))
         for row in range(2):
             found = list(prefixes(tree, row))
             assert len(found) == 200
@@ -146,10 +149,11 @@ def test_forbidden_tokens_come_last_and_break_nothing(model):
 def test_few_tokens_make_small_trees(model):
     some = marginals(1, 2, vocabulary=3)
     for build, nodes in ((guided_ddtree, 12), (continuity, 12)):
-        tree = build(torch.tensor([1]), some, 500, model, [[1]])
+        tree = build(Proposal(torch.tensor([1]), some, 500, model, [[1]]))
         assert tree.budget == nodes
         assert len(prefixes(tree, 0)) == nodes
-    assert continuity(torch.tensor([1]), marginals(1, 3, vocabulary=3), 500, model, [[1]]).budget == 3 + 9 + 27
+    three = Proposal(torch.tensor([1]), marginals(1, 3, vocabulary=3), 500, model, [[1]])
+    assert continuity(three).budget == 3 + 9 + 27
 
 
 def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model):
@@ -188,6 +192,6 @@ def test_the_searches_run_without_numba_too(model):
 
 def test_every_pair_of_positions_is_reachable(model):
     """With a budget for everything, the tree holds every prefix of two positions over three tokens."""
-    tree = guided_ddtree(torch.tensor([0]), marginals(1, 2, vocabulary=3, seed=1), 12, model, [[0, 0]])
+    tree = guided_ddtree(Proposal(torch.tensor([0]), marginals(1, 2, vocabulary=3, seed=1), 12, model, [[0, 0]]))
     expected = {*product(range(3)), *product(range(3), repeat=2)}
     assert set(prefixes(tree, 0)) == expected

@@ -5,7 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from infer.trees import DraftTree, chain, ddtree, root_only
+from infer.trees.chain import chain
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import DraftTree, Proposal, root_only
 from infer.utils import jit
 
 
@@ -46,7 +48,7 @@ def enumerate_all(marginals: torch.Tensor) -> dict[tuple[int, ...], float]:
 def test_ddtree_is_the_exhaustive_top_b(length, vocabulary, budget):
     marginals = torch.randn(4, length, vocabulary, generator=torch.Generator().manual_seed(length)).mul(2)
     marginals = marginals.log_softmax(-1)
-    tree = ddtree(torch.tensor([3, 1, 0, 2]), marginals, budget)
+    tree = ddtree(Proposal(torch.tensor([3, 1, 0, 2]), marginals, budget))
     assert tree.tokens[:, 0].tolist() == [3, 1, 0, 2]
     for row in range(4):
         scores = enumerate_all(marginals[row])
@@ -59,7 +61,7 @@ def test_ddtree_is_the_exhaustive_top_b(length, vocabulary, budget):
 @pytest.mark.parametrize("budget", [1, 4, 11, 30])
 def test_ties_still_give_an_optimal_valid_tree(budget):
     marginals = torch.tensor([[[0.4, 0.4, 0.2], [0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]]).log()
-    tree = ddtree(torch.zeros(1, dtype=torch.long), marginals, budget)
+    tree = ddtree(Proposal(torch.zeros(1, dtype=torch.long), marginals, budget))
     scores = enumerate_all(marginals[0])
     drafted = prefixes(tree, 0)
     assert len(set(drafted)) == len(drafted) == min(budget, len(scores))
@@ -70,7 +72,7 @@ def test_ties_still_give_an_optimal_valid_tree(budget):
 
 def test_impossible_tokens_do_no_harm():
     marginals = torch.tensor([[[0.0, -torch.inf, -torch.inf], [-torch.inf, 0.0, -torch.inf]]])
-    tree = ddtree(torch.zeros(1, dtype=torch.long), marginals, 12)
+    tree = ddtree(Proposal(torch.zeros(1, dtype=torch.long), marginals, 12))
     assert prefixes(tree, 0)[:2] == [(0,), (0, 1)]
     assert len(set(prefixes(tree, 0))) == 12
     assert tree.expected_length().item() == pytest.approx(3)
@@ -82,7 +84,7 @@ def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     trees = []
     for available in (False, jit.AVAILABLE):
         monkeypatch.setattr(jit, "AVAILABLE", available)
-        trees.append(ddtree(torch.tensor([1, 2]), marginals, budget))
+        trees.append(ddtree(Proposal(torch.tensor([1, 2]), marginals, budget)))
         trees[-1].ancestors()
     for row in range(2):
         assert set(prefixes(trees[0], row)) == set(prefixes(trees[1], row))
@@ -92,25 +94,25 @@ def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
 def test_a_row_does_not_depend_on_its_batch():
     marginals = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     bonus = torch.tensor([7, 8, 9])
-    together = ddtree(bonus, marginals, 20)
+    together = ddtree(Proposal(bonus, marginals, 20))
     for row in range(3):
-        alone = ddtree(bonus[row : row + 1], marginals[row : row + 1], 20)
+        alone = ddtree(Proposal(bonus[row : row + 1], marginals[row : row + 1], 20))
         assert prefixes(alone, 0) == prefixes(together, row)
 
 
 def test_chain_is_the_likeliest_token_of_each_position():
     marginals = torch.randn(2, 6, 30, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
-    tree = chain(torch.tensor([4, 5]), marginals, budget=100)
+    tree = chain(Proposal(torch.tensor([4, 5]), marginals, budget=100))
     assert tree.tokens.tolist() == [[4, *marginals[0].argmax(-1).tolist()], [5, *marginals[1].argmax(-1).tolist()]]
     assert tree.parents.tolist() == [[0, 0, 1, 2, 3, 4, 5]] * 2
     assert tree.depths.tolist() == [[0, 1, 2, 3, 4, 5, 6]] * 2
-    assert chain(torch.tensor([4, 5]), marginals, budget=2).tokens.shape == (2, 3)
+    assert chain(Proposal(torch.tensor([4, 5]), marginals, budget=2)).tokens.shape == (2, 3)
 
 
 def test_expected_length_is_proposition_1():
     """Against the definition: acceptance length averaged over every continuation, weighted by its probability."""
     marginals = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(3)).double().log_softmax(-1)
-    tree = ddtree(torch.zeros(1, dtype=torch.long), marginals, 13)
+    tree = ddtree(Proposal(torch.zeros(1, dtype=torch.long), marginals, 13))
     drafted = set(prefixes(tree, 0))
     expected = 0.0
     for continuation in product(range(3), repeat=4):
@@ -122,7 +124,7 @@ def test_expected_length_is_proposition_1():
 
 def test_ancestors_and_positions():
     marginals = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
-    tree = ddtree(torch.tensor([0, 0]), marginals, 30)
+    tree = ddtree(Proposal(torch.tensor([0, 0]), marginals, 30))
     mask = tree.ancestors()
     for row in range(2):
         for node in range(31):

@@ -1,0 +1,55 @@
+"""The table of tree methods. No torch here: options, reports and help read it before anything is loaded.
+
+A tree method is a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its own, and a row of `TREES`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class TreeMethod:
+    """One tree method: where its function is, what it needs, and how reports show it."""
+
+    name: str  # decoding.method=<name>; a name has no parts
+    label: str  # in tables and figures
+    builder: str  # "module:function", Proposal -> DraftTree; imported when an engine is made
+    colour: str = "#777777"  # in figures; those of the table can be told apart by colour-blind readers
+    drafts: bool = True  # false: needs no drafter
+    most_nodes: Callable[[int], int] | None = None  # block size -> nodes it can use at most; None: any node budget
+    ranked: bool = False  # nodes are sorted by probability, so that budget=auto can cut the tree anywhere
+    ngrams: bool = False  # needs an n-gram file
+    with_ngrams: str | None = None  # the method that takes its place where an n-gram file is given
+    draws: bool = False  # children are drawn from the drafter for sampled texts: same distribution, another text
+    evaluated: bool = True  # measured by every evaluation that can (with an n-gram file, if it needs one)
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether the node budget decides the size: an evaluation then measures every budget."""
+        return self.most_nodes is None
+
+    def load(self) -> Callable:
+        """Return the function that builds the trees."""
+        module, function = self.builder.split(":")
+        return getattr(import_module(module), function)
+
+
+_ROWS = (
+    TreeMethod("plain", "plain", "infer.trees.tree:plain", drafts=False, most_nodes=lambda block_size: 0),
+    TreeMethod("chain", "chain", "infer.trees.chain:chain", "#d55e00", most_nodes=lambda block_size: block_size - 1),
+    TreeMethod(
+        "ddtree", "DDTree", "infer.trees.ddtree:ddtree", "#0072b2", ranked=True, with_ngrams="ddtree+continuity"
+    ),
+    TreeMethod("continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True),
+    TreeMethod(
+        "ddtree+continuity",
+        "DDTree + continuity",
+        "infer.trees.continuity:guided_ddtree",
+        "#9b4f96",
+        ranked=True,
+        ngrams=True,
+    ),
+    TreeMethod("static", "static", "infer.trees.fixed:static", draws=True, evaluated=False),
+)
+TREES = {row.name: row for row in _ROWS}
