@@ -1,8 +1,10 @@
 """What every test stands on: no network, two threads, the repository's folder."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows that tests pack are nobody else's
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
@@ -30,6 +32,19 @@ TINY = {  # what all tiny random models have in common
 def repo() -> Path:
     """The repository's root."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def load_program(repo):
+    """name -> the program of that name in tests/robustness, as a module."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, repo / "tests" / "robustness" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

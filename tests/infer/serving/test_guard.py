@@ -1,7 +1,5 @@
-"""At the server's door: the key, slow clients, texts that are checked again, and a short fuzz of all of it."""
+"""At the server's door: the key, slow clients, and texts that are checked again."""
 
-import asyncio
-import importlib.util
 import logging
 import socket
 import threading
@@ -21,12 +19,9 @@ KEY = "0123456789abcdef-key"
 
 
 @pytest.fixture(scope="module")
-def fuzzer(repo):
-    """benchmarks/fuzz_http.py, whose small target the other tests serve too."""
-    spec = importlib.util.spec_from_file_location("fuzz_http", repo / "benchmarks" / "fuzz_http.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def fuzzer(load_program):
+    """The fuzzer of the server, whose small target is served here too."""
+    return load_program("fuzz_http")
 
 
 @contextmanager
@@ -146,17 +141,6 @@ def test_finished_texts_are_checked_again(fuzzer, monkeypatch, caplog):
             assert write(2) == {"same": 4, "tie": 0, "defect": 2}
         assert "is not the target's own: token 0 is" in caplog.text
         assert 'checked_texts_total{outcome="defect"} 2.0' in httpx.get(f"{url}/metrics").text
-
-
-def test_a_short_fuzz(fuzzer, monkeypatch):
-    """Some hundreds of the requests that benchmarks/fuzz_http.py sends by the ten thousand."""
-    monkeypatch.setenv("BLOCKDRAFT_API_KEY", fuzzer.KEY)
-    handlers = {logger: list(logger.handlers) for logger in map(logging.getLogger, ("", "uvicorn"))}
-    try:
-        assert asyncio.run(fuzzer.fuzz(400, clients=8, seed=5, margin=200.0)) == []
-    finally:
-        for logger, before in handlers.items():
-            logger.handlers = before
 
 
 def test_what_is_no_text_is_told_so(fuzzer):

@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """How often can a run be killed, at any moment, and go on as if nothing had happened?
 
-    python benchmarks/kills.py --kills 100
+    python tests/robustness/kills.py --kills 100
 
 A small run on the embedded target (24 steps, a checkpoint with its evaluation every 12, the training state saved after
 every step) is killed with `kill -9` at random moments, begun again, killed again, until it is finished; then the next
@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # or this file's folder would be searched first
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # or this file's folder would be searched first
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

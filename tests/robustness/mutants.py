@@ -1,10 +1,12 @@
 """Puts the bugs that other trainers had into a copy of this repository, one at a time, and shows that a test notices.
 
-    python benchmarks/mutants.py [words of names]
+    python tests/robustness/mutants.py [words of names]
+    python tests/robustness/mutants.py --check          only whether each one still fits the code
 
 Each line: the bug, the test that failed first, seconds. A bug that no test notices is reported, and the exit code is 1.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -14,12 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
-TARGETS = "tests/infer/test_families.py"
-LAYOUTS, DIGESTS = "tests/infer/test_layouts.py", "tests/infer/test_integrity.py"
-GUARDS = "tests/train/test_guards.py"
-CONTINUITY = "tests/infer/test_continuity.py"
+TARGETS = "tests/infer/targets/test_families.py"
+LAYOUTS, DIGESTS = "tests/infer/formats/test_layouts.py", "tests/infer/formats/test_integrity.py"
+GUARDS = "tests/train/safety/test_guards.py"
+CONTINUITY = "tests/infer/trees/test_continuity.py"
 # name, file, (what is there, what is put there) ..., tests to run
 MUTANTS = [
     ("context leaks at the anchor", "infer/attention/masks.py", ("context < anchor", "context <= anchor"), BLOCKS),
@@ -153,13 +155,13 @@ MUTANTS = [
         "what was rejected can still be drawn",
         "infer/engine/rejection.py",
         ("left = (p - q).clamp(min=0)", "left = p"),
-        "tests/infer/test_rejection.py",
+        "tests/infer/engine/test_rejection.py",
     ),
     (
         "drafts and target draw with the same noise",
         "infer/engine/rejection.py",
         ("gumbel_noise(seed ^ _DRAFT", "gumbel_noise(seed"),
-        "tests/infer/test_rejection.py",
+        "tests/infer/engine/test_rejection.py",
     ),
     (
         "a window is one position too long",
@@ -224,9 +226,22 @@ MUTANTS = [
 ]
 
 
-def notice(mutant: tuple) -> str | None:
-    """The first test that fails with the bug in place, or None. Raises SystemExit where the bug no longer fits."""
+def misfits(mutant: tuple) -> list[str]:
+    """Return a sentence for each part of a mutant that no longer fits: a text its file lacks, a missing test file."""
     name, file, *changes, tests = mutant
+    path = REPO / file
+    if not path.is_file():
+        return [f"{name}: there is no {file} any more"]
+    faults = [f"{name}: {file} has no {old!r} any more" for old, _ in changes if old not in path.read_text()]
+    test_file = tests.split()[0]
+    return faults if (REPO / test_file).is_file() else [*faults, f"{name}: there is no {test_file} any more"]
+
+
+def notice(mutant: tuple) -> str | None:
+    """Return the first test that fails with the bug in place, or None. Raises SystemExit if the bug no longer fits."""
+    name, file, *changes, tests = mutant
+    if faults := misfits(mutant):
+        raise SystemExit("\n".join([*faults, "mend the list MUTANTS"]))
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout
@@ -235,23 +250,28 @@ def notice(mutant: tuple) -> str | None:
             shutil.copy(REPO / path, copy / path)
         source = (copy / file).read_text()
         for old, new in changes:
-            if old not in source:
-                raise SystemExit(f"{name}: {file} has no '{old}' any more; mend this list")
             source = source.replace(old, new)
         (copy / file).write_text(source)
         command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
-        done = subprocess.run(
-            command, shell=True, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True
-        )
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        environment["PYTHONPATH"] = str(copy)
+        done = subprocess.run(command, shell=True, cwd=copy, env=environment, capture_output=True, text=True)
         found = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", done.stdout, flags=re.MULTILINE)
         return found[1] if done.returncode == 1 and found else None
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only bugs whose names have all of these words")
+    parser.add_argument("--check", action="store_true", help="say which ones no longer fit the code, run nothing")
+    args = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant[0] for word in args.words)]
+    if args.check:
+        faults = [fault for mutant in chosen for fault in misfits(mutant)]
+        print("\n".join(faults) or f"all {len(chosen)} fit")
+        raise SystemExit(bool(faults))
     missed = 0
-    for mutant in MUTANTS:
-        if sys.argv[1:] and not all(word in mutant[0] for word in sys.argv[1:]):
-            continue
+    for mutant in chosen:
         began = time.perf_counter()
         test = notice(mutant)
         missed += test is None

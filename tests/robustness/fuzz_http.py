@@ -1,6 +1,6 @@
 """Fuzzes the server over real sockets, in one process: hostile requests among well-formed ones whose answers are known.
 
-    python benchmarks/fuzz_http.py --requests 50000
+    python tests/robustness/fuzz_http.py --requests 50000
 
 A small random target and drafter with the embedded tokenizer, with a key, and every text checked again by the watch.
 Fails (exit code 1) on a wrong answer, a 500, an answer that is no HTTP or no JSON, an exception that the server logs, a

@@ -1,9 +1,9 @@
 """Fuzzes the command line of every command: whatever is typed, a checked configuration or one sentence and exit code 2.
 
-    python -m benchmarks.fuzz_configs --lines 10000
+    python tests/robustness/fuzz_configs.py --lines 10000
 
-In this process, through `infer.utils.entry.entry` with a command that does nothing: what a configuration is refused for is
-refused before anything is loaded. A plain generator over the fields of the dataclasses: what is typed wrongly is known
+In this process, through `infer.utils.entry.entry` with a command that does nothing: a configuration is refused before
+anything is loaded. A plain generator over the fields of the dataclasses: what is typed wrongly is known
 there, so that a line with such a part must be refused and a line without must not.
 
 Fails (exit code 1) on any other exit, several lines of error, a value of another type than its field's, a number that

@@ -1,6 +1,6 @@
 """Damages every file that this project reads back, in every way, and looks what becomes of it.
 
-    python -m benchmarks.corrupt --cases 150
+    python tests/robustness/corrupt.py --cases 150
 
 Training checkpoint, drafter folder, stored features, n-gram file: bytes flipped, zeroed, cut off, added, files swapped,
 deleted or made links, headers that claim huge sizes and negative places, manifests that name files elsewhere. Each case

@@ -1,7 +1,6 @@
-# ruff: noqa: E402
 """What a run does when its disk fails it: a full one, a read-only one, one that vanishes, a folder that is in use.
 
-    python benchmarks/disks.py
+    python tests/robustness/disks.py [full log read-only vanishes moved shared]
 
 Each case is a small run of `train/main.py` on a file system of a few megabytes (tmpfs, mounted in a mount namespace of
 this script's own by `unshare`, so that nothing is left on the machine). Printed for each: the exit code, what the run
@@ -9,14 +8,16 @@ said, and whether what lay there is undamaged: the same command, once the disk i
 and weights of a run that met no such thing, bit by bit.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -68,33 +69,38 @@ def tell(case: str, code: int, said: list[str], left: str) -> None:
     print(f"{case}\n  exit code {code}: {said[0].removeprefix('error: ')}\n  {left}\n", flush=True)
 
 
-def main(home: Path) -> None:
-    import torch
+class Home:
+    """A folder for the cases' disks, and what a run leaves that meets no fault."""
 
-    from infer.evaluation.evaluate import describe_device
-    from train.run.checkpoints import checkpoints, newest
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        end(start(path), 0)
+        self.expected = left_by(path / "run")
 
-    os.environ["HF_DATASETS_CACHE"] = str(home / "cache")
-    print(f"{describe_device(torch.device('cpu'))}, {os.cpu_count()} cores; tmpfs in a mount namespace of its own\n")
-    end(start(home), 0)
-    whole = left_by(home / "run")
-
-    def goes_on(runs: Path) -> str:
+    def resume(self, runs: Path) -> str:
+        """Run the same command once more and compare what it leaves; return the sentence that says so."""
         end(start(runs), 0)
-        if left_by(runs / "run") != whole:
+        if left_by(runs / "run") != self.expected:
             raise SystemExit("the run that went on has other losses or weights")
         return "the same command finished it: losses, weights and moments equal, bit by bit"
 
-    small = home / "small"
+
+def full_disk(home: Home) -> None:
+    from train.run.checkpoints import newest
+
+    small = home.path / "small"
     mount(small, 7)  # one checkpoint has 4.3 MB
     said = end(start(small), 3)
     folder, skipped = newest(small / "run")
     hidden = list((small / "run" / "checkpoints").glob(".*"))
     assert folder.name == "step-00000012" and not skipped and not hidden, (folder, skipped, hidden)
     subprocess.run(["mount", "-o", "remount,size=64m", str(small)], check=True)
-    tell("disk full at the second checkpoint", 3, said, f"{folder.name} is whole, no part of another; {goes_on(small)}")
+    left = f"{folder.name} is whole, no part of another; {home.resume(small)}"
+    tell("disk full at the second checkpoint", 3, said, left)
 
-    log = home / "log"
+
+def full_log(home: Home) -> None:
+    log = home.path / "log"
     mount(log, 9)
     room = os.statvfs(log)
     (log / "filler").write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))  # for config.json and lock
@@ -103,14 +109,18 @@ def main(home: Path) -> None:
     count = len(steps(log / "run"))
     (log / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,size=64m", str(log)], check=True)
-    tell("disk full while metrics.jsonl is written", 3, said, f"{count} steps are in it; {goes_on(log)}")
+    tell("disk full while metrics.jsonl is written", 3, said, f"{count} steps are in it; {home.resume(log)}")
 
-    closed = home / "closed"
+
+def read_only_disk(home: Home) -> None:
+    closed = home.path / "closed"
     mount(closed, 9, "ro")
     said = end(start(closed), 2)
     tell("read-only disk", 2, said, "nothing was loaded or written")
 
-    lost = home / "lost"
+
+def vanishing_disk(home: Home) -> None:
+    lost = home.path / "lost"
     mount(lost, 64)
     process = start(lost)
     wait_for_step(lost / "run", 5)
@@ -119,30 +129,66 @@ def main(home: Path) -> None:
     assert not list(lost.iterdir()), "it wrote where the disk had been"
     tell("disk that vanishes (unmounted under the run)", 3, said, "nothing was written in its place")
 
-    gone = home / "gone"
+
+def moved_folder(home: Home) -> None:
+    gone, elsewhere = home.path / "gone", home.path / "elsewhere"
     process = start(gone)
     wait_for_step(gone / "run", 5)
-    (gone / "run").rename(home / "elsewhere")
+    (gone / "run").rename(elsewhere)
     said = end(process, 3)
     assert not (gone / "run").exists()
-    (home / "elsewhere").rename(gone / "run")
-    tell("folder moved away under the run", 3, said, f"moved back, {goes_on(gone)}")
+    elsewhere.rename(gone / "run")
+    tell("folder moved away under the run", 3, said, f"moved back, {home.resume(gone)}")
 
-    shared = home / "shared"
+
+def shared_folder(home: Home) -> None:
+    from train.run.checkpoints import checkpoints
+
+    shared = home.path / "shared"
     process = start(shared)
     wait_for_step(shared / "run", 1)
     said = end(start(shared), 2)
     end(process, 0)
-    assert left_by(shared / "run") == whole and len(checkpoints(shared / "run")) == 2
+    assert left_by(shared / "run") == home.expected and len(checkpoints(shared / "run")) == 2
     tell("second run in the same folder", 2, said, "the first one finished: losses and weights equal, bit by bit")
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
-    else:
-        import tempfile
+CASES = {
+    "full": full_disk,
+    "log": full_log,
+    "read-only": read_only_disk,
+    "vanishes": vanishing_disk,
+    "moved": moved_folder,
+    "shared": shared_folder,
+}
 
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, __file__, folder]
-            raise SystemExit(subprocess.run(command, check=False).returncode)
+
+def run_cases(path: Path, names: list[str]) -> None:
+    import torch
+
+    from infer.evaluation.evaluate import describe_device
+
+    os.environ["HF_DATASETS_CACHE"] = str(path / "cache")
+    print(f"{describe_device(torch.device('cpu'))}, {os.cpu_count()} cores; tmpfs in a mount namespace of its own\n")
+    home = Home(path)
+    for name in names:
+        CASES[name](home)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; all of them if none is named")
+    parser.add_argument("--inside", type=Path, help="used by this script itself, once it has a mount namespace")
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}: there are {', '.join(CASES)}")
+    if args.inside:
+        run_cases(args.inside, args.cases or list(CASES))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, __file__]
+        raise SystemExit(subprocess.run([*command, *args.cases, "--inside", folder], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

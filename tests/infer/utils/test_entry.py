@@ -1,39 +1,11 @@
 """Whatever is typed: a checked configuration, or one sentence and exit code 2."""
 
-import importlib.util
-
 import pytest
 
 from infer.cli.commands import EvalCommand
 from infer.config import ChatConfig
 from infer.utils.entry import LONGEST_SENTENCE, composed
 from train.config import TrainConfig
-
-
-@pytest.fixture(scope="module")
-def fuzzer(repo):
-    """benchmarks/fuzz_configs.py, which does the same by the ten thousand."""
-    spec = importlib.util.spec_from_file_location("fuzz_configs", repo / "benchmarks" / "fuzz_configs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_hundred_lines(fuzzer):
-    counts, faults = fuzzer.fuzz(100, seed=3)
-    assert faults == []
-    assert counts["taken"] > 10 and counts["refused"] > 40
-
-
-def test_the_fuzz_sees_faults(fuzzer, monkeypatch):
-    """With a check that lets everything pass, and an environment that is read, it says so."""
-    from infer.utils import entry
-
-    monkeypatch.setattr(entry, "check_values", lambda config: None)
-    taken, faults = fuzzer.judge("chat", ["temperature=-inf"], [False])
-    assert not taken and not faults
-    taken, faults = fuzzer.judge("chat", ["system='a\0b'"], [False])
-    assert taken and faults == ["a mistake passes"]
 
 
 @pytest.mark.parametrize(

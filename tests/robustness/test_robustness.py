@@ -1,0 +1,97 @@
+"""Run every program of this folder in a bounded size: `./launch.sh test -m robustness`, a few minutes in all.
+
+Each program runs by hand in full, `python tests/robustness/kills.py`; `--help` names its sizes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.robustness
+
+
+@pytest.fixture
+def run_program(repo):
+    """(name, *arguments) -> what a program of this folder prints; it must end with exit code 0."""
+
+    def run(name: str, *arguments: str) -> str:
+        command = [sys.executable, str(repo / "tests" / "robustness" / f"{name}.py"), *arguments]
+        environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    return run
+
+
+def test_hostile_command_lines(run_program):
+    assert "\n0 faults" in run_program("fuzz_configs", "--lines", "1000")
+
+
+def test_the_fuzz_of_command_lines_sees_faults(load_program, monkeypatch):
+    """With a check that lets everything pass, and an environment that is read, it says so."""
+    from infer.utils import entry
+
+    fuzzer = load_program("fuzz_configs")
+    monkeypatch.setattr(entry, "check_values", lambda config: None)
+    taken, faults = fuzzer.judge("chat", ["temperature=-inf"], [False])
+    assert not taken and not faults
+    taken, faults = fuzzer.judge("chat", ["system='a\0b'"], [False])
+    assert taken and faults == ["a mistake passes"]
+
+
+def test_hostile_requests(run_program):
+    assert "\n0 faults" in run_program("fuzz_http", "--requests", "2000", "--clients", "8", "--margin", "200")
+
+
+def test_damaged_files(run_program):
+    assert run_program("corrupt", "--cases", "15").count(" 0 faults") == 4
+
+
+def test_kills_at_any_moment(run_program):
+    assert "bit by bit" in run_program("kills", "--kills", "4", "--seed", "1")
+
+
+def test_disks_that_fail(run_program):
+    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no mount namespace here (unshare --user --mount): no disk can be taken away")
+    assert "disk full at the second checkpoint" in run_program("disks", "full", "read-only", "shared")
+
+
+def test_every_known_bug_still_fits(load_program):
+    """Where code that a mutant changes was renamed, the list in mutants.py must follow."""
+    program = load_program("mutants")
+    assert [fault for mutant in program.MUTANTS for fault in program.misfits(mutant)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "context leaks at the anchor",
+        "the target sees other documents",
+        "questions carry loss",
+        "what was rejected can still be drawn",
+        "a flipped weight is believed",
+    ],
+)
+def test_known_bugs_are_noticed(load_program, name):
+    program = load_program("mutants")
+    (mutant,) = [mutant for mutant in program.MUTANTS if mutant[0] == name]
+    assert program.notice(mutant)
+
+
+def test_memory_stays_flat(run_program, embedded, tmp_path: Path):
+    from infer import save_drafter
+    from infer.config import DrafterConfig
+    from infer.drafters.families import new_drafter
+
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=6), embedded)
+    drafter.start(embedded, torch.Generator().manual_seed(0), warm=True)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
+    sizes = ("--minutes", "0.7", "--margin", "0.3", "--steps-between", "4")
+    assert "0 requests failed" in run_program("soak", "--checkpoint", str(tmp_path / "drafter"), *sizes)
