@@ -136,7 +136,7 @@ MUTANTS = [
     (
         "DART: the head's gradient knows no weights",
         "train/objective.py",
-        ("delta *= worth.flatten()[chunk, None].to(kind)", "pass"),
+        ("delta *= row_weights.flatten()[chunk, None].to(batch.dtype)", "pass"),
         "tests/train/test_objective.py",
     ),
     (
@@ -220,7 +220,7 @@ MUTANTS = [
     (
         "a flipped weight is believed",
         "infer/formats/folders.py",
-        ("saved != digest_of", "False and saved != digest_of"),
+        ("saved != tensor_digest", "False and saved != tensor_digest"),
         DIGESTS,
     ),
 ]
