@@ -18,7 +18,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import DFlash, Engine, Target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
-from infer.drafters.dflash import drafter_config
 from infer.evaluation.evaluate import describe_device, synchronised_clock, tau
 
 SHAPES = {  # the published configuration of Qwen3-4B, and something that any machine runs
@@ -130,7 +129,7 @@ def main() -> None:
     config._attn_implementation = "sdpa"
     with torch.device(device):
         target = Target(Qwen3ForCausalLM(config).to(dtype))
-        drafter = DFlash(drafter_config(DrafterConfig(layers=5, block_size=16, mask_token_id=1), target)).to(dtype)
+        drafter = DFlash(DFlash.config_for(DrafterConfig(layers=5, block_size=16, mask_token_id=1), target)).to(dtype)
     prompt = torch.randint(2, 500, (128,)).tolist()
     clock = synchronised_clock(device)
     weights = sum(parameter.nbytes for parameter in target.model.parameters())

@@ -29,7 +29,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # or this file would 
 
 from infer.attention.masks import block_mask_mod, dense
 from infer.config import DrafterConfig
-from infer.drafters.dflash import DFlash, drafter_config
+from infer.drafters.dflash.model import DFlash
 from infer.evaluation.evaluate import describe_device, synchronised_clock
 from infer.targets.target import Target
 from train.batches import draw_blocks
@@ -68,7 +68,7 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     with device:
         target = Target(Qwen3ForCausalLM(config).to(kind))
         options = DrafterConfig(layers=args.drafter_layers, block_size=args.block, mask_token_id=args.vocabulary - 1)
-        drafter = DFlash(drafter_config(options, target))
+        drafter = DFlash(DFlash.config_for(options, target))
     ids = torch.randint(args.vocabulary, (args.batch, args.length), device=device)
     rows = {
         "ids": ids,

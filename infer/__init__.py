@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from infer.api import Generation, generate, stream
     from infer.config import DecodeOptions, DrafterConfig, EngineConfig
-    from infer.drafters.dart import DART
-    from infer.drafters.dflash import DFlash
+    from infer.drafters.dart.model import DART
+    from infer.drafters.dflash.model import DFlash
     from infer.engine.engine import Engine, open_engine
     from infer.engine.sequence import DecodeStats
     from infer.formats.checkpoint import load_drafter, save_drafter
@@ -24,14 +24,14 @@ _HOME = {
     "stream": "infer.api",
     "load_drafter": "infer.formats.checkpoint",
     "save_drafter": "infer.formats.checkpoint",
-    "DART": "infer.drafters.dart",
+    "DART": "infer.drafters.dart.model",
     "DecodeOptions": "infer.config",
     "DrafterConfig": "infer.config",
     "EngineConfig": "infer.config",
     "DecodeStats": "infer.engine.sequence",
     "Engine": "infer.engine.engine",
     "open_engine": "infer.engine.engine",
-    "DFlash": "infer.drafters.dflash",
+    "DFlash": "infer.drafters.dflash.model",
     "MaskedModel": "infer.masked.model",
     "load_masked": "infer.masked.model",
     "Target": "infer.targets.target",

@@ -11,6 +11,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+from infer.drafters.families import check_options
 from infer.trees.methods import TREES, TreeMethod
 
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
@@ -62,7 +63,7 @@ class TargetConfig:
 class DrafterConfig:
     """Sizes of a drafter to be trained; everything not named here is taken from the target.
 
-    family: dflash or dart
+    family: a row of `infer.drafters.families`: dflash or dart
     layers: decoder layers; DART has one
     block_size: bonus token and block_size - 1 drafted positions
     target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
@@ -86,10 +87,7 @@ class DrafterConfig:
         """Raises ValueError for sizes that no drafter can have."""
         if self.init == "":
             raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
-        if self.family not in ("dflash", "dart"):
-            raise ValueError(f"drafter.family={self.family}: use dflash or dart")
-        if self.family == "dart" and self.layers != 1:
-            raise ValueError(f"drafter.layers={self.layers}: a DART drafter has 1 layer (drafter=dart sets it)")
+        check_options(self.family, self.layers)
         if self.layers < 1:
             raise ValueError(f"drafter.layers={self.layers}: a drafter has at least 1 layer")
         if self.block_size < 2:

@@ -24,10 +24,9 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
     """Target and drafter, the drafter in the target's dtype. The drafter is looked at first: it is the cheaper one. An
     n-gram file is a drafter too: of its pairs. A masked diffusion model has none. Raises ValueError, before weights are
     loaded, where the method is for the other kind of model."""
-    from infer import load_drafter, load_masked, load_target
-    from infer.drafters.bigram import Bigram
+    from infer import load_masked, load_target
+    from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
-    from infer.ngrams.model import open_ngram
     from infer.targets.target import load_config
 
     if method in MASKED_METHODS:
@@ -38,17 +37,12 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
             "use decoding.method=ssd"
         )
     drafter = None
-    if checkpoint is not None and not Path(checkpoint).is_file():
-        theirs = load_config(place.path, place.trust_remote_code).get_text_config()
-        drafter = load_drafter(checkpoint, target_layers=theirs.num_hidden_layers)
+    if checkpoint is not None:
+        layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
+        drafter = open_drafter(checkpoint, layers)
     model = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
-    if checkpoint is None:
-        return model, None
     if drafter is None:
-        counts, vocabulary = open_ngram(checkpoint, model), len(model.head_weight)
-        if counts.vocabulary != vocabulary:
-            raise ValueError(f"{checkpoint}: counts {counts.vocabulary} tokens, the target's head has {vocabulary}")
-        return model, Bigram(counts)
+        return model, None
     drafter.check_target(model)
     return model, drafter.to(model.device, model.dtype)
 
@@ -231,22 +225,23 @@ def run_regenerate(config: RegenerateCommand) -> None:
 
 def run_export(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
+    from infer.drafters.families import FORMATS
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
-    from infer.formats.export import WRITERS, check_token, push
+    from infer.formats.export import check_token, export_drafter, push
     from infer.targets.target import load_config, resolve_path
 
     if config.push_to_hub is not None:
         check_token()
     place, out, layers, target = config.target, Path(config.out), None, None
-    if config.format != "dflash":
+    if FORMATS[config.format]:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
     drafter = load_drafter(config.checkpoint, target_layers=layers)
-    if config.format != "dflash" or drafter.embed_tokens is not None or drafter.lm_head is not None:
+    if FORMATS[config.format] or drafter.embed_tokens is not None or drafter.lm_head is not None:
         target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
         drafter.check_target(target)
         target.name = config.base_model or resolve_path(place.path)
-    WRITERS[config.format](drafter, target, out)
+    export_drafter(drafter, config.format, target, out)
     write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
         print(verdict)

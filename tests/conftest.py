@@ -62,7 +62,7 @@ def make_tiny():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from infer.config import DrafterConfig
-    from infer.drafters.families import new_drafter
+    from infer.drafters.base import new_drafter
     from infer.targets.target import Target
 
     def make(dtype: torch.dtype = torch.float32, block_size: int = 4, seed: int = 0, layers: int = 2, **options):

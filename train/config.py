@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data.rows import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
+from infer.drafters.families import check_stage
 from train.divergences import DIVERGENCES, WEIGHTS
 
 
@@ -290,10 +291,7 @@ class TrainConfig:
             raise ValueError(
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"
             )
-        if self.drafter.family == "dart" and self.deepspeed.stage == 3:
-            raise ValueError(
-                "drafter=dart: its head is needed whole, deepspeed.stage=3 cuts it up; use stage 0, 1 or 2"
-            )
+        check_stage(self.drafter.family, self.deepspeed.stage)
         if self.resume not in ("auto", "never"):
             raise ValueError(f"resume={self.resume}: use auto or never")
         plain = self.name.isprintable() and len(self.name.encode()) <= 200

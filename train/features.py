@@ -236,14 +236,14 @@ def run(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
     from rich.progress import Progress
 
-    from infer.drafters.families import tapped_layers
+    from infer.drafters.families import FAMILIES
     from infer.targets.target import load_target
     from train.run.initial import resolve_init
 
     options = config.target
     config = replace(config, drafter=resolve_init(config.drafter, options))
     target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
-    layers = tapped_layers(config.drafter, target.config)
+    layers = FAMILIES[config.drafter.family].load().tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer)
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)

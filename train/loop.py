@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from infer.drafters.base import Drafter
-from infer.drafters.families import warm_layers
+from infer.drafters.families import FAMILIES
 from infer.targets.target import Features, Target, load_target, resolve_device, resolve_dtype
 from train.batches import Drawn, Prefetch, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
@@ -176,7 +176,8 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     options, layers = config.target, None
     if stored is not None:
         known = stored.manifest
-        layers = warm_layers(config.drafter, known["layers"], known["target"]["layers"])
+        family = FAMILIES[config.drafter.family].load()
+        layers = family.warm_layers(known["layers"], config.drafter.layers, known["target"]["layers"])
     dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
     place = "cpu" if options.shard else str(device)
     return load_target(options.path, dtype, place, options.trust_remote_code, layers)

@@ -2,7 +2,7 @@
 
 `./launch.sh plan [the overrides of the run]`. All follows from the target's config.json and the run's configuration.
 
-B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block (K of DFlash, L of DART),
+B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block,
 Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I intermediate
 size, V vocabulary.
 """
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.rows import files_of, single, training_rows
-from infer.drafters.families import tapped_layers
+from infer.drafters.base import Cost
+from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
 from infer.targets.support import head_size, key_heads, refuse_unsupported
 from infer.targets.target import load_config, resolve_device, resolve_dtype, resolve_path
@@ -39,8 +40,7 @@ class Shape:
     length: int  # T
     anchors: int  # N
     block: int  # K
-    block_queries: int  # W
-    dart: bool  # the family: DART's projections take 2 D features, masks are projected once, and the head is trained
+    cost: Cost  # of the drafter's family
     tapped: int  # layers of the target whose outputs are features
     layers: int  # of the drafter
     hidden: int  # D
@@ -63,7 +63,7 @@ class Shape:
     @property
     def queries(self) -> int:
         """Q."""
-        return self.rows * self.anchors * self.block_queries
+        return self.rows * self.anchors * self.cost.queries
 
     @property
     def drafted(self) -> int:
@@ -78,7 +78,7 @@ class Shape:
     @property
     def input_matrices(self) -> int:
         """Entries of one layer's query, key and value projections."""
-        return (2 if self.dart else 1) * self.hidden * (self.width + 2 * self.kv_width)
+        return self.cost.input_size * (self.width + 2 * self.kv_width)
 
     @property
     def output_matrices(self) -> int:
@@ -88,8 +88,8 @@ class Shape:
     @property
     def drafter_parameters(self) -> int:
         norms = 2 * self.hidden + 2 * self.head_dim
-        own = (2 + self.vocabulary) * self.hidden if self.dart else 0  # mask vector and head
-        return self.tapped * self.hidden**2 + 2 * self.hidden + self.layers * (self.layer_matrices + norms) + own
+        shared = self.tapped * self.hidden**2 + 2 * self.hidden  # fc and the norms around the layers
+        return shared + self.layers * (self.layer_matrices + norms) + self.cost.own_parameters
 
 
 def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
@@ -107,15 +107,14 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
     share = (getattr(text, "num_experts_per_tok", None) or 0) / (getattr(text, "num_experts", None) or 1)
     everything = sum(counts.values())
     head_dim = head_size(text)
-    dart = config.drafter.family == "dart"
+    family = FAMILIES[config.drafter.family].load()
     return Shape(
         rows=rows or config.optim.batch,
         length=config.data.length,
         anchors=config.anchors,
         block=config.drafter.block_size,
-        block_queries=config.drafter.block_size - (dart and config.drafter.shifted),
-        dart=dart,
-        tapped=len(tapped_layers(config.drafter, text)),
+        cost=family.cost(config.drafter, text),
+        tapped=len(family.tapped_layers(config.drafter, text)),
         layers=config.drafter.layers,
         hidden=text.hidden_size,
         width=text.num_attention_heads * head_dim,
@@ -137,16 +136,16 @@ def step_operations(shape: Shape) -> dict[str, float]:
     s = shape
     target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
-    context = 6 * s.layers * 2 * (2 if s.dart else 1) * s.hidden * s.kv_width * s.context
+    context = 6 * s.layers * 2 * s.cost.input_size * s.kv_width * s.context
     attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
-    projected = s.rows * s.anchors if s.dart else s.queries
+    projected = s.rows * s.anchors * s.cost.projected
     layers = 6 * s.layers * (s.input_matrices * projected + s.output_matrices * s.queries)
     drafter = features + context + layers + attention
     teacher = min(s.context, s.drafted)
     return {
         "target": target,
         "drafter": drafter,
-        "objective": 2 * s.hidden * s.vocabulary * ((3 if s.dart else 2) * s.drafted + teacher),
+        "objective": 2 * s.hidden * s.vocabulary * ((3 if s.cost.trains_head else 2) * s.drafted + teacher),
     }
 
 
@@ -171,7 +170,7 @@ def step_memory(
     features = weight * s.context * (s.tapped + 1) * s.hidden
     features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
     per_query = 5 * s.hidden + 4 * s.width + 4 * s.kv_width + 4 * s.intermediate
-    per_context = 4 * s.kv_width + (8 * s.hidden if s.dart else 0)  # DART: embeddings and items, normalised and not
+    per_context = 4 * s.kv_width + s.cost.context_floats
     layer = product * (s.queries * per_query + s.context * per_context)
     mask = 0 if cuda else 4 * s.queries * (s.length + s.queries // s.rows)
     kept = 4 * (3 * s.context + 6 * s.queries) * s.hidden + mask  # before the first and behind the last layer

@@ -14,6 +14,7 @@ from infer.config import (
     ServerConfig,
     TargetConfig,
 )
+from infer.drafters.families import FORMATS
 
 
 def run_name(checkpoint: str) -> str:
@@ -220,8 +221,8 @@ class ExportCommand:
     def check(self) -> None:
         """Raises ValueError for what cannot be written."""
         self.target.check()
-        if self.format not in ("dflash", "speculators", "dart"):
-            raise ValueError(f"format={self.format}: use dflash, speculators or dart")
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format}: use one of {', '.join(FORMATS)}")
         if not self.out:
             raise ValueError("out=<folder>: where should the export go?")
         if Path(self.out).is_dir() and any(Path(self.out).iterdir()):

@@ -3,18 +3,21 @@
 B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions), W
 queries of a block, D hidden size, F features of a position, H heads, E head size, V vocabulary.
 
-A family is a module with `block_size`, `layer_ids` and
+A family is a subclass of `Drafter`, named by a row of `infer.drafters.families`. It writes
 
-- `state`, `update_context`, `draft` for decoding: memory for texts, features of committed positions in, marginals out;
-- `inputs`, `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
+- `default_layer_ids`, `own_config` and `read_config`: its part of config.json, made for a target and read back;
+- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
   each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first query stands
   `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
-- `head_weight`, which turns its states into logits: the target's head or one of its own.
+- `make_state`, `update_context` and `block_states` for decoding: memory for texts, features of committed positions in,
+  states of a block out, which `draft` turns into marginals;
+- `cost` for `./launch.sh plan`, and where it can, `warm_start` from the target's own layers.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,18 +27,20 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from infer.attention.compile import Program
-from infer.attention.kv_cache import KVCache
+from infer.attention.compile import Program, padded
+from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive
 from infer.config import DrafterConfig
+from infer.drafters.config_keys import Files, Reading
+from infer.drafters.families import FAMILIES, Family
 from infer.targets.support import head_size, key_heads, norm_eps, rope
 from infer.targets.target import Target
 
 
 def default_mask_token(target: Target) -> int:
-    """An id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the padded
-    vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token, if
-    nothing else ends or begins with it.
+    """Return an id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the
+    padded vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token,
+    if nothing else ends or begins with it.
 
     Raises ValueError where there is none.
     """
@@ -53,17 +58,8 @@ def default_mask_token(target: Target) -> int:
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 
-def check_layer_ids(ids: list[int], theirs: PretrainedConfig) -> tuple[int, ...]:
-    """Ids of target layers. Raises ValueError for those that the target does not have."""
-    if any(not 0 <= layer < theirs.num_hidden_layers for layer in ids):
-        raise ValueError(
-            f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {theirs.num_hidden_layers - 1}"
-        )
-    return tuple(int(layer) for layer in ids)
-
-
 def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
-    """What a drafter's config.json takes over from the target's, and from the options whatever the family."""
+    """Return the keys of a drafter's config.json that all families share: sizes of the target and of the options."""
     return {
         "block_size": options.block_size,
         "num_target_layers": theirs.num_hidden_layers,
@@ -85,10 +81,11 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
 
 
 @torch.no_grad()
-def matches_layer(theirs: nn.Module, target: Target, drafter: "Drafter", ours: Callable) -> bool:
-    """Whether a layer of the target's does what `ours(states, rotary, attend)` does that took over its weights. Shapes
-    do not tell: norms that multiply by one more than their weight, other activations, residuals that are scaled, and
-    rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's angles."""
+def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: "Drafter") -> bool:
+    """Return whether a layer of the target's and `ours(states, rotary, attend)`, which has its weights, compute the
+    same. Shapes do not tell: norms that multiply by one more than their weight, other activations, residuals that are
+    scaled, and rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's
+    angles."""
     if (rope(target.config).get("partial_rotary_factor") or 1) != 1:
         return False
     weight, positions = next(theirs.parameters()), torch.arange(4)[None]
@@ -97,7 +94,7 @@ def matches_layer(theirs: nn.Module, target: Target, drafter: "Drafter", ours: C
     angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
     try:
         found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
-    except (AttributeError, KeyError, RuntimeError, TypeError):  # a layer that is called in a way of its own
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # the layer takes other arguments
         return False
     found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
@@ -106,13 +103,25 @@ def matches_layer(theirs: nn.Module, target: Target, drafter: "Drafter", ours: C
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin signed."""
+    """Apply rotary positions to (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin signed."""
     low, high = states.chunk(2, dim=-1)
     return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a family's drafters take that their sizes do not say, for `train.plan`."""
+
+    queries: int  # W
+    projected: int  # of these, how many are projected one by one: copies of one vector are projected once
+    input_size: int  # features that the query, key and value projections take
+    own_parameters: int = 0  # beside fc, layers and norms
+    trains_head: bool = False
+    context_floats: int = 0  # kept for the backward pass at a context position and layer, beside keys and values
+
+
 class Attention(nn.Module):
-    """The projections of a layer whose input has `inputs` features (D of DFlash, 2 D of DART)."""
+    """The projections of a layer whose input has `inputs` features."""
 
     def __init__(self, config: Qwen3Config, inputs: int, norms: bool = True) -> None:
         super().__init__()
@@ -139,7 +148,7 @@ class Attention(nn.Module):
 
 @dataclass
 class DraftState:
-    """What a drafter remembers of the texts it drafts for: keys and values of their context. Rows come and go as in the
+    """A drafter's memory of the texts it drafts for: keys and values of their context. Rows come and go as in the
     cache."""
 
     cache: KVCache
@@ -151,8 +160,12 @@ class DraftState:
         with self.cache.add(count) as cache:
             yield replace(self, cache=cache)
 
+    def pass_inputs(self, rows: int) -> tuple:
+        """Return what `Drafter.block_states` takes beside what every family's does, for the first `rows` rows."""
+        return ()
+
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (rows, width, E) of the positions behind every row's committed ones."""
+        """Return cos and sin (rows, width, E) of the positions behind every row's committed ones."""
         positions = self.cache.positions(rows, width)
         cos, sin = (table[0, positions] for table in self.angles)
         return cos, sin
@@ -165,15 +178,18 @@ class DraftState:
 class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
-    attention_patterns: list[
-        tuple[bool, int | None]
-    ]  # the kinds of attention there are: causal in the block?, sliding window
+    family: Family
+    anchor_offset = 0  # positions from a block's first query to the anchor, the bonus token
+    attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
+    num_queries: int  # W
+    first_draft_slot: int  # of the W slots, the first one that drafts
+    writers: dict[str, Callable[["Drafter", Target | None], Files]] = {}  # by export format: those of the family's row
 
-    def __init__(self, config: Qwen3Config, layer_ids: list[int]) -> None:
+    def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
         self.block_size: int = config.block_size
-        self.layer_ids: tuple[int, ...] = tuple(layer_ids)
+        self.layer_ids: tuple[int, ...] = tuple(self.own["target_layer_ids"])
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self._program: tuple[Target, Program] | None = None  # compiled for a target
@@ -181,9 +197,68 @@ class Drafter(nn.Module):
         self.lm_head: nn.Linear | None = None
         self.register_buffer("d2t", None)
 
+    @property
+    def own(self) -> dict:
+        """The family's part of config.json."""
+        return getattr(self.config, self.family.config_key)
+
+    @staticmethod
+    def default_layer_ids(target_layers: int, layers: int) -> list[int]:
+        """Return the tapped layers of a target with `target_layers` layers, for a drafter with `layers`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
+        """Return the target's layers that a drafter with `layers` layers can start as."""
+        return range(0)
+
+    @classmethod
+    def own_config(cls, options: DrafterConfig, target: Target) -> dict:
+        """Return the family's part of a new drafter's config.json."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_config(cls, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
+        """Read a config.json in one of the family's layouts, None if it is in none of them.
+
+        tensors: names of those that are stored; target_layers: how many layers the target has, for layouts that do not
+        say. Nothing is raised: faults are among the reading's problems.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def cost(cls, options: DrafterConfig, theirs: PretrainedConfig) -> Cost:
+        """Return what a drafter for a target with the config `theirs` takes."""
+        raise NotImplementedError
+
+    @classmethod
+    def tapped_layers(cls, options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
+        """Return the tapped layers of a target, from its config. Raises ValueError for layers that it does not have."""
+        count = theirs.num_hidden_layers
+        ids = options.target_layer_ids or cls.default_layer_ids(count, options.layers)
+        if any(not 0 <= layer < count for layer in ids):
+            raise ValueError(f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {count - 1}")
+        return tuple(int(layer) for layer in ids)
+
+    @classmethod
+    def config_for(cls, options: DrafterConfig, target: Target) -> Qwen3Config:
+        """Return the config.json of a new drafter for a target. Raises ValueError for options that do not fit it."""
+        options.check()
+        own = cls.own_config(options, target)
+        return Qwen3Config(**cls.family.config_part(own), **target_sizes(options, target.config))
+
+    def fixed_options(self) -> dict:
+        """Return the fields of `DrafterConfig` that this drafter's config.json decides."""
+        return {
+            "family": self.family.name,
+            "layers": self.config.num_hidden_layers,
+            "block_size": self.block_size,
+            "target_layer_ids": list(self.layer_ids),
+        }
+
     def add_ends(self, embedding: bool, head: bool) -> None:
-        """An embedding and a head of the drafter's own; what it has not, the target gives. A head of fewer rows than
-        there are tokens (`draft_vocab_size`) knows by `d2t`, (rows,) int64, that row r is token r + d2t[r]."""
+        """Give the drafter an embedding and a head of its own; otherwise it uses the target's. In a head with fewer
+        rows than there are tokens (`draft_vocab_size`), row r is token r + d2t[r], d2t (rows,) int64."""
         config, vocabulary = self.config, self.config.vocab_size
         if embedding:
             self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size)
@@ -229,8 +304,12 @@ class Drafter(nn.Module):
         if faults:
             raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
 
+    def drop_copies(self, target: Target) -> None:
+        """Remove an embedding and a head of the drafter's own that are only copies of the target's, where its family
+        can do without. Raises ValueError where they differ."""
+
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
+        """Draw fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
@@ -238,29 +317,121 @@ class Drafter(nn.Module):
                 nn.init.ones_(parameter)
 
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
-        """Fresh weights, or the target's own layers, if that is wanted and possible."""
+        """Draw fresh weights; then take over the target's own layers, if `warm` and they compute what ours do."""
         self.init_weights(generator)
         if warm:
             self.warm_start(target)
 
+    def warm_start(self, target: Target) -> bool:
+        """Start from the target's own layers, where they compute what ours do; return whether they do."""
+        return False
+
+    def can_start_as(
+        self, layer: nn.Module, weights: dict[str, torch.Tensor], theirs: nn.Module, target: Target, own: set[str]
+    ) -> bool:
+        """Return whether `layer` with these weights computes what the target's layer `theirs` does. `weights` must be
+        those of `layer` in name and shape, but for the names in `own`."""
+        shapes = {name: tensor.shape for name, tensor in layer.state_dict().items() if name not in own}
+        if shapes != {name: tensor.shape for name, tensor in weights.items()}:
+            return False
+        trial = deepcopy(layer)
+        trial.load_state_dict(weights, strict=False)
+        return computes_alike(theirs, trial, target, self)
+
+    def last_norm(self, states: torch.Tensor) -> torch.Tensor:
+        """States of the last layer (..., D) to what the head reads."""
+        return self.norm(states)
+
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
+        """Return cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
         cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
         half = sin.shape[-1] // 2
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
-    def cache(self, rows: int, capacity: int, static: bool) -> KVCache:
-        """An empty cache for the context of up to `rows` texts of up to `capacity` positions, and a block."""
+    def state(self, rows: int, capacity: int, static: bool = False) -> DraftState:
+        """Return an empty memory for up to `rows` texts of up to `capacity` positions. Drafting is compiled if it is
+        `static`."""
         config, weight = self.config, self.norm.weight
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         capacity += self.block_size
-        return KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
+        cache = KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
+        return self.make_state(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]))
+
+    def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DraftState:
+        """Return the family's memory over an empty cache; angles: cos and sin of every position."""
+        return DraftState(cache, angles)
+
+    def update_context(
+        self,
+        target: Target,
+        features: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: list[int],
+        state: DraftState,
+        on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Add newly committed positions to the memory: their features (B, C, F) and tokens (B, C). `counts[b]` of them
+        are real, the rest is padding; `on_device` (B,) int64 is `counts` where it is on the device already."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
+        """Draft one block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log
+        space and float32, (B, L, V). The block's own K/V are never kept."""
+        cache = state.cache
+        window = cache.window(self.num_queries)
+        rows = len(window.slots)
+        run = self.program(target, cache.static)
+        own = state.pass_inputs(rows)
+        (marginals,) = run(padded(bonus, rows), cache.ends[:rows], state.angles, window, *own)
+        return marginals[: len(bonus)]
+
+    def _draft_pass(
+        self,
+        target: Target,
+        bonus: torch.Tensor,
+        ends: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        window: Window,
+        *own: object,
+    ) -> tuple[torch.Tensor]:
+        """All of `draft` that is computed: bonus tokens (B,) behind `ends` (B,) cached positions to marginals
+        (B, L, V)."""
+        positions = ends[:, None] + torch.arange(self.num_queries, device=ends.device)  # (B, W)
+        rotary = tuple(table[0, positions] for table in angles)  # (B, W, E) each
+        states = self.block_states(target, bonus, ends, rotary, window, *own)
+        return (self.marginals(target, self.last_norm(states[:, self.first_draft_slot :])),)
+
+    def block_states(
+        self,
+        target: Target,
+        bonus: torch.Tensor,
+        ends: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        window: Window,
+        *own: object,
+    ) -> torch.Tensor:
+        """Return the last layer's states of one block a row, (B, W, D): bonus tokens (B,) behind `ends` (B,) cached
+        positions, rotary (B, W, E) each; own: `DraftState.pass_inputs`."""
+        raise NotImplementedError
 
     def program(self, target: Target, static: bool) -> Callable[..., tuple[torch.Tensor]]:
-        """The pass over a block, from bonus tokens to marginals, for one target: as it is, or compiled."""
+        """Return the pass over a block for one target: as it is, or compiled."""
         run = partial(self._draft_pass, target)
         if not static:
             return run
         if self._program is None or self._program[0] is not target:
             self._program = target, Program(run, self.norm.weight.device)
         return self._program[1]
+
+
+def new_drafter(options: DrafterConfig, target: Target) -> Drafter:
+    """Return a drafter for a target, without weights yet. Raises ValueError for options that do not fit the target."""
+    drafter = FAMILIES[options.family].load()
+    return drafter(drafter.config_for(options, target))
+
+
+@torch.no_grad()
+def target_embeddings(target: Target) -> torch.Tensor:
+    """Return what enters the target's first layer for every token, (V, D). Some targets scale their embeddings."""
+    return target.embed(torch.arange(len(target.embedding.weight), device=target.device))

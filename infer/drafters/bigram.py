@@ -20,7 +20,7 @@ CACHED_BYTES = 256 * 2**20  # for finished answers of each kind; text comes back
 
 
 class Counts(Protocol):
-    """What an n-gram model has to know."""
+    """What an n-gram model must offer; for `Bigram.check_target` also `path` and `check_digest`."""
 
     vocabulary: int
 
@@ -29,7 +29,7 @@ class Counts(Protocol):
 
 
 class NoState:
-    """What a bigram remembers of the texts it drafts for: nothing, the bonus token is its whole context."""
+    """A bigram's memory of the texts it drafts for: none, the bonus token is its whole context."""
 
     @contextmanager
     def add(self, count: int) -> Iterator["NoState"]:
@@ -54,6 +54,18 @@ class Bigram:
         self._row = lru_cache(max(1, rows))(self._row)
         self._chain = lru_cache(max(1, rows // (block_size - 1)))(self._chain)
 
+    def check_target(self, target: Target) -> None:
+        """Raise ValueError where the counts are of another tokenizer or vocabulary than the target's."""
+        if target.tokenizer is not None:
+            self.counts.check_digest(target.tokenizer_digest)
+        vocabulary = len(target.head_weight)
+        if self.vocabulary != vocabulary:
+            raise ValueError(f"{self.counts.path}: counts {self.vocabulary} tokens, the target's head has {vocabulary}")
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Bigram":
+        """Return itself: its marginals are always float32, on the device of the bonus tokens."""
+        return self
+
     def state(self, rows: int, capacity: int, static: bool = False) -> NoState:
         return NoState()
 
@@ -66,7 +78,7 @@ class Bigram:
         state: NoState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Nothing to take in."""
+        """Do nothing: there is no context to remember."""
 
     def draft(self, target: Target, bonus: torch.Tensor, state: NoState) -> torch.Tensor:
         """The marginals of the Markov chain behind the bonus tokens (B,) int64: log space, float32, (B, L, V).

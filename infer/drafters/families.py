@@ -1,28 +1,81 @@
-"""The families of drafters by name: which one a configuration or a checkpoint asks for."""
+"""The table of drafter families. No torch here, and nothing of this project: options are checked against the table
+before anything is loaded, and a family's own code is imported when it is first used.
 
-from types import ModuleType
+A new family is a subclass of `infer.drafters.base.Drafter` in a file or folder of this room, a row here, and a file in
+conf/drafter.
+"""
 
-from transformers import PretrainedConfig
-
-from infer.config import DrafterConfig
-from infer.drafters import dart, dflash
-from infer.drafters.base import Drafter
-from infer.targets.target import Target
-
-MODULES: dict[str, ModuleType] = {"dflash": dflash, "dart": dart}
-CLASSES: dict[str, type[Drafter]] = {"dflash": dflash.DFlash, "dart": dart.DART}
+from dataclasses import dataclass, field
+from importlib import import_module
 
 
-def new_drafter(options: DrafterConfig, target: Target) -> Drafter:
-    """A drafter for a target, without weights yet. Raises ValueError for options that do not fit the target."""
-    return CLASSES[options.family](MODULES[options.family].drafter_config(options, target))
+@dataclass(frozen=True)
+class Family:
+    """A row of the table: what options and readers of a config.json need to know of a family without loading it."""
+
+    name: str  # of `drafter.family`
+    title: str  # for people
+    drafter: str  # "module:class" of its drafters; imported when the first one is made
+    architecture: str  # what `architectures` in config.json names
+    config_key: str  # the object in config.json that holds what only this family has
+    auto_map: str | None = None  # where transformers' AutoModel would find the class, for layouts that say so
+    layers: int | None = None  # the only number of layers that it can have; None: any
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
+    formats: dict[str, bool] = field(default_factory=dict)  # export formats; does writing one need the target?
+
+    def load(self) -> type:
+        """Return the class of its drafters, a subclass of `infer.drafters.base.Drafter`."""
+        module, name = self.drafter.split(":")
+        return getattr(import_module(module), name)
+
+    def config_part(self, own: dict) -> dict:
+        """Return the keys of a config.json that belong to the family; `own`: the content of `config_key`."""
+        named = {"architectures": [self.architecture], self.config_key: own}
+        return named | ({"auto_map": {"AutoModel": self.auto_map}} if self.auto_map else {})
 
 
-def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
-    """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
-    return MODULES[options.family].tapped_layers(options, theirs)
+_ROWS = (
+    Family(
+        name="dflash",
+        title="DFlash",
+        drafter="infer.drafters.dflash.model:DFlash",
+        architecture="DFlashDraftModel",
+        config_key="dflash_config",
+        auto_map="dflash.DFlashDraftModel",
+        formats={"dflash": False, "speculators": True},
+    ),
+    Family(
+        name="dart",
+        title="DART",
+        drafter="infer.drafters.dart.model:DART",
+        architecture="DARTDraftModel",
+        config_key="dart_config",
+        layers=1,
+        zero_stages=(0, 1, 2),  # training reads the head's whole weight
+        formats={"dart": True},
+    ),
+)
+FAMILIES = {row.name: row for row in _ROWS}
+FORMATS = {name: needs_target for row in _ROWS for name, needs_target in row.formats.items()}
 
 
-def warm_layers(options: DrafterConfig, layer_ids: tuple[int, ...], target_layers: int) -> range:
-    """The target's layers that the drafter can start as."""
-    return MODULES[options.family].warm_layers(layer_ids, options.layers, target_layers)
+def check_options(family: str, layers: int) -> None:
+    """Raise ValueError for a family that does not exist, or a number of layers that it cannot have."""
+    row = FAMILIES.get(family)
+    if row is None:
+        raise ValueError(f"drafter.family={family}: use {' or '.join(FAMILIES)}")
+    if row.layers not in (None, layers):
+        plural = "s" * (row.layers > 1)
+        raise ValueError(
+            f"drafter.layers={layers}: a {row.title} drafter has {row.layers} layer{plural} (drafter={family} sets it)"
+        )
+
+
+def check_stage(family: str, stage: int) -> None:
+    """Raise ValueError for a ZeRO stage that a family cannot be trained with."""
+    stages = FAMILIES[family].zero_stages
+    if stage not in stages:
+        allowed = ", ".join(map(str, stages[:-1])) + f" or {stages[-1]}"
+        raise ValueError(
+            f"drafter={family} needs weights whole that deepspeed.stage={stage} cuts up; use stage {allowed}"
+        )

@@ -8,13 +8,13 @@ import json
 import re
 from pathlib import Path
 
+from infer.drafters.config_keys import Reading
 from infer.evaluation.report import budget_figure, headline, label
-from infer.formats import layouts
 from infer.formats.compatibility import check_folder
 from infer.formats.folders import open_folder
+from infer.formats.layouts import read as read_layout
 
 PICTURE = "acceptance.png"
-FAMILIES = {"dflash": "DFlash", "dart": "DART"}
 
 # Licences that the hub knows by these names; for it any other one is "other", with a name of its own.
 LICENCES = (
@@ -44,7 +44,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     says; None says nothing. base_model: the target's name on the hub; a local path is not shown. Raises ValueError
     where `out` holds no drafter.
     """
-    reading = layouts.read(open_folder(out))
+    reading = read_layout(open_folder(out))
     if reading.problems or not reading.options:
         raise ValueError(f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}")
     engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
@@ -65,7 +65,7 @@ def read(file: Path) -> dict | None:
 
 
 def model_card(
-    reading: layouts.Reading,
+    reading: Reading,
     engines: list[str],
     run: dict | None,
     evaluation: dict | None,
@@ -74,7 +74,7 @@ def model_card(
 ) -> str:
     """README.md of a drafter. reading: its folder; engines: those of `infer.formats.compatibility` that would load it; run: its
     training run's config.json; evaluation: what `infer.evaluation.evaluate.evaluate` returned, None if nothing was measured."""
-    family, block_size = FAMILIES[reading.family], reading.options["block_size"]
+    family, block_size = reading.family.title, reading.options["block_size"]
     base = hub_name(base_model)
     target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
     parts = [
@@ -136,11 +136,11 @@ def measured(evaluation: dict | None) -> str:
     )
 
 
-def training(reading: layouts.Reading, run: dict | None, evaluation: dict | None) -> str:
+def training(reading: Reading, run: dict | None, evaluation: dict | None) -> str:
     """Data and recipe, as far as they are known."""
     options = reading.options
     shape = f"{options['num_hidden_layers']} layers, block size {options['block_size']}"
-    layers = options[f"{reading.family}_config"]["target_layer_ids"]
+    layers = reading.own["target_layer_ids"]
     shape += f", fed by the target's layers {', '.join(map(str, layers))} (counted from 0)"
     if run is None:
         return f"{shape}. How it was trained is not recorded here."

@@ -8,9 +8,9 @@ another architecture than ours (biases, attention sinks, quantised weights) is a
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer.formats.config_keys import Keys
+from infer.drafters.config_keys import Keys, Reading
 from infer.formats.folders import Folder, open_folder
-from infer.formats.layouts import Reading, problems_of, read, shapes, tensor_problems
+from infer.formats.layouts import find_problems, read, shapes, tensor_problems
 
 ENDS = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
@@ -36,21 +36,20 @@ def check_folder(path: str | Path, target_layers: int | None = None) -> list[Ver
         Verdict("vLLM (method dflash)", vllm(folder, reading)),
         Verdict("SGLang (DFLASH)", sglang(folder, reading)),
         Verdict("speculators, and vLLM through it", speculators(folder, reading)),
-        Verdict("blockdraft", problems_of(folder, reading)),
+        Verdict("blockdraft", find_problems(folder, reading)),
     ]
 
 
-def common(folder: Folder, reading: Reading, layouts: tuple[str, ...]) -> list[str]:
+def common(folder: Folder, reading: Reading, layout: str) -> list[str]:
     """What all engines need of the public layout, or of speculators'."""
     problems = [*folder.problems]
-    if reading.layout in layouts:
+    if reading.layout == layout:
         return problems + reading.problems
     if reading.problems and reading.layout in ("none", "dflash2"):
         return problems + reading.problems
     if folder.config:
-        found = {"ours": "DART", "dart": "DART", "deepspec": "DeepSpec"}.get(reading.layout, reading.layout)
-        named = folder.config.get("architectures")
-        problems.append(f"config.json: the layout is {found}'s (architectures {named}), expected that of {layouts[0]}")
+        found, named = reading.layout, folder.config.get("architectures")
+        problems.append(f"config.json: the layout is {found}'s (architectures {named}), expected that of {layout}")
     return problems
 
 
@@ -61,7 +60,7 @@ def expected(reading: Reading) -> dict[str, tuple[int, ...]]:
 
 def vllm(folder: Folder, reading: Reading) -> list[str]:
     """vLLM's qwen3_dflash: every tensor must be known; embedding, head and d2t may be there."""
-    problems = common(folder, reading, ("dflash",))
+    problems = common(folder, reading, "dflash")
     if reading.layout != "dflash":
         return problems
     keys = Keys(folder.config, problems)
@@ -85,7 +84,7 @@ def vllm(folder: Folder, reading: Reading) -> list[str]:
 
 def sglang(folder: Folder, reading: Reading) -> list[str]:
     """SGLang's models/dflash: what it does not know it ignores, so that embedding, head and d2t would go unused."""
-    problems = common(folder, reading, ("dflash",))
+    problems = common(folder, reading, "dflash")
     if reading.layout != "dflash":
         return problems
     keys = Keys(folder.config, problems)
@@ -95,7 +94,7 @@ def sglang(folder: Folder, reading: Reading) -> list[str]:
         keys.note("block_size", "is missing")
     if keys.raw.get("num_target_layers") is None and part.raw.get("num_target_layers") is None:
         keys.note("num_target_layers", "is missing: SGLang would take the drafter's own number of layers for it")
-    kinds, causal = reading.options["layer_types"], reading.options["dflash_config"].get("causal")
+    kinds, causal = reading.options["layer_types"], reading.own.get("causal")
     if part.raw.get("use_swa"):
         part.note("use_swa", "is unknown to SGLang, which goes by layer_types alone")
     elif causal is not None and any((kind == "sliding_attention") != causal for kind in kinds):
@@ -113,7 +112,7 @@ def sglang(folder: Folder, reading: Reading) -> list[str]:
 
 def speculators(folder: Folder, reading: Reading) -> list[str]:
     """speculators' DFlashSpeculatorConfig, and what vLLM makes of it."""
-    problems = common(folder, reading, ("speculators",))
+    problems = common(folder, reading, "speculators")
     if reading.layout != "speculators":
         return problems
     keys = Keys(folder.config, problems)
@@ -159,5 +158,5 @@ def window(keys: Keys, reading: Reading, engine: str) -> None:
 
 
 def anchor(keys: Keys, reading: Reading, engine: str) -> None:
-    if reading.options.get("dflash_config", {}).get("sample_from_anchor"):
+    if reading.own.get("sample_from_anchor"):
         keys.note("sample_from_anchor", f"is true: {engine} drafts from the second slot on")

@@ -25,7 +25,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """What lies in a folder. `problems` says in sentences what could not be read; `edited`: config.json is not the one
+    """The content of a folder. `problems`: sentences on what could not be read; `edited`: config.json is not the one
     that the weights were saved with."""
 
     path: Path
@@ -35,7 +35,7 @@ class Folder:
     edited: bool = False
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
+        """Load the tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
         weights = {}
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
@@ -47,8 +47,8 @@ class Folder:
 
 
 def find_folder(path: str | Path) -> Path:
-    """The folder of a drafter: a local one, the `drafter` in a training checkpoint's, or a hub id's, of which JSON and
-    safetensors files are downloaded. Raises FileNotFoundError where there is none."""
+    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's, or a hub id's, of which JSON
+    and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
     folder = Path(path)
     if (folder / "drafter").is_dir():
         return folder / "drafter"
@@ -68,8 +68,8 @@ def find_folder(path: str | Path) -> Path:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Reads config.json and the headers of the weight files. Raises FileNotFoundError where there is no folder; what is
-    wrong inside one is among its problems."""
+    """Read config.json and the headers of the weight files. Raises FileNotFoundError where there is no folder; faults
+    inside one are among its problems."""
     folder = find_folder(path)
     problems: list[str] = []
     config = _json(folder / "config.json", problems)
@@ -81,6 +81,10 @@ def open_folder(path: str | Path) -> Folder:
         tensors |= found if wanted is None else {key: found[key] for key in wanted if key in found}
         if wanted is not None and found and wanted - found.keys():
             problems.append(f"{INDEX} looks in {name} for {sorted(wanted - found.keys())}, which it does not hold")
+    if (folder / "mask_embedding.pt").exists():
+        problems.append(
+            "mask_embedding.pt holds a mask embedding of its own, which this project's drafters do not have"
+        )
     return Folder(folder, config, tensors, problems, edited)
 
 
@@ -101,7 +105,7 @@ def _json(file: Path, problems: list[str]) -> dict:
 
 
 def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
-    """The weight files and the tensors that are to be taken from each, None for all."""
+    """Return the weight files and the tensors to be taken from each, None for all."""
     if (folder / WEIGHTS).is_file():
         return {WEIGHTS: None}
     if not (folder / INDEX).is_file():
@@ -124,7 +128,7 @@ def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
 
 
 def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:
-    """A weight file's tensors, and the digest of the config.json that it was saved with."""
+    """Return a weight file's tensors, and the digest of the config.json that it was saved with."""
     try:
         with safe_open(file, "pt") as opened:
             saved = (opened.metadata() or {}).get("config_sha256")

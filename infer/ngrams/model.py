@@ -170,11 +170,6 @@ class NGram:
         with path.open("rb") as file:
             header = _read_header(path, file)
             counted, sections = header["digest"].decode(errors="replace"), header["sections"].astype(np.int64)
-            if digest not in (None, counted):
-                raise ValueError(
-                    f"{path}: counted with another tokenizer ({counted[:12]}..., this one is {digest[:12]}...); "
-                    "count it again with this tokenizer"
-                )
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             views = [memory[at : at + size].view(dtype) for (at, size), dtype in zip(sections, DTYPES, strict=True)]
             if check:
@@ -184,7 +179,18 @@ class NGram:
         vocabulary, nodes = int(header["vocabulary"]), tuple(map(int, header["nodes"][: header["order"]]))
         arrays = Arrays(*views[:-1], count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
         tokens = int(header["tokens"])
-        return cls(path, len(nodes), vocabulary, tokens, nodes, counted, int(sections[-1].sum()), arrays)
+        model = cls(path, len(nodes), vocabulary, tokens, nodes, counted, int(sections[-1].sum()), arrays)
+        if digest is not None:
+            model.check_digest(digest)
+        return model
+
+    def check_digest(self, digest: str) -> None:
+        """Raise ValueError unless this is the digest of the tokenizer that the file was counted with."""
+        if digest != self.digest:
+            raise ValueError(
+                f"{self.path}: counted with another tokenizer ({self.digest[:12]}..., this one is {digest[:12]}...); "
+                "count it again with this tokenizer"
+            )
 
     def count(self, ids: Sequence[int]) -> int:
         """How often an n-gram of 1 .. order ids was seen; ValueError if it is longer, or empty."""

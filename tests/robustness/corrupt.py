@@ -32,8 +32,7 @@ from data.packing import packed_rows
 from data.rows import DataConfig
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
-from infer.drafters.base import Drafter
-from infer.drafters.families import new_drafter
+from infer.drafters.base import Drafter, new_drafter
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
 from infer.targets.target import Target

@@ -6,8 +6,8 @@ from transformers import Gemma2Config
 
 from infer.attention.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
 from infer.config import DrafterConfig
-from infer.drafters.dart import DART
-from infer.drafters.families import new_drafter
+from infer.drafters.base import new_drafter
+from infer.drafters.dart.model import DART
 from train.blocks import block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.loop import block_loss, draft_states

@@ -10,7 +10,7 @@ from data.packing import batch, packed_rows
 from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
-from infer.drafters.dflash import DFlash, drafter_config, warm_layers
+from infer.drafters.dflash.model import DFlash
 from train.batches import draw_blocks
 from train.config import FeaturesConfig, TrainConfig
 from train.features import StoredRows, identity, quantise, stored_features, write_features, write_manifest
@@ -50,7 +50,7 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
     rows = StoredRows(stored)
     assert len(rows) == len(dataset) == 12
     assert len(rows.manifest["shards"]) == 3
-    drafter = DFlash(drafter_config(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half))
     drafter.init_weights(seeded(0))
     options = TrainConfig(anchors=6)
     for draw in (0, 5, 17):
@@ -89,8 +89,8 @@ def test_only_the_ends_and_the_asked_layers_get_memory(half):
         for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, theirs) if i == 4 else mine.is_meta
     options = DrafterConfig(layers=1, target_layer_ids=list(LAYERS))
-    assert list(warm_layers(LAYERS, 1, 12)) == [4]
-    drafters = [DFlash(drafter_config(options, target)) for target in (half, part)]
+    assert list(DFlash.warm_layers(LAYERS, 1, 12)) == [4]
+    drafters = [DFlash(DFlash.config_for(options, target)) for target in (half, part)]
     assert all(d.warm_start(target) for d, target in zip(drafters, (half, part), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*(d.state_dict().values() for d in drafters), strict=True))
 

@@ -9,8 +9,8 @@ import torch
 from data.rows import DataConfig
 from infer import save_drafter
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
+from infer.drafters.base import new_drafter
 from infer.drafters.bigram import Bigram
-from infer.drafters.families import new_drafter
 from infer.engine.engine import decode
 from infer.engine.sequence import Text
 from infer.evaluation.evaluate import hits

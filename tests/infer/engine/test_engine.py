@@ -219,9 +219,9 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
     from unittest.mock import patch
 
     from infer.config import DrafterConfig
-    from infer.drafters.dflash import DFlash, drafter_config
+    from infer.drafters.dflash.model import DFlash
 
-    drafter = DFlash(drafter_config(DrafterConfig(layers=2, block_size=6), embedded))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=2, block_size=6), embedded))
     drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(embedded)
     settings = {"temperature": 1.0, "max_new_tokens": 60, "budget": 12, "seed": 1}

@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from infer import save_drafter
 from infer.cli.commands import ExportCommand
 from infer.config import DrafterConfig, EvaluationConfig
-from infer.drafters.families import new_drafter
+from infer.drafters.base import new_drafter
 from infer.evaluation.card import PICTURE, write_card
 from infer.evaluation.evaluate import evaluate
 from infer.main import run_export

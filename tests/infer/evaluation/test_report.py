@@ -93,9 +93,9 @@ def test_evaluation_adds_up(embedded, temperature):
     import torch
 
     from infer.config import DrafterConfig
-    from infer.drafters.dflash import DFlash, drafter_config
+    from infer.drafters.dflash.model import DFlash
 
-    drafter = DFlash(drafter_config(DrafterConfig(layers=1, block_size=4), embedded))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), embedded))
     drafter.init_weights(torch.Generator().manual_seed(0))
     prompts = [embedded.tokenizer(text)["input_ids"] for text in ("import os\n", "class Reader:\n    ")]
     config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, samples=1)

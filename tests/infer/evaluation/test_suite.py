@@ -12,7 +12,7 @@ from data.suites import SETS, Questions, SuiteConfig, load_suite, said
 from infer import generate, load_drafter, load_target, save_drafter
 from infer.cli.commands import EvalCommand
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
-from infer.drafters.families import new_drafter
+from infer.drafters.base import new_drafter
 from infer.evaluation.published import MODELS, TABLES, published
 from infer.evaluation.suite import ask, evaluate_suite
 from infer.main import run_eval

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
 from infer.drafters.base import default_mask_token
-from infer.drafters.dflash import default_layer_ids, drafter_config
+from infer.drafters.dflash.model import DFlash
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
@@ -37,8 +37,8 @@ def test_round_trip_is_bit_equal(make_tiny, tmp_path, family):
 
 
 def test_default_layers_are_the_published_ones():
-    assert default_layer_ids(36, 5) == [1, 9, 17, 25, 33]
-    assert default_layer_ids(10, 1) == [5]
+    assert DFlash.default_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert DFlash.default_layer_ids(10, 1) == [5]
 
 
 def test_config_for_a_target_of_qwen3_4b_sizes():
@@ -57,7 +57,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
         )
         tokenizer = range(151669)
 
-    config = drafter_config(DrafterConfig(layers=5, block_size=16), Stub())
+    config = DFlash.config_for(DrafterConfig(layers=5, block_size=16), Stub())
     assert config.dflash_config == {
         "block_size": 16,
         "mask_token_id": 151669,
@@ -71,7 +71,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
         ({"block_size": 1}, "block_size=1"),
     ):
         with pytest.raises(ValueError, match=word):
-            drafter_config(DrafterConfig(**options), Stub())
+            DFlash.config_for(DrafterConfig(**options), Stub())
 
 
 def test_the_mask_token_is_one_that_text_never_uses():
@@ -126,7 +126,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     then is the target's last layer: its logits are the target's."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from infer.drafters.dflash import DFlash
+    from infer.drafters.dflash.model import DFlash
     from infer.targets.target import Target
     from train.blocks import block_mask
 
@@ -135,7 +135,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=97, initializer_range=0.2, **sizes, **heads)))
     options = DrafterConfig(layers=1, target_layer_ids=[2], mask_token_id=96)
-    drafter = DFlash(drafter_config(options, target))
+    drafter = DFlash(DFlash.config_for(options, target))
     drafter.init_weights(torch.Generator().manual_seed(0))
     assert drafter.warm_start(target)
     ids = torch.randint(97, (1, 20))
@@ -151,12 +151,12 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
 def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from infer.drafters.dflash import DFlash
+    from infer.drafters.dflash.model import DFlash
     from infer.targets.target import Target
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)))
-    drafter = DFlash(drafter_config(DrafterConfig(mask_token_id=96), target))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(mask_token_id=96), target))
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     assert not drafter.warm_start(target)  # Llama has no q_norm and k_norm
     assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
@@ -176,7 +176,7 @@ def test_dart_starts_from_layers_of_its_shape_and_from_noise_elsewhere():
     """Llama's layers have no q_norm and k_norm, and DART's neither then; Phi-3 has one matrix for all projections."""
     from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-    from infer.drafters.families import new_drafter
+    from infer.drafters.base import new_drafter
     from infer.targets.target import Target
 
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "pad_token_id": 0}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from infer import load_drafter
 from infer.cli.commands import CheckCommand, ExportCommand
 from infer.formats.compatibility import check_folder
-from infer.formats.export import push, write_dart, write_dflash, write_speculators
+from infer.formats.export import export_drafter, push
 from infer.main import run_check, run_export
 from infer.utils.entry import entry
 
@@ -30,7 +30,7 @@ def marginals(target, drafter) -> torch.Tensor:
 
 def authors_dart(make_tiny):
     """A DART drafter of the authors' architecture, with a target of 6 layers."""
-    from infer.drafters.dart import DART
+    from infer.drafters.dart.model import DART
 
     target, drafter = make_tiny(family="dart")
     drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
@@ -46,7 +46,7 @@ def engines(path, **options) -> list[bool]:
 
 def slide(drafter):
     """The same weights, with a first layer that slides over 6 positions."""
-    from infer.drafters.dflash import DFlash
+    from infer.drafters.dflash.model import DFlash
 
     config = drafter.config
     config.layer_types, config.use_sliding_window = ["sliding_attention", "full_attention"], True
@@ -63,24 +63,24 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
     if sliding:
         drafter = slide(drafter).to(dtype)
     expected = marginals(target, drafter)
-    write_dflash(drafter, None, tmp_path / "dflash")
+    export_drafter(drafter, "dflash", None, tmp_path / "dflash")
     assert torch.equal(marginals(target, load_drafter(tmp_path / "dflash")), expected)
     assert engines(tmp_path / "dflash") == [True, True, False, True]
-    write_speculators(drafter, target, tmp_path / "speculators")
+    export_drafter(drafter, "speculators", target, tmp_path / "speculators")
     again = load_drafter(tmp_path / "speculators")
     assert torch.equal(marginals(target, again), expected)
     assert torch.equal(again.embed_tokens.weight, target.embedding.weight)
     assert engines(tmp_path / "speculators") == [False, False, True, True]
     with pytest.raises(ValueError, match="give target.path"):
-        write_dflash(again, None, tmp_path / "back")
-    write_dflash(again, target, tmp_path / "back")  # and back, without the copies
+        export_drafter(again, "dflash", None, tmp_path / "back")
+    export_drafter(again, "dflash", target, tmp_path / "back")  # and back, without the copies
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "dflash" / name).read_bytes()
 
 
 def test_the_public_layout_is_as_the_engines_read_it(make_tiny, tmp_path):
     _, drafter = make_tiny(block_size=5)
-    write_dflash(drafter, None, tmp_path)
+    export_drafter(drafter, "dflash", None, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
     assert config["block_size"] == config["dflash_config"]["block_size"] == 5
@@ -94,7 +94,7 @@ def test_the_public_layout_is_as_the_engines_read_it(make_tiny, tmp_path):
 
 def test_the_speculators_layout_counts_layers_from_one(make_tiny, tmp_path):
     target, drafter = make_tiny(block_size=5)
-    write_speculators(drafter, target, tmp_path)
+    export_drafter(drafter, "speculators", target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["aux_hidden_state_layer_ids"] == [i + 1 for i in drafter.layer_ids]
     method = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -115,7 +115,7 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
 
     from infer import load_target
     from infer.config import DrafterConfig
-    from infer.drafters.families import new_drafter
+    from infer.drafters.base import new_drafter
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 512}
     torch.manual_seed(0)
@@ -130,16 +130,16 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     assert not torch.allclose(target.embed(ids[1:]), target.embedding.weight[1:9])
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
-    write_speculators(drafter, ends, tmp_path / "out")
+    export_drafter(drafter, "speculators", ends, tmp_path / "out")
     again = load_drafter(tmp_path / "out")
     assert torch.equal(marginals(target, again), marginals(target, drafter))
-    write_dflash(again, ends, tmp_path / "back")
+    export_drafter(again, "dflash", ends, tmp_path / "back")
     assert torch.equal(marginals(target, load_drafter(tmp_path / "back")), marginals(target, drafter))
 
 
 def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny, tmp_path):
     target, drafter = make_tiny()
-    write_speculators(drafter, target, tmp_path / "whole")
+    export_drafter(drafter, "speculators", target, tmp_path / "whole")
     config = json.loads((tmp_path / "whole" / "config.json").read_text()) | {"draft_vocab_size": 30}
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     weights |= {"lm_head.weight": weights["lm_head.weight"][::3][:30].clone(), "d2t": torch.arange(30) * 2}
@@ -149,18 +149,18 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny
     pruned = load_drafter(tmp_path / "pruned")
     expected = marginals(target, pruned)
     assert expected.isfinite().sum() == 3 * 30 and expected.isfinite()[0].nonzero()[:, 0].tolist() == [*range(0, 90, 3)]
-    write_speculators(pruned, target, tmp_path / "again")
+    export_drafter(pruned, "speculators", target, tmp_path / "again")
     assert torch.equal(marginals(target, load_drafter(tmp_path / "again")), expected)
     t2d = load_file(tmp_path / "again" / "model.safetensors")["t2d"]
     assert t2d.nonzero()[:, 0].tolist() == [*range(0, 90, 3)]
     with pytest.raises(ValueError, match="stores neither embedding nor head, and its head has 30 of 97 tokens"):
-        write_dflash(pruned, target, tmp_path / "no")
+        export_drafter(pruned, "dflash", target, tmp_path / "no")
 
 
 def test_darts_layout(make_tiny, tmp_path):
     target, drafter = authors_dart(make_tiny)
     expected = marginals(target, drafter)
-    write_dart(drafter, None, tmp_path / "dart")
+    export_drafter(drafter, "dart", None, tmp_path / "dart")
     config = json.loads((tmp_path / "dart" / "config.json").read_text())
     assert config["draft_length"] == drafter.block_size - 2 and config["draft_vocab_size"] == 97
     assert "dart_config" not in config and "block_size" not in config
@@ -168,31 +168,31 @@ def test_darts_layout(make_tiny, tmp_path):
     assert {name.split(".")[0] for name in names} == {"fc", "midlayer", "norm", "lm_head", "t2d", "d2t"}
     assert torch.equal(marginals(target, load_drafter(tmp_path / "dart")), expected)
     assert engines(tmp_path / "dart") == [False, False, False, True]
-    for writer in (write_dflash, write_speculators):
+    for format in ("dflash", "speculators"):
         with pytest.raises(ValueError, match="this is a DART drafter"):
-            writer(drafter, target, tmp_path / "no")
+            export_drafter(drafter, format, target, tmp_path / "no")
     _, ours = make_tiny(family="dart", shifted=False)
     with pytest.raises(ValueError, match="norms of queries and keys, its logits are not shifted, its last norm is"):
-        write_dart(ours, None, tmp_path / "no")
+        export_drafter(ours, "dart", None, tmp_path / "no")
     with pytest.raises(ValueError, match="this is a DFlash drafter"):
-        write_dart(make_tiny()[1], None, tmp_path / "no")
+        export_drafter(make_tiny()[1], "dart", None, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
 def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
     target, drafter = make_tiny()
     with pytest.raises(ValueError, match="give target.path"):
-        write_speculators(drafter, None, tmp_path / "no")
+        export_drafter(drafter, "speculators", None, tmp_path / "no")
     drafter.config.dflash_config["causal"] = True
     with pytest.raises(ValueError, match=r"dflash_config\.causal"):
-        write_speculators(drafter, target, tmp_path / "no")
-    write_dflash(drafter, None, tmp_path / "causal")  # vLLM has a word for it, SGLang has not
+        export_drafter(drafter, "speculators", target, tmp_path / "no")
+    export_drafter(drafter, "dflash", None, tmp_path / "causal")  # vLLM has a word for it, SGLang has not
     verdicts = check_folder(tmp_path / "causal")
     assert not verdicts[VLLM].problems
     assert "causal is True: SGLang goes by layer_types alone" in verdicts[SGLANG].problems[0]
     drafter.config.dflash_config["sample_from_anchor"] = True
     with pytest.raises(ValueError, match="sample_from_anchor"):
-        write_dflash(drafter, None, tmp_path / "no")
+        export_drafter(drafter, "dflash", None, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
 
@@ -201,8 +201,8 @@ def exported(make_tiny, tmp_path):
     """Folders of one drafter in both layouts, and a function that changes one of them: config keys (None: without it;
     with dots into objects) and tensors."""
     target, drafter = make_tiny()
-    write_dflash(drafter, None, tmp_path / "dflash")
-    write_speculators(drafter, target, tmp_path / "speculators")
+    export_drafter(drafter, "dflash", None, tmp_path / "dflash")
+    export_drafter(drafter, "speculators", target, tmp_path / "speculators")
     originals = {}
 
     def change(layout: str, keys: dict | None = None, tensors: dict | None = None):
@@ -304,7 +304,7 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exp
 def checkpoint(embedded, tmp_path):
     """A drafter for the embedded target."""
     from infer.config import DrafterConfig
-    from infer.drafters.families import new_drafter
+    from infer.drafters.base import new_drafter
     from infer.formats.checkpoint import save_drafter
 
     drafter = new_drafter(DrafterConfig(layers=1), embedded).bfloat16()

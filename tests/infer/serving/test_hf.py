@@ -148,7 +148,7 @@ def test_the_example_of_the_docs_runs_as_it_stands(repo, embedded, tmp_path, mon
     """docs/serving.md's ten lines, word for word, where its folders hold the embedded target and a fresh drafter."""
     from infer import save_drafter
     from infer.config import DrafterConfig
-    from infer.drafters.families import new_drafter
+    from infer.drafters.base import new_drafter
 
     section = (repo / "docs" / "serving.md").read_text().split("## Inside Hugging Face's generate")[1]
     example = section.split("```python\n")[1].split("```")[0]

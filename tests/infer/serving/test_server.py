@@ -13,7 +13,7 @@ from rich.console import Console
 
 from infer import Engine, generate
 from infer.config import ChatConfig, DrafterConfig, EngineConfig
-from infer.drafters.dflash import DFlash, drafter_config
+from infer.drafters.dflash.model import DFlash
 from infer.serving.chat import answer, chat
 
 CAPACITY = 256
@@ -22,7 +22,7 @@ CAPACITY = 256
 @pytest.fixture(scope="module")
 def drafter(embedded):
     """Untrained, but begun with the target's own layers: some drafts are accepted."""
-    drafter = DFlash(drafter_config(DrafterConfig(layers=2, block_size=6), embedded))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=2, block_size=6), embedded))
     drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(embedded)
     return drafter

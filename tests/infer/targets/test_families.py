@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from infer.config import DecodeOptions, DrafterConfig
-from infer.drafters.families import new_drafter
+from infer.drafters.base import new_drafter
 from infer.engine.engine import decode
 from infer.serving.hf import speculative
 from infer.targets.support import LogitScale, refuse_unsupported

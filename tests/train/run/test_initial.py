@@ -14,11 +14,11 @@ from data.packing import batch, packed_rows
 from data.rows import DataConfig
 from infer import load_drafter
 from infer.config import DrafterConfig, TargetConfig
-from infer.drafters.dart import DART
-from infer.drafters.dflash import DFlash, drafter_config
-from infer.drafters.families import new_drafter
+from infer.drafters.base import new_drafter
+from infer.drafters.dart.model import DART
+from infer.drafters.dflash.model import DFlash
 from infer.formats.checkpoint import save_drafter, write_folder
-from infer.formats.export import write_dart, write_speculators
+from infer.formats.export import export_drafter
 from train.batches import draw_blocks
 from train.config import TrainConfig
 from train.loop import block_loss
@@ -30,7 +30,7 @@ EMBEDDED = TargetConfig()
 
 def drafter_of(embedded) -> DFlash:
     """Random weights, one sliding layer, in the embedded target's sizes."""
-    config = drafter_config(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
+    config = DFlash.config_for(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
     config.layer_types, config.use_sliding_window, config.sliding_window = ["sliding_attention"], True, 20
     drafter = DFlash(config)
     drafter.init_weights(torch.Generator().manual_seed(11))
@@ -39,7 +39,7 @@ def drafter_of(embedded) -> DFlash:
 
 def test_a_run_starts_from_exactly_those_weights_with_their_loss(repo, embedded, tmp_path):
     drafter = drafter_of(embedded)
-    write_speculators(drafter, embedded, tmp_path / "init")
+    export_drafter(drafter, "speculators", embedded, tmp_path / "init")
     options = [f"drafter.init={tmp_path}/init", "drafter.layers=1", "drafter.block_size=6", "anchors=4", "name=tuned"]
     options += ["data=stdlib", "data.length=64", "data.limit=12", "optim.batch=2", "optim.name=adamw", "optim.lr=1e-30"]
     options += ["optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
@@ -90,7 +90,7 @@ def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp
 
 def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     drafter = drafter_of(embedded)
-    write_speculators(drafter, embedded, tmp_path / "own")
+    export_drafter(drafter, "speculators", embedded, tmp_path / "own")
     config = TrainConfig(drafter=DrafterConfig(init=str(tmp_path / "own"), layers=1, block_size=6))
     started = initial_drafter(config, embedded)
     assert started.lm_head is None and started.embed_tokens is None
@@ -120,7 +120,7 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
     drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
     drafter = DART(drafter.config)
     drafter.init_weights(torch.Generator().manual_seed(1))
-    write_dart(drafter, None, tmp_path / "init")
+    export_drafter(drafter, "dart", None, tmp_path / "init")
     options = resolve_init(
         DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5), TargetConfig()
     )

@@ -13,9 +13,8 @@ their keys and values are what decoding keeps.
 Tensor names and the order of features and embeddings are those of the authors' published checkpoints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,41 +25,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.attention.compile import padded
-from infer.attention.kv_cache import Window
+from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import cached, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, check_layer_ids, matches_layer, rotate, target_sizes
+from infer.drafters.base import Attention, Cost, Drafter, DraftState, rotate
+from infer.drafters.config_keys import Reading
+from infer.drafters.dart import layouts
+from infer.drafters.families import FAMILIES
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-
-def default_layer_ids(target_layers: int) -> list[int]:
-    """DART appendix B.2: the outputs of layers 1, N / 2 - 1 and N - 4, counted from 0 as in the authors' code."""
-    return [1, target_layers // 2 - 1, target_layers - 4]
-
-
-def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
-    """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
-    return check_layer_ids(options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers), theirs)
-
-
-def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
-    """The target's layer that the drafter's can start as: the one behind the last tapped one."""
-    first = min(layer_ids[-1] + 1, target_layers - 1)
-    return range(first, first + 1)
-
-
-def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
-    """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
-    options.check()
-    norms = hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
-    dart = {"target_layer_ids": list(tapped_layers(options, target.config)), "shifted": options.shifted}
-    return Qwen3Config(
-        architectures=["DARTDraftModel"], dart_config=dart | {"qk_norm": norms}, **target_sizes(options, target.config)
-    )
 
 
 class Layer(nn.Module):
@@ -84,18 +59,17 @@ class Layer(nn.Module):
         states = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return states + self.mlp(self.post_attention_layernorm(states))
 
-    def alone(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
         """The layer over features (B, Q, D) without embeddings: what a layer of the target's computes."""
         items = self.items(states, torch.zeros_like(states))
-        return self.finish(
-            states, attend(self.self_attn.queries(items, *rotary), *self.self_attn.keys_values(items, *rotary))
-        )
+        queries, (keys, values) = self.self_attn.queries(items, *rotary), self.self_attn.keys_values(items, *rotary)
+        return self.finish(states, attend(queries, keys, values))
 
 
 @dataclass
 class DARTState(DraftState):
-    """Keys and values of all items but the last of every row: whose token comes next is not known before it is
-    committed, so the last position's features wait."""
+    """Keys and values of all items of every row but the last: the token behind the last position is not known before it
+    is committed, so that position's features wait."""
 
     pending: torch.Tensor  # (rows, F) features of every row's last position
     fresh: bool = False  # rows that have no last position yet
@@ -109,8 +83,12 @@ class DARTState(DraftState):
 
     def keep(self, order: list[int]) -> None:
         """Row i becomes what row order[i] was."""
-        self.cache.keep(order)
+        super().keep(order)
         self.pending[: len(order)] = self.pending[order]
+
+    def pass_inputs(self, rows: int) -> tuple[torch.Tensor]:
+        """The features (rows, F) of the last positions."""
+        return (self.pending[:rows],)
 
 
 class DART(Drafter):
@@ -118,64 +96,98 @@ class DART(Drafter):
 
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
 
+    family = FAMILIES["dart"]
+    writers = {"dart": layouts.write_published}
+    attention_patterns = [(True, None)]
+
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config, config.dart_config["target_layer_ids"])
-        shifted = config.dart_config["shifted"]
-        self.first_draft_slot = 0 if shifted else 1  # the slot that drafts the first position
+        super().__init__(config)
+        self.first_draft_slot = 0 if self.own["shifted"] else 1
         self.num_queries = self.block_size - 1 + self.first_draft_slot  # W
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_ends(embedding=False, head=True)
-        self.attention_patterns = [(True, None)]
+
+    @staticmethod
+    def default_layer_ids(target_layers: int, layers: int) -> list[int]:
+        return layouts.default_layer_ids(target_layers)
+
+    @staticmethod
+    def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
+        """Return the target's layer behind the last tapped one."""
+        first = min(layer_ids[-1] + 1, target_layers - 1)
+        return range(first, first + 1)
+
+    @classmethod
+    def own_config(cls, options: DrafterConfig, target: Target) -> dict:
+        """Return `dart_config`; queries and keys have norms where the target's have."""
+        ids = list(cls.tapped_layers(options, target.config))
+        norms = hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
+        return {"target_layer_ids": ids, "shifted": options.shifted, "qk_norm": norms}
+
+    @classmethod
+    def read_config(cls, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
+        return layouts.read(cls.family, raw, tensors, target_layers)
+
+    @classmethod
+    def cost(cls, options: DrafterConfig, theirs: PretrainedConfig) -> Cost:
+        """Masks are projected once; the mask vector and the head are parameters of its own; in the context, embeddings
+        and items are kept, normalised and not."""
+        size = theirs.hidden_size
+        return Cost(
+            queries=options.block_size - options.shifted,
+            projected=1,
+            input_size=2 * size,
+            own_parameters=(2 + theirs.vocab_size) * size,
+            trains_head=True,
+            context_floats=8 * size,
+        )
+
+    def fixed_options(self) -> dict:
+        return super().fixed_options() | {"shifted": self.own["shifted"]}
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
-        return self.norm(self.norm(states) if self.config.dart_config.get("norm_twice") else states)
+        return self.norm(self.norm(states) if self.own.get("norm_twice") else states)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fresh weights; the mask vector is random too (DART appendix B.2)."""
+        """Draw fresh weights, for the mask vector too (DART appendix B.2)."""
         super().init_weights(generator)
         nn.init.normal_(self.midlayer.mask_rep, std=self.config.initializer_range, generator=generator)
 
     @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
-        """Fresh weights, but the target's own head; the target's own layer, if that is wanted and possible, and masks
-        to go with it, if the target is there to be run."""
+        """Draw fresh weights and copy the target's head. If `warm`, also take over the target's own layer where it
+        computes what ours does, and a mask that goes with it, unless the target has no weights to run with."""
         self.init_weights(generator)
         self.lm_head.weight.copy_(target.head_weight)
         if warm and self.warm_start(target) and not any(weight.is_meta for weight in target.body.parameters()):
-            self._begin_masks(target, generator)
+            self._init_mask(target, generator)
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
-        """Starts from the target's last norm and the layer behind the last tapped one, which reads that layer's
-        features and no embeddings yet, where it works like ours; returns whether it does."""
-        which = warm_layers(self.layer_ids, 1, len(target.body.layers))
-        theirs = target.body.layers[which[0]].state_dict()
+        """Start from the target's last norm and the layer behind the last tapped one, which reads that layer's features
+        and no embeddings yet, where it computes what ours does; return whether it does."""
+        source = target.body.layers[self.warm_layers(self.layer_ids, 1, len(target.body.layers))[0]]
+        theirs = source.state_dict()
         size = self.config.hidden_size
-        hidden_norm = theirs.pop("input_layernorm.weight", None)
+        if "input_layernorm.weight" in theirs:
+            theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
         for name in theirs:
             if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 theirs[name] = torch.cat([torch.zeros_like(theirs[name]), theirs[name]], dim=1)
-        layer = self.midlayer
-        own = {"input_layernorm.weight", "hidden_norm.weight", "mask_rep"}
-        ours = {k: v.shape for k, v in layer.state_dict().items() if k not in own}
-        if ours != {k: v.shape for k, v in theirs.items()}:
+        own = {"input_layernorm.weight", "mask_rep"}
+        if not self.can_start_as(self.midlayer, theirs, source, target, own):
             return False
-        theirs["hidden_norm.weight"] = hidden_norm
-        trial = deepcopy(layer)
-        trial.load_state_dict(theirs, strict=False)
-        if not matches_layer(target.body.layers[which[0]], target, self, trial.alone):
-            return False
-        layer.load_state_dict(theirs, strict=False)
+        self.midlayer.load_state_dict(theirs, strict=False)
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
         self.norm.weight.copy_(target.body.norm.weight)
         return True
 
-    def _begin_masks(self, target: Target, generator: torch.Generator) -> None:
-        """The mask becomes the average item of a random text: a random one drowns what attention adds to it
+    def _init_mask(self, target: Target, generator: torch.Generator) -> None:
+        """Set the mask to the average item of a random text: a random mask drowns what attention adds to it
         (LOG.md)."""
         ids = torch.randint(target.config.vocab_size, (1, 128), generator=generator).to(target.device)
         features = target.packed_features(ids, torch.arange(128)[None].to(ids), torch.zeros_like(ids), self.layer_ids)
@@ -234,12 +246,10 @@ class DART(Drafter):
         states = checkpoint(through, projected, use_reentrant=False) if self.recompute else through(projected)
         return self.last_norm(states)
 
-    def state(self, rows: int, capacity: int, static: bool = False) -> DARTState:
-        """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
-        if it is `static`."""
-        weight, cache = self.norm.weight, self.cache(rows, capacity, static)
-        pending = torch.zeros(rows, self.fc.in_features, dtype=weight.dtype, device=weight.device)
-        return DARTState(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]), pending)
+    def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DARTState:
+        weight = self.norm.weight
+        pending = torch.zeros(cache.rows, self.fc.in_features, dtype=weight.dtype, device=weight.device)
+        return DARTState(cache, angles, pending)
 
     @torch.no_grad()
     def update_context(
@@ -251,9 +261,8 @@ class DART(Drafter):
         state: DARTState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Takes in the features (B, C, F) of newly committed positions and their tokens (B, C); `counts[b]` of them are
-        real, the rest padding; `on_device` (B,) says the same where it is there already. Each token completes the item
-        before it; the last position's features wait for theirs."""
+        """Add features and tokens as `Drafter.update_context` says. Each token completes the item before it; the last
+        position's features wait for theirs."""
         cache = state.cache
         rows = len(features)
         real = torch.tensor(counts, device=features.device) if on_device is None else on_device
@@ -276,32 +285,20 @@ class DART(Drafter):
             cache.buffer.index_copy_(1, slots, both)
         cache.advance(counts, on_device)
 
-    @torch.no_grad()
-    def draft(self, target: Target, bonus: torch.Tensor, state: DARTState) -> torch.Tensor:
-        """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
-        and float32, (B, L, V). The block's own K/V are never kept."""
-        cache = state.cache
-        window = cache.window(self.num_queries)
-        rows = len(window.slots)
-        run = self.program(target, cache.static)
-        (marginals,) = run(state.pending[:rows], padded(bonus, rows), cache.ends[:rows], state.angles, window)
-        return marginals[: len(bonus)]
-
-    def _draft_pass(
+    def block_states(
         self,
         target: Target,
-        pending: torch.Tensor,
         bonus: torch.Tensor,
         ends: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
         window: Window,
-    ) -> tuple[torch.Tensor]:
-        """All of `draft` that is computed: features (B, F) of the last positions, which are `ends` (B,), and the bonus
-        tokens (B,) behind them to marginals (B, L, V)."""
+        pending: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the states (B, W, D) of `Drafter.block_states`; pending (B, F): features of the last positions, which
+        are `ends` (B,)."""
         layer, attention = self.midlayer, self.midlayer.self_attn
         steps = torch.arange(self.num_queries, device=ends.device)
         mask = cached(ends, (steps <= steps[:, None]).expand(len(ends), -1, -1), window.extent)
-        rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, W, E) each
         following = target.embed(bonus)[:, None].to(pending.dtype)  # (B, 1, D)
         projected = self.fc(pending[:, None])  # (B, 1, D)
         masks = layer.mask_rep.expand(len(ends), self.num_queries - 1, -1)  # (B, W - 1, 2 D)
@@ -310,5 +307,4 @@ class DART(Drafter):
         keys, values = window.update(*attention.keys_values(inputs, *rotary), 0)
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
         residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
-        states = layer.finish(residual, mixed)
-        return (self.marginals(target, self.last_norm(states[:, self.first_draft_slot :])),)
+        return layer.finish(residual, mixed)

@@ -1,9 +1,18 @@
-"""Reading a drafter's config.json with nothing taken on trust: what is missing or wrong is noted, all of it."""
+"""Read a drafter's config.json without trusting it, and write it: what the families' layouts are made of.
 
-from dataclasses import dataclass
+Whatever is missing or wrong is noted, all of it. V vocabulary.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-ROPES = {  # what the kinds of rotary positions need besides their base
+import torch
+from transformers import Qwen3Config
+
+from infer.drafters.families import FAMILIES, Family
+
+ROPES = {  # keys that each kind of rotary positions needs beside its base
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor",),
@@ -31,13 +40,66 @@ PLAIN: dict[str, tuple] = {
     "quantization_config": (),
 }
 
-# what would take memory or time before any tensor shows that it is wrong
+# Larger values are refused at once: the model would be built before any tensor shows that they are wrong.
 MOST = {"num_hidden_layers": 1024, "block_size": 4096, "draft_length": 4096}
+
+
+WRITTEN = (  # keys of the public layout, in this order
+    "architectures",
+    "auto_map",
+    "model_type",
+    "block_size",
+    *(family.config_key for family in FAMILIES.values()),
+    "num_target_layers",
+    "num_hidden_layers",
+    "layer_types",
+    "use_sliding_window",
+    "sliding_window",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "max_position_embeddings",
+    "vocab_size",
+    "draft_vocab_size",
+    "tie_word_embeddings",
+)
+
+
+@dataclass
+class Reading:
+    """A config.json in our terms."""
+
+    layout: str  # dflash, DeepSpec, speculators, DART; none where it is unknown
+    family: Family | None
+    options: dict[str, Any]  # of the Qwen3Config
+    problems: list[str]
+    unused: set[str] = field(default_factory=set)  # tensors that belong to the layout, and that we do not need
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The family's own part of the config."""
+        return self.options.get(self.family.config_key, {}) if self.family else {}
+
+    def config(self) -> Qwen3Config:
+        return Qwen3Config(**self.options)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What an exported folder holds."""
+
+    config: dict[str, Any]  # config.json
+    weights: dict[str, torch.Tensor]  # model.safetensors
 
 
 @dataclass
 class Keys:
-    """One level of a config.json, where null is as good as nothing. What is missing or wrong is noted in `problems`."""
+    """One level of a config.json; null counts as missing. Faults are added to `problems`."""
 
     raw: dict
     problems: list[str]
@@ -47,7 +109,7 @@ class Keys:
         self.problems.append(f"config.json: {self.prefix}{key} {what}")
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> int | None:
-        """A whole number of at least `least`; without a default it must be there."""
+        """Return a whole number of at least `least`; without a default the key must be there."""
         value = default if self.raw.get(key) is None else self.raw[key]
         if value is None:
             self.note(key, "is missing")
@@ -60,7 +122,7 @@ class Keys:
         return value
 
     def real(self, key: str, default: float) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = default if self.raw.get(key) is None else self.raw[key]
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             self.note(key, f"is {value!r}, expected a number above 0")
@@ -68,7 +130,7 @@ class Keys:
         return float(value)
 
     def flag(self, key: str) -> bool | None:
-        """true, false, or None where it is not there."""
+        """Return true or false, None where the key is missing."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
             self.note(key, f"is {value!r}, expected true or false")
@@ -76,25 +138,25 @@ class Keys:
         return value
 
     def numbers(self, key: str) -> list[int] | None:
-        """A list of whole numbers that is not empty, or None."""
+        """Return a list of at least one whole number, or None."""
         value = self.raw.get(key)
         if value is None:
             return None
-        whole = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-        if not whole or not value:
+        ints = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+        if not ints or not value:
             self.note(key, f"is {value!r}, expected a list of whole numbers")
             return None
         return value
 
     def part(self, key: str) -> "Keys":
-        """The object under a key, empty where there is none."""
+        """Return the object under a key, empty where there is none."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             self.note(key, f"is {value!r}, expected an object")
         return Keys(value if isinstance(value, dict) else {}, self.problems, f"{self.prefix}{key}.")
 
     def plain(self) -> None:
-        """Notes keys that make it another model than ours."""
+        """Note every key with which the model would compute something that ours does not."""
         for key, values in PLAIN.items():
             value = self.raw.get(key)
             if value is not None and value not in values:
@@ -102,7 +164,7 @@ class Keys:
 
 
 def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
-    """The Qwen3 part of a config, checked."""
+    """Return the Qwen3 part of a config, checked; `layers`: the default of num_hidden_layers."""
     keys.plain()
     hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
     if keys.raw.get("target_hidden_size") not in (None, hidden):
@@ -131,7 +193,8 @@ def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
 
 
 def rope(keys: Keys) -> dict[str, Any]:
-    """Rotary positions: `rope_parameters`, as transformers 5 writes them, or `rope_theta` and `rope_scaling`."""
+    """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from `rope_theta` and
+    `rope_scaling`."""
     new, old = keys.part("rope_parameters"), keys.part("rope_scaling")
     part = new if new.raw else old
     theta = part.real("rope_theta", keys.real("rope_theta", 10000.0))
@@ -147,7 +210,7 @@ def rope(keys: Keys) -> dict[str, Any]:
 
 
 def sliding(keys: Keys, layers: int | None) -> dict[str, Any]:
-    """Which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
+    """Return which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
     types, on = keys.raw.get("layer_types"), keys.flag("use_sliding_window")
     if layers is None:  # noted already
         layers = len(types) if isinstance(types, list) else 1
@@ -162,3 +225,70 @@ def sliding(keys: Keys, layers: int | None) -> dict[str, Any]:
     if "sliding_attention" in types:
         options |= {"use_sliding_window": True, "sliding_window": keys.number("sliding_window")}
     return options
+
+
+def architecture(raw: dict) -> str | None:
+    """Return the first name in `architectures`."""
+    named = raw.get("architectures")
+    return named[0] if isinstance(named, list) and named else None
+
+
+def draft_vocabulary(keys: Keys, tensors: Collection[str], options: dict[str, Any]) -> set[str]:
+    """Note in `options` how many tokens the drafter's own head knows, if not all; return the tensors that say nothing
+    new: `t2d` follows from `d2t`, which is not needed for a whole vocabulary."""
+    vocabulary = options["vocab_size"]
+    rows = keys.number("draft_vocab_size", vocabulary or 1)
+    if vocabulary is None or rows == vocabulary:
+        return {"t2d", "d2t"}
+    if rows and rows > vocabulary:
+        keys.note("draft_vocab_size", f"is {rows}, more than vocab_size, {vocabulary}")
+    options["draft_vocab_size"] = rows
+    return {"t2d"}
+
+
+def target_layer_count(keys: Keys, target_layers: int | None) -> int | None:
+    """Return how many layers the target has, if the config says so, or the caller."""
+    return target_layers if keys.raw.get("num_target_layers") is None else keys.number("num_target_layers")
+
+
+def tapped(keys: Keys, key: str, layers: int | None, first: int = 0) -> list[int]:
+    """Return the target's layers under a key, where they are counted from `first`, counted from 0; `layers`: how many
+    the target has, if that is known."""
+    ids = keys.numbers(key)
+    if ids is None:
+        if keys.raw.get(key) is None:
+            keys.note(key, "is missing")
+        return [0]
+    if min(ids) < first or (layers and max(ids) >= layers + first):
+        last = f" to {layers - 1 + first}" if layers else " on"
+        keys.note(key, f"is {ids}: the target has layers {first}{last}")
+    return [i - first for i in ids]
+
+
+def mask_token(keys: Keys, vocabulary: int | None) -> int:
+    """Return the id of the mask token, which must be in the vocabulary."""
+    mask = keys.number("mask_token_id", least=0)
+    if mask is not None and vocabulary and mask >= vocabulary:
+        keys.note("mask_token_id", f"is {mask}, the vocabulary has ids 0 to {vocabulary - 1}")
+    return mask or 0
+
+
+def config_dict(config: Qwen3Config) -> dict:
+    """Return config.json with exactly the keys of the public layout; what the dataclass adds would only confuse its
+    readers."""
+    rope = dict(config.rope_parameters)
+    everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta")}
+    everything |= {"architectures": config.architectures, "auto_map": getattr(config, "auto_map", None)}
+    everything["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    if "sliding_attention" not in config.layer_types:
+        for key in ("use_sliding_window", "sliding_window"):
+            everything[key] = None
+    return {key: everything[key] for key in WRITTEN if everything.get(key) is not None}
+
+
+def known_tokens(d2t: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
+    """Return t2d, (V,) bool: the tokens that a head has rows for; d2t (rows,) offsets, None for a whole vocabulary."""
+    if d2t is None:
+        return torch.ones(vocabulary, dtype=torch.bool)
+    tokens = d2t.cpu() + torch.arange(len(d2t))
+    return torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)

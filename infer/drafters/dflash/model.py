@@ -10,7 +10,7 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
-from copy import deepcopy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,63 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.attention.compile import padded
-from infer.attention.kv_cache import Window
+from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import (
-    Attention,
-    Drafter,
-    DraftState,
-    check_layer_ids,
-    default_mask_token,
-    matches_layer,
-    rotate,
-    target_sizes,
-)
+from infer.drafters.base import Attention, Cost, Drafter, DraftState, default_mask_token, rotate, target_embeddings
+from infer.drafters.config_keys import Reading
+from infer.drafters.dflash import layouts
+from infer.drafters.families import FAMILIES
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-
-def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-    """Where the public drafters tap: from layer 1 to N - 3, evenly; the middle for a single layer."""
-    if layers == 1:
-        return [target_layers // 2]
-    return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
-
-
-def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
-    """The target's layers that the drafter listens to, from the target's config. Raises ValueError for others."""
-    ids = options.target_layer_ids or default_layer_ids(theirs.num_hidden_layers, options.layers)
-    return check_layer_ids(ids, theirs)
-
-
-def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
-    """The target's layers that a drafter of so many layers can start as: those behind the first tapped one."""
-    first = min(layer_ids[0] + 1, target_layers - layers)
-    return range(max(first, 0), max(first, 0) + layers)
-
-
-def drafter_config(options: DrafterConfig, target: Target) -> Qwen3Config:
-    """The drafter's config.json for a target: its sizes, and where it taps. Raises ValueError for ids out of range."""
-    options.check()
-    theirs = target.config
-    ids = tapped_layers(options, theirs)
-    mask = default_mask_token(target) if options.mask_token_id is None else options.mask_token_id
-    if not 0 <= mask < theirs.vocab_size:
-        raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {theirs.vocab_size - 1}")
-    return Qwen3Config(
-        architectures=["DFlashDraftModel"],
-        auto_map={"AutoModel": "dflash.DFlashDraftModel"},
-        dflash_config={
-            "block_size": options.block_size,
-            "mask_token_id": mask,
-            "target_layer_ids": list(ids),
-        },
-        **target_sizes(options, theirs),
-    )
 
 
 def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
@@ -89,8 +43,8 @@ def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
 
 
 def visible(ends: torch.Tensor, width: int, extent: int, causal: bool, window: int | None) -> torch.Tensor:
-    """What blocks of `width` behind `ends` (B,) cached positions see of the first `extent` ones, block included: bool,
-    (B, 1, width, extent), or (B, 1, 1, extent) where all of a block see the same."""
+    """Return what blocks of `width` queries behind `ends` (B,) cached positions see of the first `extent` positions,
+    block included: bool, (B, 1, width, extent), or (B, 1, 1, extent) where all of a block see the same."""
     keys, steps = torch.arange(extent, device=ends.device), torch.arange(width, device=ends.device)
     last = ends[:, None] + (steps if causal else width - 1)
     seen = keys <= last[..., None]
@@ -120,22 +74,27 @@ class Layer(nn.Module):
 
 @dataclass
 class DFlashState(DraftState):
-    """Keys and values of the context features, and what computes them for all layers at once."""
+    """Keys and values of the context features, and the weights that compute them for all layers at once."""
 
     projection: torch.Tensor  # (layers * 2 * H * E, D) key and value weights of all layers, that see the same context
     scale: torch.Tensor  # (layers, 1, E) weights of the key norms
+
+    def pass_inputs(self, rows: int) -> tuple[bool]:
+        """Whether all rows have the same length, and so see all of the window."""
+        return (not self.cache.static and len(set(self.cache.lengths)) == 1,)
 
 
 class DFlash(Drafter):
     """The drafter. Parameters carry the names of the public checkpoint layout. Where the config says
     `sample_from_anchor`, the bonus token's slot drafts too: K slots then draft K tokens."""
 
-    anchor_offset = 0  # a block is `[bonus, mask x L]`
+    family = FAMILIES["dflash"]
+    writers = {"dflash": layouts.write_public, "speculators": layouts.write_speculators}
 
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config, config.dflash_config["target_layer_ids"])
-        self.mask_token_id: int = config.dflash_config["mask_token_id"]
-        self.first_draft_slot = 0 if config.dflash_config.get("sample_from_anchor") else 1  # the slot that drafts first
+        super().__init__(config)
+        self.mask_token_id: int = self.own["mask_token_id"]
+        self.first_draft_slot = 0 if self.own.get("sample_from_anchor") else 1
         self.num_queries = config.block_size
         self.block_size = self.num_queries + 1 - self.first_draft_slot
         of_layers = layer_patterns(config)
@@ -147,28 +106,71 @@ class DFlash(Drafter):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_ends(getattr(config, "has_embed_tokens", False), getattr(config, "has_lm_head", False))
 
+    @staticmethod
+    def default_layer_ids(target_layers: int, layers: int) -> list[int]:
+        """Return the layers that the public drafters tap: from layer 1 to N - 3, evenly; the middle for a single
+        layer."""
+        if layers == 1:
+            return [target_layers // 2]
+        return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
+
+    @staticmethod
+    def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
+        """Return the target's layers behind the first tapped one."""
+        first = max(min(layer_ids[0] + 1, target_layers - layers), 0)
+        return range(first, first + layers)
+
+    @classmethod
+    def own_config(cls, options: DrafterConfig, target: Target) -> dict:
+        """Return `dflash_config`. Raises ValueError for a mask token outside the target's vocabulary."""
+        ids, vocabulary = cls.tapped_layers(options, target.config), target.config.vocab_size
+        mask = default_mask_token(target) if options.mask_token_id is None else options.mask_token_id
+        if not 0 <= mask < vocabulary:
+            raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}")
+        return {"block_size": options.block_size, "mask_token_id": mask, "target_layer_ids": list(ids)}
+
+    @classmethod
+    def read_config(cls, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
+        return layouts.read(cls.family, raw, tensors, target_layers)
+
+    @classmethod
+    def cost(cls, options: DrafterConfig, theirs: PretrainedConfig) -> Cost:
+        return Cost(queries=options.block_size, projected=options.block_size, input_size=theirs.hidden_size)
+
+    def fixed_options(self) -> dict:
+        return super().fixed_options() | {"mask_token_id": self.mask_token_id}
+
+    def drop_copies(self, target: Target) -> None:
+        """Remove an embedding and a head that are the target's, bit for bit in the dtype of one of the two. Raises
+        ValueError where they differ, or know a part of the vocabulary only."""
+        if self.d2t is not None:
+            raise ValueError(f"its head has {len(self.d2t)} of {self.config.vocab_size} tokens (draft_vocab_size)")
+        theirs = {"embed_tokens": target_embeddings(target), "lm_head": target.head_weight}
+        for name, weight in theirs.items():
+            own = getattr(self, name)
+            if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
+                raise ValueError(f"its own {name} is not the target's")
+            setattr(self, name, None)
+            setattr(self.config, f"has_{name}", False)
+
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
-        """Starts from the target's own layers, where they work like ours; returns whether they do.
+        """Start from the target's own layers, where they compute what ours do; return whether they do.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
         `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
         context K/V are then exactly the target's own.
         """
-        if len(target.body.layers) < len(self.layers):
+        layers = target.body.layers
+        if len(layers) < len(self.layers):
             return False
-        which = warm_layers(self.layer_ids, len(self.layers), len(target.body.layers))
-        theirs = [target.body.layers[i].state_dict() for i in which]
-        shapes = {name: tensor.shape for name, tensor in self.layers[0].state_dict().items()}
-        for i, layer in zip(which, theirs, strict=True):
-            if {name: tensor.shape for name, tensor in layer.items()} != shapes:
+        source = [layers[i] for i in self.warm_layers(self.layer_ids, len(self.layers), len(layers))]
+        theirs = [layer.state_dict() for layer in source]
+        for layer, weights in zip(source, theirs, strict=True):
+            if not self.can_start_as(self.layers[0], weights, layer, target, own=set()):
                 return False
-            trial = deepcopy(self.layers[0])
-            trial.load_state_dict(layer)
-            if not matches_layer(target.body.layers[i], target, self, trial):
-                return False
-        for ours, layer in zip(self.layers, theirs, strict=True):
-            ours.load_state_dict(layer)
+        for ours, weights in zip(self.layers, theirs, strict=True):
+            ours.load_state_dict(weights)
         size = self.config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, :size] = torch.eye(size)
@@ -226,17 +228,10 @@ class DFlash(Drafter):
                 block = through(layer, block, context, masks[pattern])
         return self.norm(block)
 
-    def state(self, rows: int, capacity: int, static: bool = False) -> DFlashState:
-        """An empty memory for up to `rows` texts of up to `capacity` positions, none in use yet. Drafting is compiled
-        if it is `static`."""
-        cache = self.cache(rows, capacity, static)
+    def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions = [layer.self_attn for layer in self.layers]
-        return DFlashState(
-            cache,
-            self.angles(torch.arange(cache.capacity, device=self.norm.weight.device)[None]),
-            torch.cat([part.weight for attention in attentions for part in (attention.k_proj, attention.v_proj)]),
-            torch.stack([attention.k_norm.weight for attention in attentions])[:, None],
-        )
+        projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)])
+        return DFlashState(cache, angles, projection, torch.stack([each.k_norm.weight for each in attentions])[:, None])
 
     @torch.no_grad()
     def update_context(
@@ -248,10 +243,8 @@ class DFlash(Drafter):
         state: DFlashState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Takes in the context features (B, C, len(layer_ids) * D) of newly committed positions, whose tokens (B, C) do
-        not matter here; `counts[b]` of them are real, the rest padding; `on_device` (B,) says the same where it is
-        there already. One projection serves all layers: what `Attention.keys_values` does in training, layer by
-        layer."""
+        """Add features (B, C, F) as `Drafter.update_context` says; tokens do not matter here. One projection serves all
+        layers: it computes what `Attention.keys_values` does in training, layer by layer."""
         cache = state.cache
         rows, width, _ = features.shape
         both = F.linear(self.context(features), state.projection)
@@ -265,34 +258,20 @@ class DFlash(Drafter):
         cache.buffer.index_copy_(1, slots.flatten(), both)
         cache.advance(counts, on_device)
 
-    @torch.no_grad()
-    def draft(self, target: Target, bonus: torch.Tensor, state: DFlashState) -> torch.Tensor:
-        """One block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log space
-        and float32, (B, L, V). The block's own K/V are never kept."""
-        cache = state.cache
-        window = cache.window(self.num_queries)
-        rows = len(window.slots)
-        alike = not cache.static and len(set(cache.lengths)) == 1  # rows of the same length see all of the window
-        run = self.program(target, cache.static)
-        (marginals,) = run(padded(bonus, rows), cache.ends[:rows], state.angles, window, alike)
-        return marginals[: len(bonus)]
-
-    def _draft_pass(
+    def block_states(
         self,
         target: Target,
         bonus: torch.Tensor,
         ends: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
         window: Window,
         alike: bool,
-    ) -> tuple[torch.Tensor]:
-        """All of `draft` that is computed: bonus tokens (B,) at positions `ends` (B,) to marginals (B, L, V)."""
-        steps = torch.arange(self.num_queries, device=ends.device)
+    ) -> torch.Tensor:
+        """Return the states (B, K, D) of `Drafter.block_states`; alike: whether every row sees all of the window."""
         masks = [
             None if alike and pattern == (False, None) else visible(ends, self.num_queries, window.extent, *pattern)
             for pattern in self.attention_patterns
         ]
-        rotary = tuple(table[0, ends[:, None] + steps] for table in angles)  # (B, K, E) each
         block = self.embed(target, self.block_ids(bonus))  # (B, K, D)
         for i, layer in enumerate(self.layers):
 
@@ -302,4 +281,4 @@ class DFlash(Drafter):
                 return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
             block = layer(block, rotary, attend)
-        return (self.marginals(target, self.norm(block[:, self.first_draft_slot :])),)
+        return block
