@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One door: sets up .venv on first use, then trains (default), evaluates, generates, serves, pre-trains or tests.
+# Sets up .venv on first use, then starts a command of infer/main.py, train/main.py (with torchrun on several GPUs), or
+# the tests.
 # Exit code 2: nothing was started, and one sentence says why. Otherwise the code of what was started.
 set -euo pipefail
 
@@ -164,9 +165,12 @@ run_tests() {
 command=${1-train}
 case $command in
 help | --help | -h) usage && exit ;;
-train | eval | compare | ngram | generate | serve | chat | regenerate | export | check | features | replay | plan | pretrain | diffusion | test) shift $(($# > 0)) ;;
 [-+~]* | *=*) command=train ;;
-*) die "unknown command '$command': ./launch.sh help names the commands." ;;
+*)
+    [[ $command =~ ^[a-z]+$ && $(usage) == *$'\n'"  $command "* ]] ||
+        die "unknown command '$command': ./launch.sh help names the commands."
+    shift $(($# > 0))
+    ;;
 esac
 
 if [[ -n ${LAUNCH_PYTHON:-} ]]; then
@@ -179,7 +183,6 @@ export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 
 case $command in
 train) train "$@" ;;
-eval | compare | ngram | generate | serve | chat | regenerate | export | check) exec "$python" "$repo/infer/main.py" --config-name "$command" "$@" ;;
-features | replay | plan | pretrain | diffusion) exec "$python" "$repo/train/$command.py" "$@" ;;
 test) run_tests "$@" ;;
+*) exec "$python" "$repo/infer/main.py" "$command" "$@" ;;
 esac

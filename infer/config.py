@@ -3,18 +3,14 @@
 The docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that none is missing.
 """
 
-import ipaddress
-import os
 import re
 from dataclasses import dataclass, field
 from inspect import cleandoc
-from pathlib import Path
 from typing import Any
 
 from infer.drafters.families import check_options
 from infer.trees.methods import TREES, TreeMethod
 
-KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment's: what the server asks for, and what the chat sends
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = (*TREES, *MASKED_METHODS)
 
@@ -330,104 +326,3 @@ class EvaluationConfig:
         continuity = self.continuity if TREES[method].ngrams else None
         weight, compile = self.continuity_weight, self.compile
         return EngineConfig(method, max(1, budget), continuity, weight, rows=self.rows, compile=compile)
-
-
-def loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-@dataclass
-class ServerConfig:
-    """How the server meets the network. On loopback, the default, it asks nobody for a key unless one is given.
-
-    host: address to listen on; 127.0.0.1: this machine only
-    port: TCP port
-    model_name: what clients call the model; None: the target's own name
-    max_length: tokens of a prompt and its answer together; every row has room for as many
-    max_texts: texts being written or waiting; further ones are told to try again later (429)
-    max_body: bytes of a request
-    max_connections: connections open at once; further ones are told 503
-    patience: seconds that a client may take to send a request, or to go on reading
-    api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
-    open: listen to other machines without asking for a key
-    verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str | None = None
-    max_length: int = 4096
-    max_texts: int = 256
-    max_body: int = 1_000_000
-    max_connections: int = 1024
-    patience: float = 30.0
-    api_key_file: str | None = None
-    open: bool = False
-    verify: float = 0.0
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be served."""
-        if not 1 <= self.port < 65536:
-            raise ValueError(f"server.port={self.port}: 1 to 65535")
-        if not self.host:
-            raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
-        if self.max_length < 2:
-            raise ValueError(f"server.max_length={self.max_length}: a prompt and an answer take at least 2 tokens")
-        if min(self.max_texts, self.max_body, self.max_connections) < 1:
-            raise ValueError("server.max_texts, server.max_body and server.max_connections are at least 1")
-        if not 0 < self.patience <= 86400:
-            raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
-        if not 0 <= self.verify <= 1:
-            raise ValueError(f"server.verify={self.verify}: a share, from 0 to 1")
-        if self.key() is None and not self.open and not loopback(self.host):
-            raise ValueError(
-                f"server.host={self.host}: other machines can reach that; give server.api_key_file=<file> or set "
-                f"{KEY_VARIABLE}, or say server.open=true"
-            )
-
-    def key(self) -> bytes | None:
-        """The key that requests must carry, from the file or the environment; None: nobody is asked for one. Raises
-        ValueError, which does not show it, for a key that is none."""
-        if self.api_key_file is None:
-            key, where = os.environ.get(KEY_VARIABLE, "").encode(errors="replace"), KEY_VARIABLE
-            if not key:
-                return None
-        else:
-            where = f"server.api_key_file={self.api_key_file}"
-            try:
-                with Path(self.api_key_file).open("rb") as file:
-                    key = file.read(4096).strip()
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{where}: cannot be read ({error})") from error
-        if len(key) < 16 or not key.isascii() or len(key.split()) != 1:
-            raise ValueError(f"{where}: a key is one word of at least 16 ASCII characters")
-        return key
-
-
-@dataclass
-class ChatConfig:
-    """Where the chat goes, and how it is answered.
-
-    url: address of the server
-    system: what the model is told before anything else
-    temperature: 0 is greedy
-    max_tokens: most tokens of an answer; None: as many as the server has room for
-    """
-
-    url: str = "http://127.0.0.1:8000"
-    system: str = ""
-    temperature: float = 0.0
-    max_tokens: int | None = 256
-
-    def check(self) -> None:
-        """Raises ValueError for what no server would take."""
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: at least 1")

@@ -13,13 +13,9 @@ from omegaconf import OmegaConf
 from data.rows import Part
 from infer.config import DecodeOptions
 from infer.main import COMMANDS
-from train.config import FeaturesConfig, ReplayConfig, TrainConfig
-from train.masked.diffusion import DiffusionConfig
-from train.pretrain import PretrainConfig
+from train.config import TrainConfig
 
-SCHEMAS = {"train": TrainConfig, "pretrain": PretrainConfig, "features": FeaturesConfig, "diffusion": DiffusionConfig}
-SCHEMAS["replay"] = ReplayConfig
-SCHEMAS |= {name: schema for name, (schema, _) in COMMANDS.items()}
+SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
 
 
 def composed(repo, name: str, overrides: list[str]):

@@ -3,29 +3,14 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-COMMANDS = (
-    "train",
-    "eval",
-    "generate",
-    "serve",
-    "chat",
-    "regenerate",
-    "export",
-    "check",
-    "features",
-    "replay",
-    "plan",
-    "pretrain",
-    "test",
-    "help",
-    "compare",
-    "ngram",
-    "diffusion",
-)
+import infer.main
+
+COMMANDS = (*infer.main.COMMANDS, "test", "help")
 
 
 @pytest.fixture
@@ -82,6 +67,26 @@ def test_help_names_every_command(launch, word):
         assert f"\n  {command} " in done.stdout
 
 
+def test_the_installed_command_has_the_same_commands(capsys):
+    infer.main.main(["help"])
+    help = capsys.readouterr().out
+    for command in infer.main.COMMANDS:
+        assert f"\n  {command} " in help
+
+
+def test_the_installed_command_refuses_in_one_sentence(capsys, monkeypatch):
+    with pytest.raises(SystemExit) as refused:
+        infer.main.main(["trian", "a=1"])
+    assert refused.value.code == 2 and "'trian'" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["blockdraft"])
+    monkeypatch.setitem(sys.modules, "httpx", None)  # not installed
+    monkeypatch.delitem(sys.modules, "infer.cli.chat", raising=False)
+    with pytest.raises(SystemExit) as refused:
+        infer.main.main(["chat"])
+    told = capsys.readouterr().err
+    assert refused.value.code == 2 and "pip install 'blockdraft[serve]'" in told and told.count("\n") == 1
+
+
 @pytest.mark.parametrize("word", ["server", "trian", "runs/x", ""])
 def test_unknown_command_is_one_sentence(launch, word):
     done, calls = launch(word, "a=1")
@@ -99,20 +104,55 @@ def test_unknown_command_is_one_sentence(launch, word):
         (("--cfg", "job"), "train/main.py", ("--cfg", "job")),
         (("train", "run.name=two words", "x=[1,2]"), "train/main.py", ("run.name=two words", "x=[1,2]")),
         (("train", "--help"), "train/main.py", ("--help",)),
-        (("eval", "checkpoint=runs/a b"), "infer/main.py", ("--config-name", "eval", "checkpoint=runs/a b")),
-        (("compare", "out=x"), "infer/main.py", ("--config-name", "compare", "out=x")),
-        (("ngram", "out=x"), "infer/main.py", ("--config-name", "ngram", "out=x")),
-        (("generate", "prompt=def f"), "infer/main.py", ("--config-name", "generate", "prompt=def f")),
-        (("serve", "server.port=1"), "infer/main.py", ("--config-name", "serve", "server.port=1")),
-        (("chat",), "infer/main.py", ("--config-name", "chat")),
-        (("regenerate", "out=x"), "infer/main.py", ("--config-name", "regenerate", "out=x")),
-        (("export", "out=x"), "infer/main.py", ("--config-name", "export", "out=x")),
-        (("check", "path=x"), "infer/main.py", ("--config-name", "check", "path=x")),
-        (("pretrain", "steps=3"), "train/pretrain.py", ("steps=3",)),
-        (("features", "out=x"), "train/features.py", ("out=x",)),
-        (("diffusion", "steps=3"), "train/masked/diffusion.py", ("steps=3",)),
-        (("replay", "run=x"), "train/safety/replay.py", ("run=x",)),
-        (("plan", "+model=qwen3-8b"), "train/plan.py", ("+model=qwen3-8b",)),
+        (("eval", "checkpoint=runs/a b"), "infer/main.py", ("eval", "checkpoint=runs/a b")),
+        (("compare", "out=x"), "infer/main.py", ("compare", "out=x")),
+        (("ngram", "out=x"), "infer/main.py", ("ngram", "out=x")),
+        (("generate", "prompt=def f"), "infer/main.py", ("generate", "prompt=def f")),
+        (("serve", "server.port=1"), "infer/main.py", ("serve", "server.port=1")),
+        (("chat",), "infer/main.py", ("chat",)),
+        (("regenerate", "out=x"), "infer/main.py", ("regenerate", "out=x")),
+        (("export", "out=x"), "infer/main.py", ("export", "out=x")),
+        (("check", "path=x"), "infer/main.py", ("check", "path=x")),
+        (
+            ("pretrain", "steps=3"),
+            "infer/main.py",
+            (
+                "pretrain",
+                "steps=3",
+            ),
+        ),
+        (
+            ("features", "out=x"),
+            "infer/main.py",
+            (
+                "features",
+                "out=x",
+            ),
+        ),
+        (
+            ("diffusion", "steps=3"),
+            "infer/main.py",
+            (
+                "diffusion",
+                "steps=3",
+            ),
+        ),
+        (
+            ("replay", "run=x"),
+            "infer/main.py",
+            (
+                "replay",
+                "run=x",
+            ),
+        ),
+        (
+            ("plan", "+model=qwen3-8b"),
+            "infer/main.py",
+            (
+                "plan",
+                "+model=qwen3-8b",
+            ),
+        ),
     ],
 )
 def test_commands_start_their_scripts(launch, repo, tmp_path, arguments, script, passed):
@@ -262,7 +302,7 @@ esac
 
     def test_first_use_installs_torch_first_and_later_uses_nothing(self, fresh):
         folder, run = fresh
-        started = f"{folder}/train/pretrain.py steps=3"
+        started = f"{folder}/infer/main.py pretrain steps=3"
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout
         assert [call.removeprefix("-m pip install ") for call in calls] == [

@@ -251,9 +251,3 @@ def run(config: FeaturesConfig) -> None:
         task = progress.add_task("features", total=len(dataset))
         out = write_features(config, target, layers, dataset, lambda done, total: progress.update(task, completed=done))
     print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")
-
-
-if __name__ == "__main__":
-    from infer.utils.entry import entry
-
-    entry("features", FeaturesConfig, run)

@@ -1,4 +1,4 @@
-"""`python train/main.py [overrides]`: Hydra in, dataclass out, one call."""
+"""`python train/main.py [overrides]`, alone or under torchrun: Hydra in, dataclass out, one call."""
 
 import os
 import sys
@@ -29,6 +29,18 @@ def run(config: TrainConfig) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_alone(config: TrainConfig) -> None:
+    """Train in this one process, and say so where GPUs stay idle: launch.sh starts a process for each."""
+    import torch
+
+    if torch.cuda.device_count() > 1:
+        print(
+            f"training on one of {torch.cuda.device_count()} GPUs: ./launch.sh train starts a process for each",
+            file=sys.stderr,
+        )
+    run(config)
 
 
 if __name__ == "__main__":

@@ -290,9 +290,3 @@ def in_bytes(size: float) -> str:
 
 def in_time(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
-
-
-if __name__ == "__main__":
-    from infer.utils.entry import entry
-
-    entry("train", TrainConfig, run)

@@ -1,6 +1,6 @@
 """Pre-trains the embedded target: a small Qwen3 on the sources of the Python standard library.
 
-    python train/pretrain.py            # about an hour on two cores; writes runs/embedded-target
+    ./launch.sh pretrain                # about an hour on two cores; writes runs/embedded-target
 
 The folder `data/embedded` in the repository is what this script wrote. Recipe: matrices by Muon, the embedding
 and the norms by AdamW, one peak rate, warm-up, plateau, linear decay; windows of the token stream in a fresh
@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from infer.utils.entry import entry
 
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 # The target is no chat model: a chat with it is one text, which it continues.
@@ -256,7 +254,3 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
                 if response.strip():  # a text that ends at once teaches nothing
                     file.write(json.dumps({"prompt": target.tokenizer.decode(prompt), "response": response}) + "\n")
             print(f"{first + len(prompts)}/{config.answers} answers", flush=True)
-
-
-if __name__ == "__main__":
-    entry("pretrain", PretrainConfig, pretrain)

@@ -22,10 +22,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from infer.api import TextStream, encode
-from infer.config import ServerConfig, TextOptions
+from infer.config import TextOptions
 from infer.engine.engine import AnyEngine
 from infer.engine.sequence import Text
 from infer.evaluation.lossless import Difference, Watch
+from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
 from infer.serving.protocol import (
     Chat,

@@ -10,7 +10,7 @@ import torch
 import uvicorn
 
 from infer import Engine
-from infer.config import ServerConfig
+from infer.serving.config import ServerConfig
 from infer.serving.server import create_app
 from infer.targets.target import Target
 

@@ -25,13 +25,8 @@ from dataclasses import fields, is_dataclass
 
 from infer.main import COMMANDS
 from infer.utils.entry import CONF, entry, values
-from train.config import FeaturesConfig, ReplayConfig, TrainConfig
-from train.masked.diffusion import DiffusionConfig
-from train.pretrain import PretrainConfig
 
-SCHEMAS = {name: schema for name, (schema, _) in COMMANDS.items()}
-SCHEMAS |= {"train": TrainConfig, "features": FeaturesConfig, "diffusion": DiffusionConfig, "pretrain": PretrainConfig}
-SCHEMAS["replay"] = ReplayConfig
+SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
 SECRET = "secret-7f3a"
 GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "tracking", "decoding", "model"]
 

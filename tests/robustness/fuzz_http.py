@@ -27,8 +27,9 @@ import uvicorn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import Engine, generate
-from infer.config import DrafterConfig, EngineConfig, ServerConfig
+from infer.config import DrafterConfig, EngineConfig
 from infer.drafters.base import new_drafter
+from infer.serving.config import ServerConfig
 from infer.serving.guard import network
 from infer.serving.protocol import ChatRequest, PromptRequest
 from infer.serving.server import create_app

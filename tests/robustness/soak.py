@@ -125,7 +125,7 @@ class Clients:
 
 def serve(minutes: float, checkpoint: str, port: int, margin: float) -> bool:
     """A server with twelve clients on eight rows."""
-    command = [sys.executable, ROOT / "infer" / "main.py", "--config-name", "serve", f"checkpoint={checkpoint}"]
+    command = [sys.executable, ROOT / "infer" / "main.py", "serve", f"checkpoint={checkpoint}"]
     command += [f"server.port={port}", "decoding.rows=8", "decoding.budget=16", "target.dtype=float32"]
     texts = (document.text for document in stdlib_documents("held_out"))
     clients = Clients(port, [text[: 100 + 20 * i] for i, text in enumerate(texts) if len(text) > 4000][:40])

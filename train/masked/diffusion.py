@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.rows import DataConfig
-from infer.utils.entry import entry
 from infer.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -46,7 +45,8 @@ class DiffusionConfig:
     mask_token_id: id of the mask; None: the tokenizer's mask token, else an id that no text uses
     block_length: tokens decoded as one block; None: documents are noised whole
     whole: share of the rows whose documents are noised whole all the same
-    weighting: how the loss is weighted. elbo, the bound itself; flat: every covered token counts once, which is less noisy
+    weighting: how the loss is weighted. elbo: the bound itself; flat: every covered token counts once, less
+        noisy
     sources: equal shares of every batch: stdlib, embedded, jsonl, hub (see data/rows.py); the bound is measured on
         held-out text of the first
     path: of jsonl, a file or folder; of hub, the data set's name
@@ -390,7 +390,3 @@ def train(config: DiffusionConfig) -> dict:
                     save_model(out / "model", model, tokenizer)
                     save_state(out / "state.safetensors", model, optimizer, done)
     return figures
-
-
-if __name__ == "__main__":
-    entry("diffusion", DiffusionConfig, train)

@@ -158,9 +158,3 @@ def run(options: ReplayConfig) -> None:
         print("".join(f"then: {line}\n" for line in found["seen"][1:6]), end="")
     else:
         print("all values are finite here: the fault did not come from these rows and weights alone")
-
-
-if __name__ == "__main__":
-    from infer.utils.entry import entry
-
-    entry("replay", ReplayConfig, run)

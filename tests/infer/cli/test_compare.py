@@ -8,13 +8,17 @@ import torch
 
 from data.rows import DataConfig
 from infer import save_drafter
+from infer.cli.compare import CompareCommand, run_name
+from infer.cli.compare import run as run_compare
+from infer.cli.models import load
+from infer.cli.ngram import NgramCommand
+from infer.cli.ngram import run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
 from infer.drafters.base import new_drafter
 from infer.drafters.bigram import Bigram
 from infer.engine.engine import decode
 from infer.engine.sequence import Text
 from infer.evaluation.evaluate import hits
-from infer.main import CompareCommand, NgramCommand, load, run_compare, run_name, run_ngram
 from infer.ngrams.model import NGram
 
 HELD_OUT = "the first row of every fifty is kept for evaluation, and not counted"

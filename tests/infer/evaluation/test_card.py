@@ -11,12 +11,12 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from infer import save_drafter
-from infer.cli.commands import ExportCommand
+from infer.cli.export import ExportCommand
+from infer.cli.export import run as run_export
 from infer.config import DrafterConfig, EvaluationConfig
 from infer.drafters.base import new_drafter
 from infer.evaluation.card import PICTURE, write_card
 from infer.evaluation.evaluate import evaluate
-from infer.main import run_export
 from train.config import TrainConfig
 
 SECRET = "/home/secret/place"

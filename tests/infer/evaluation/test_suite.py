@@ -10,12 +10,12 @@ import torch
 import infer.evaluation.suite
 from data.suites import SETS, Questions, SuiteConfig, load_suite, said
 from infer import generate, load_drafter, load_target, save_drafter
-from infer.cli.commands import EvalCommand
+from infer.cli.eval import EvalCommand
+from infer.cli.eval import run as run_eval
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.evaluation.published import MODELS, TABLES, published
 from infer.evaluation.suite import ask, evaluate_suite
-from infer.main import run_eval
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infer import load_drafter
-from infer.cli.commands import CheckCommand, ExportCommand
+from infer.cli.check import CheckCommand
+from infer.cli.check import run as run_check
+from infer.cli.export import ExportCommand
+from infer.cli.export import run as run_export
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
-from infer.main import run_check, run_export
 from infer.utils.entry import entry
 
 VLLM, SGLANG, SPECULATORS, OURS = range(4)

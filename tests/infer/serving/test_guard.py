@@ -11,7 +11,8 @@ import pytest
 import uvicorn
 
 from infer import Engine
-from infer.config import EngineConfig, ServerConfig
+from infer.config import EngineConfig
+from infer.serving.config import ServerConfig
 from infer.serving.guard import network
 from infer.serving.server import create_app
 

@@ -76,7 +76,7 @@ def test_a_file_of_others_is_not_touched(tmp_path):
 def test_killed_at_random_nothing_is_lost_or_doubled(repo, tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"{p}{i}"}) + "\n" for i, p in enumerate(PROMPTS * 4)))
-    command = [sys.executable, str(repo / "infer" / "main.py"), "--config-name", "regenerate", "data=jsonl"]
+    command = [sys.executable, str(repo / "infer" / "main.py"), "regenerate", "data=jsonl"]
     command += [f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
     environment = os.environ | {"PYTHONPATH": str(repo)}
 

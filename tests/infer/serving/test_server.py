@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 
 from infer import Engine, generate
-from infer.config import ChatConfig, DrafterConfig, EngineConfig
+from infer.cli.chat import ChatCommand, answer
+from infer.cli.chat import run as chat
+from infer.config import DrafterConfig, EngineConfig
 from infer.drafters.dflash.model import DFlash
-from infer.serving.chat import answer, chat
 
 CAPACITY = 256
 
@@ -261,7 +262,7 @@ def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, embedded
 
 
 def test_chat_in_the_terminal_colours_what_happened(served, embedded):
-    config = ChatConfig(url=served[0], max_tokens=40)
+    config = ChatCommand(url=served[0], max_tokens=40)
     messages = [{"role": "user", "content": "import os\n"}]
     console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
     with httpx.Client(base_url=config.url, timeout=60) as http:
@@ -274,4 +275,4 @@ def test_chat_in_the_terminal_colours_what_happened(served, embedded):
 
 def test_chat_without_a_server_is_one_sentence():
     with pytest.raises(ValueError, match="no server answers at http://127.0.0.1:9.*launch.sh serve"):
-        chat(ChatConfig(url="http://127.0.0.1:9"))
+        chat(ChatCommand(url="http://127.0.0.1:9"))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infer.cli.commands import EvalCommand
-from infer.config import ChatConfig
+from infer.cli.chat import ChatCommand
+from infer.cli.eval import EvalCommand
 from infer.utils.entry import LONGEST_SENTENCE, composed
 from train.config import TrainConfig
 
@@ -37,7 +37,7 @@ def test_no_configuration_reads_the_environment(monkeypatch, text):
     monkeypatch.setenv("SECRET", "hunter2")
     for name, schema, key in (
         ("eval", EvalCommand, "out"),
-        ("chat", ChatConfig, "system"),
+        ("chat", ChatCommand, "system"),
         ("train", TrainConfig, "name"),
     ):
         with pytest.raises(ValueError, match="does not read the environment") as refusal:

@@ -1,4 +1,4 @@
-"""A chat in the terminal with a server of ours, coloured so that one sees speculation happen.
+"""`chat`: a conversation with a server of ours in the terminal, coloured to show what was drafted.
 
 Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the target's own token, one a
 round.
@@ -7,17 +7,43 @@ round.
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import httpx
 from rich.console import Console
 from rich.text import Text
 
-from infer.config import KEY_VARIABLE, ChatConfig
+from infer.serving.config import KEY_VARIABLE
 
 ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
 
-def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatConfig) -> Iterator[dict]:
+@dataclass
+class ChatCommand:
+    """Where the chat goes, and how it is answered.
+
+    url: address of the server
+    system: what the model is told before anything else
+    temperature: 0 is greedy
+    max_tokens: most tokens of an answer; None: as many as the server has room for
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    system: str = ""
+    temperature: float = 0.0
+    max_tokens: int | None = 256
+
+    def check(self) -> None:
+        """Raises ValueError for what no server would take."""
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: at least 1")
+
+
+def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:
     """The chunks of one streamed answer. Raises ValueError with the server's own sentence if it refuses."""
     body = {"messages": messages, "temperature": config.temperature, "stream": True, "trace": True}
     if config.max_tokens is not None:
@@ -47,7 +73,7 @@ def coloured(text: str, round: dict | None) -> Text:
     return Text.assemble((accepted, ACCEPTED), (round["rejected"], REJECTED), (bonus, BONUS))
 
 
-def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatConfig, console: Console) -> str:
+def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand, console: Console) -> str:
     """Prints one answer as it is written; returns it."""
     said, rounds, tokens, drafted = "", 0, 0, 0
     for chunk in chunks(client, messages, config):
@@ -62,7 +88,7 @@ def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCon
     return said
 
 
-def chat(config: ChatConfig, console: Console | None = None) -> None:
+def run(config: ChatCommand, console: Console | None = None) -> None:
     """Talks until the input ends. Raises ValueError if there is no server."""
     console = console or Console(highlight=False)
     messages = [{"role": "system", "content": config.system}] if config.system else []

@@ -1,0 +1,31 @@
+"""`check`: which engines would load a drafter's folder."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class CheckCommand:
+    """Says which engines would load a drafter's folder, and what is at fault where one would not.
+
+    path: a folder, a training checkpoint, or a hub id
+    target_layers: how many layers the target has, for configs that do not say
+    """
+
+    path: str = "runs/embedded-dflash/checkpoints/best"
+    target_layers: int | None = None
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be looked at."""
+        if not self.path:
+            raise ValueError("path=<folder or hub id>: which drafter?")
+        if self.target_layers is not None and self.target_layers < 1:
+            raise ValueError(f"target_layers={self.target_layers}: at least 1")
+
+
+def run(config: CheckCommand) -> None:
+    from infer.formats.compatibility import check_folder
+
+    verdicts = check_folder(config.path, config.target_layers)
+    print("\n".join(map(str, verdicts)))
+    if all(verdict.problems for verdict in verdicts):
+        raise SystemExit(1)

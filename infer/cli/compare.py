@@ -1,0 +1,66 @@
+"""`compare`: several drafters with every tree, on the same prompts."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.rows import DataConfig
+from infer.cli.models import load, progress
+from infer.config import EvaluationConfig, TargetConfig
+
+
+def run_name(checkpoint: str) -> str:
+    """What a checkpoint is called beside others: its run, or its folder."""
+    parts = Path(checkpoint).parts
+    return parts[parts.index("checkpoints") - 1] if "checkpoints" in parts[1:] else Path(checkpoint).name
+
+
+@dataclass
+class CompareCommand:
+    """Evaluates several drafters with every tree, on the same prompts.
+
+    checkpoints: drafter folders, training checkpoints, or n-gram files
+    out: where the table, the picture and the numbers go
+    target: see TargetConfig in infer/config.py
+    data: held-out text, see DataConfig in data/rows.py
+    evaluation: see EvaluationConfig in infer/config.py
+    """
+
+    checkpoints: list[str] = field(
+        default_factory=lambda: [f"runs/embedded-{x}/checkpoints/best" for x in ("dflash", "dart")]
+    )
+    out: str = "runs/comparison"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be compared."""
+        for part in (self.target, self.data, self.evaluation):
+            part.check()
+        if not self.checkpoints:
+            raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")
+        if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):
+            raise ValueError(f"checkpoints={list(self.checkpoints)}: one of them comes twice")
+
+
+def run(config: CompareCommand) -> None:
+    from data.prompts import held_out_prompts
+    from infer.evaluation.evaluate import evaluate
+    from infer.evaluation.report import comparison, comparison_figure
+
+    options, evaluations = config.evaluation, {}
+    loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
+    for name, (target, drafter) in loaded.items():
+        print(f"{name}:", file=sys.stderr)
+        prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+        evaluations[name] = evaluate(target, drafter, prompts, options, progress)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "comparison.json").write_text(json.dumps(evaluations, indent=1) + "\n")
+    some = next(iter(evaluations.values()))
+    text = comparison(evaluations)
+    (out / "comparison.md").write_text(f"{text}\n\n{some['device']}, {some['prompts']} prompts.\n")
+    comparison_figure(evaluations).savefig(out / "comparison.png")
+    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.png'}")

@@ -1,0 +1,96 @@
+"""`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked diffusion model."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.rows import DataConfig
+from data.suites import SuiteConfig
+from infer.cli.models import load, progress
+from infer.config import EvaluationConfig, MaskedConfig, TargetConfig
+
+
+@dataclass
+class EvalCommand:
+    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets; of a masked diffusion
+    model, which has no drafter, what drafting for itself saves.
+
+    checkpoint: a drafter folder or a training checkpoint
+    out: where numbers and pictures go
+    target: see TargetConfig in infer/config.py
+    data: held-out text, see DataConfig in data/rows.py
+    evaluation: see EvaluationConfig in infer/config.py
+    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says, without
+        its prompts
+    masked: where the target is a masked diffusion model, see MaskedConfig in infer/config.py
+    """
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    out: str = "runs/evaluation"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be evaluated."""
+        for part in (self.target, self.data, self.evaluation, self.suite, self.masked):
+            part.check()
+
+
+def run(config: EvalCommand) -> None:
+    if config.suite.name is not None:
+        return run_suite(config)
+    from data.prompts import held_out_prompts
+    from infer.evaluation.evaluate import evaluate
+    from infer.evaluation.report import table, write_report
+    from infer.masked.model import is_masked
+
+    if is_masked(config.target.path):
+        return run_masked(config)
+    target, drafter = load(config.target, config.checkpoint)
+    options = config.evaluation
+    prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+
+    result = evaluate(target, drafter, prompts, options, progress)
+    result |= {"step": None, "checkpoint": config.checkpoint, "drafter": config.checkpoint}
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    print(f"\nreport      {write_report(out, [result])}")
+
+
+def run_masked(config: EvalCommand) -> None:
+    from data.prompts import held_out_prompts
+    from infer.masked.evaluate import evaluate_masked, masked_options, table
+
+    model, _ = load(config.target, None, "ssd")
+    options = config.evaluation
+    prompts = held_out_prompts(config.data, model.tokenizer, options.prompts, options.prompt_tokens)
+    result = evaluate_masked(model, prompts, masked_options(options, config.masked), progress=progress)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+def run_suite(config: EvalCommand) -> None:
+    from data.suites import load_suite
+    from infer.evaluation.suite import drafter_digest, evaluate_suite
+    from infer.evaluation.tables import suite_table
+    from infer.utils.files import atomic_write
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    suite = load_suite(config.suite)
+    target, drafter = load(config.target, config.checkpoint)
+    options, out = config.evaluation, Path(config.out)
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    text = suite_table(result)
+    atomic_write(out / "suite.md", text + "\n")
+    print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")

@@ -1,0 +1,70 @@
+"""`export`: a drafter in the layout of another engine."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infer.config import TargetConfig
+from infer.drafters.families import FORMATS
+
+
+@dataclass
+class ExportCommand:
+    """Writes a drafter for other engines, and uploads it if that is asked for.
+
+    checkpoint: anything that load_drafter reads
+    format: the layout. dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
+    out: a folder that is not there yet, or empty
+    push_to_hub: a name on the hub, user/name, to upload it to, with the token that you are logged in with
+    license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was named
+    base_model: the target's name on the hub, for others to read; None: target.path
+    target: see TargetConfig in infer/config.py; speculators stores its embedding, head and name
+    """
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    format: str = "dflash"
+    out: str = "runs/export"
+    push_to_hub: str | None = None
+    license: str | None = None
+    base_model: str | None = None
+    target: TargetConfig = field(default_factory=TargetConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be written."""
+        self.target.check()
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format}: use one of {', '.join(FORMATS)}")
+        if not self.out:
+            raise ValueError("out=<folder>: where should the export go?")
+        if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
+            raise ValueError(f"out={self.out}: that folder is not empty, choose another")
+        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
+            raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
+        local = self.target.path == "embedded" or Path(self.target.path).exists()
+        if self.push_to_hub is not None and self.format == "speculators" and self.base_model is None and local:
+            raise ValueError("format=speculators stores where the target is: give its name on the hub, base_model=...")
+
+
+def run(config: ExportCommand) -> None:
+    from infer import load_drafter, load_target
+    from infer.evaluation.card import write_card
+    from infer.formats.compatibility import check_folder
+    from infer.formats.export import check_token, export_drafter, push
+    from infer.targets.target import load_config, resolve_path
+
+    if config.push_to_hub is not None:
+        check_token()
+    place, out, layers, target = config.target, Path(config.out), None, None
+    if FORMATS[config.format]:
+        layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
+    drafter = load_drafter(config.checkpoint, target_layers=layers)
+    if FORMATS[config.format] or drafter.embed_tokens is not None or drafter.lm_head is not None:
+        target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
+        drafter.check_target(target)
+        target.name = config.base_model or resolve_path(place.path)
+    export_drafter(drafter, config.format, target, out)
+    write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
+    for verdict in check_folder(out):
+        print(verdict)
+    print(f"\nexport      {out}")
+    if config.push_to_hub is not None:
+        print(f"uploaded    {push(out, config.push_to_hub)}")

@@ -1,0 +1,45 @@
+"""`generate`: one text continued."""
+
+import sys
+from dataclasses import dataclass, field
+
+from infer.cli.models import load
+from infer.config import DecodeOptions, TargetConfig
+
+
+@dataclass
+class GenerateCommand:
+    """Continues a prompt and says what it took.
+
+    checkpoint: a drafter folder, a training checkpoint or an n-gram file
+    prompt: the text to continue
+    target: see TargetConfig in infer/config.py
+    decoding: see DecodeOptions in infer/config.py
+    """
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    prompt: str = "import os\n\ndef main():\n"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    decoding: DecodeOptions = field(default_factory=DecodeOptions)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be decoded."""
+        self.target.check()
+        self.decoding.check()
+        if not self.prompt:
+            raise ValueError("prompt: at least one character")
+
+
+def run(config: GenerateCommand) -> None:
+    from infer import generate
+
+    options = config.decoding
+    target, drafter = load(config.target, config.checkpoint, options.method)
+    answer = generate(target, drafter, config.prompt, options)
+    stats = answer.stats
+    print(config.prompt + answer.text)
+    print(
+        f"\n[{options.method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
+        f"{stats.tokens_per_second:.0f} tokens/s, ended by {answer.finish_reason}]",
+        file=sys.stderr,
+    )

@@ -1,0 +1,36 @@
+"""The models that commands load, and what they print while they work."""
+
+import sys
+
+from infer.config import MASKED_METHODS, TargetConfig
+
+
+def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
+    """Target and drafter, the drafter in the target's dtype. The drafter is looked at first: it is the cheaper one. An
+    n-gram file is a drafter too: of its pairs. A masked diffusion model has none. Raises ValueError, before weights are
+    loaded, where the method is for the other kind of model."""
+    from infer import load_masked, load_target
+    from infer.formats.checkpoint import open_drafter
+    from infer.masked.model import is_masked
+    from infer.targets.target import load_config
+
+    if method in MASKED_METHODS:
+        return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
+    if is_masked(place.path):
+        raise ValueError(
+            f"target.path={place.path}: a masked diffusion model has no drafter, and method={method} cannot decode it: "
+            "use decoding.method=ssd"
+        )
+    drafter = None
+    if checkpoint is not None:
+        layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
+        drafter = open_drafter(checkpoint, layers)
+    model = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+    if drafter is None:
+        return model, None
+    drafter.check_target(model)
+    return model, drafter.to(model.device, model.dtype)
+
+
+def progress(done: int, total: int) -> None:
+    print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)

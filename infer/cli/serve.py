@@ -1,0 +1,50 @@
+"""`serve`: a target and its drafter behind OpenAI's HTTP API."""
+
+import sys
+from dataclasses import dataclass, field
+
+from infer.cli.models import load
+from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
+from infer.serving.config import ServerConfig
+
+
+@dataclass
+class ServeCommand:
+    """Serves a target and its drafter over HTTP.
+
+    checkpoint: a drafter folder, a training checkpoint or an n-gram file
+    target: see TargetConfig in infer/config.py
+    decoding: see EngineConfig in infer/config.py
+    server: see ServerConfig in infer/serving/config.py
+    """
+
+    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    decoding: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be served."""
+        for part in (self.target, self.decoding, self.server):
+            part.check()
+        if self.server.verify and self.decoding.method in MASKED_METHODS:
+            raise ValueError(f"server.verify={self.server.verify}: for causal targets, not for {self.decoding.method}")
+
+
+def run(config: ServeCommand) -> None:
+    from infer import open_engine
+    from infer.api import positions_of
+    from infer.serving.server import serve
+
+    decoding, server = config.decoding, config.server
+    target, drafter = load(config.target, config.checkpoint, decoding.method)
+    spare = decoding.room(1) - 1  # an answer's last block is a whole one
+    capacity = min(server.max_length, positions_of(target) - spare)
+    engine = open_engine(target, drafter, decoding, capacity)
+    print(
+        f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
+        f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat",
+        file=sys.stderr,
+        flush=True,
+    )
+    serve(engine, server)
