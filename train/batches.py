@@ -1,5 +1,6 @@
 """The rows of every step, read ahead by another thread, and their anchors."""
 
+import hashlib
 import os
 import threading
 from queue import Queue
@@ -14,12 +15,17 @@ from infer.utils.entry import Stopped
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig
 from train.engine import micro_batch
-from train.run.checkpoints import seeded
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Drawn = list[tuple[int, dict[str, torch.Tensor]]]  # of each pass: its first draw, its rows on the host
+StepRows = list[tuple[int, dict[str, torch.Tensor]]]  # of each pass of a step: its first draw, its rows on the host
+
+
+def seeded(*parts: int) -> torch.Generator:
+    """Make a generator that is a pure function of its parts (seed, step, rank, ...)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
@@ -43,7 +49,7 @@ def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
     return made if first else rows()
 
 
-def draw_of(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:
+def first_draw(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:
     """The first of the draws that a process makes in one pass of a step: a pure function, so that resuming needs no
     more, and which rows a step has does not depend on how they are spread."""
     count, _ = micro_batch(config, world)
@@ -65,7 +71,7 @@ class Prefetch:
 
     def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned
-        self.ready: Queue[Drawn | BaseException] = Queue(maxsize=1)
+        self.ready: Queue[StepRows | BaseException] = Queue(maxsize=1)
         self.thread = threading.Thread(target=self._work, args=(first, last), daemon=True)
         self.thread.start()
 
@@ -76,17 +82,17 @@ class Prefetch:
         except BaseException as error:  # noqa: BLE001  the thread ends; whoever waits must hear of it
             self.ready.put(error)
 
-    def _read(self, step: int) -> Drawn:
+    def _read(self, step: int) -> StepRows:
         rank, world = dist.get_rank(), dist.get_world_size()
         count, passes = micro_batch(self.config, world)
         read = []
         for i in range(passes):
-            draw = draw_of(self.config, step, i, rank, world)
+            draw = first_draw(self.config, step, i, rank, world)
             rows = batch(self.dataset, draw, count, self.config.seed)
             read.append((draw, {k: v.pin_memory() for k, v in rows.items()} if self.pinned else rows))
         return read
 
-    def __call__(self) -> Drawn:
+    def __call__(self) -> StepRows:
         """The rows of the next step. Raises Stopped, with the reason, if they cannot be read."""
         rows = self.ready.get()
         if isinstance(rows, BaseException):

@@ -28,7 +28,7 @@ from infer.targets.target import Features, Target, weight_files
 from infer.utils.files import atomic_write, sync
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
-from train.run.checkpoints import disk
+from train.safety.processes import disk
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
@@ -53,7 +53,7 @@ def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Featur
     return Features(whole("context").flatten(2), whole("last"))
 
 
-def fingerprint(path: str) -> str:
+def weights_digest(path: str) -> str:
     """A digest of a model's weight files: their names and sizes, and bytes from evenly spread places of each."""
     digest = hashlib.sha256()
     for file in weight_files(path):
@@ -66,12 +66,12 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-def identity(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
+def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
     """What stored features depend on; training from them is refused where one of these is another."""
     known = {
         "target": {
             "path": config.target.path,
-            "weights": fingerprint(config.target.path),
+            "weights": weights_digest(config.target.path),
             "layers": target.config.num_hidden_layers,
         },
         "tokenizer": tokenizer_digest(target.tokenizer),
@@ -91,7 +91,7 @@ def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
 def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
     """Stores the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a
     stopped run left. Raises ValueError when the folder holds features of something else."""
-    out, known = Path(config.out), identity(config, target, layers)
+    out, known = Path(config.out), dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
     manifest = {"format": 1, "store": config.store, **known, "rows": len(dataset), "length": config.data.length}
     manifest["shards"] = []
@@ -146,7 +146,7 @@ def checksum(row: dict[str, torch.Tensor]) -> int:
     return value
 
 
-def digest_of(manifest: dict) -> str:
+def manifest_digest(manifest: dict) -> str:
     """SHA-256 of what a manifest says."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
     return json_digest(said)
@@ -155,7 +155,7 @@ def digest_of(manifest: dict) -> str:
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Writes the manifest with its own digest, whole or not at all."""
     with disk(f"{MANIFEST} of {folder}"):
-        atomic_write(folder / MANIFEST, json.dumps(manifest | {"sha256": digest_of(manifest)}) + "\n")
+        atomic_write(folder / MANIFEST, json.dumps(manifest | {"sha256": manifest_digest(manifest)}) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
@@ -170,7 +170,7 @@ def read_manifest(folder: Path) -> dict:
             len(shard["checksums"]) == shard["rows"] and Path(shard["file"]).name == shard["file"]
             for shard in manifest["shards"]
         )
-        if manifest["format"] != 1 or manifest.get("sha256", digest_of(manifest)) != digest_of(manifest):
+        if manifest["format"] != 1 or manifest.get("sha256", manifest_digest(manifest)) != manifest_digest(manifest):
             raise ValueError
         if rows > manifest["rows"] or not sound:
             raise ValueError
@@ -199,7 +199,7 @@ class StoredRows:
         self._open: dict[int, object] = {}  # shards that were read from
 
     def check(self, expected: dict) -> None:
-        """Raises ValueError, naming what differs, unless the features are what `identity` says that a run needs."""
+        """Raises ValueError, naming what differs, unless the features are what `dependencies` says that a run needs."""
         for key, value in expected.items():
             if self.manifest.get(key) != value:
                 raise ValueError(

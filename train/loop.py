@@ -7,18 +7,14 @@ position.
 B rows, T packed length, N anchors, K block size, L = K - 1, D hidden size.
 """
 
-import math
 import os
-import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,43 +22,27 @@ import torch.distributed as dist
 from infer.drafters.base import Drafter
 from infer.drafters.families import FAMILIES
 from infer.targets.target import Features, Target, load_target, resolve_device, resolve_dtype
-from train.batches import Drawn, Prefetch, draw_blocks, prepared_rows
+from train.batches import Prefetch, StepRows, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
-from train.config import OptimConfig, TrainConfig
+from train.config import TrainConfig
 from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step
-from train.features import StoredRows, identity, stored_features
+from train.features import StoredRows, dependencies, stored_features
 from train.objective import RowLoss, divergence, position_weights
+from train.optim import learning_rate, set_rate
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
-from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy, trim_log
-from train.run.folder import add_lines, logged, look, open_run
+from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
+from train.run.folder import check_run_folder, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report
 from train.run.initial import initial_drafter, resolve_init
+from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.progress import Progress
 from train.run.tracking import Tracker
-from train.safety.guards import Skips, Spikes, finite
-from train.safety.processes import Watch, first_only, start_processes
+from train.safety.guards import Skips
+from train.safety.processes import StallWatch, first_only, start_processes
 from train.safety.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One step over all processes. Tensors on the device: reading them synchronises."""
-
-    loss: torch.Tensor  # () weighted mean divergence, nats
-    agreement: torch.Tensor  # (L,) share of supervised positions where drafter and target choose the same token
-    prefix: torch.Tensor  # () teacher-forced joint prefix length, the bonus token included
-    grad_norm: torch.Tensor  # ()
-
-    def numbers(self) -> dict:
-        return {
-            "loss": finite(self.loss.item()),
-            "prefix": self.prefix.item(),
-            "agreement": self.agreement.tolist(),
-            "grad_norm": finite(self.grad_norm.item()),
-        }
 
 
 def block_loss(drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, config: TrainConfig) -> RowLoss:
@@ -119,15 +99,15 @@ def score(
 
 
 def train_step(
-    engine, target: Target, drawn: Drawn, config: TrainConfig, beat: Callable[[int, str], None]
+    engine, target: Target, drawn: StepRows, config: TrainConfig, report_progress: Callable[[str], None]
 ) -> StepMetrics:
-    """One optimiser step over the rows that `Prefetch` has drawn; `beat(number, what)` hears what begins. The loss is
-    divided by the weights of all blocks of all passes and processes, so that it depends neither on their number nor on
-    how the blocks fell among them. A loss that is not finite in any process makes every gradient so, and the step is
-    skipped by all."""
+    """Take one optimiser step over the rows that `Prefetch` read; `report_progress(phase)` is called as each phase
+    begins. The loss is divided by the weights of all blocks of all passes and processes, so that it depends neither on
+    their number nor on how the blocks fell among them. A loss that is not finite in one process makes the gradients of
+    all processes so, and all skip the step."""
     world, passes = dist.get_world_size(), len(drawn)
     device, length = target.device, config.drafter.block_size - 1
-    beat(1, "laying out its blocks")
+    report_progress("laying out its blocks")
     micro = []
     for draw, rows in drawn:
         rows = {name: column.to(device, non_blocking=True) for name, column in rows.items()}
@@ -139,14 +119,14 @@ def train_step(
 
     loss_sum, agree_sum = torch.zeros((), device=device), torch.zeros(length, device=device)
     prefix_sum = torch.zeros(2, device=device)
-    for i, (rows, blocks) in enumerate(micro):
-        beat(3 * i + 2, "the forward pass")
+    for rows, blocks in micro:
+        report_progress("the forward pass")
         result = block_loss(engine, target, rows, blocks, config)
         loss = result.loss
         poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
-        beat(3 * i + 3, "the backward pass")
+        report_progress("the backward pass")
         engine.backward(poison * loss * (world * passes / total))  # DeepSpeed averages over both
-        beat(3 * i + 4, "the optimiser's step")
+        report_progress("the optimiser's step")
         norm = take_step(engine)
         agree = result.agree.view(blocks.supervised.shape) & blocks.supervised  # (B, N, L)
         loss_sum += loss.detach()
@@ -162,17 +142,9 @@ def train_step(
     )
 
 
-def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
-    """Linear warm-up, then half a cosine to zero."""
-    warmup = max(1, round(optim.warmup * total))
-    if step < warmup:
-        return optim.lr * (step + 1) / warmup
-    return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-
 def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | None = None) -> Target:
-    """The target, on the device; on the host for now if it is to be sharded; only its ends, and the layers that the
-    drafter starts as, if its features are stored."""
+    """Load the target onto the device, or onto the host if it is to be sharded. With stored features, load only its
+    embedding, its head and the layers that the drafter is initialised from."""
     options, layers = config.target, None
     if stored is not None:
         known = stored.manifest
@@ -183,42 +155,48 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     return load_target(options.path, dtype, place, options.trust_remote_code, layers)
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's most on CUDA, the process's most elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 @dataclass(frozen=True)
-class Prepared:
-    """All that a run stands on."""
+class Run:
+    """Everything that the steps need, loaded."""
 
-    run: Path
+    config: TrainConfig
+    folder: Path
+    device: torch.device
     target: Target
     stored: StoredRows | None
     dataset: "StoredRows | Dataset"
     engine: object  # DeepSpeed's, around the drafter
     done: int  # steps
-    notes: list[str]  # what the user should know
+    notes: list[str]  # lines for the user
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return total_steps(self.config, len(self.dataset))
+
+    @property
+    def stops(self) -> set[int]:
+        """The steps after which a checkpoint is due: evenly spread, the last at the end."""
+        count = self.config.checkpoints
+        return {round(self.total * (i + 1) / count) for i in range(count)} - {0} | {self.total}
 
 
-def prepare(config: TrainConfig, device: torch.device, held: ExitStack) -> Prepared:
-    """Loads everything; the run's folder is held by `held`."""
-    micro_batch(config, dist.get_world_size())  # refuses, before anything is loaded, what the processes cannot share
-    first_only(lambda: look(config))
+def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> Run:
+    """Load everything, from the newest undamaged checkpoint if there is one; `held` keeps the lock of the folder."""
+    micro_batch(config, dist.get_world_size())  # raises, before anything is loaded, if the rows cannot be shared evenly
+    first_only(lambda: check_run_folder(config))
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
     drafter = initial_drafter(config, target)
     if stored is not None:
-        stored.check(identity(config, target, drafter.layer_ids))
-    run = first_only(lambda: held.enter_context(open_run(config)))
+        stored.check(dependencies(config, target, drafter.layer_ids))
+    folder = first_only(lambda: held.enter_context(open_run(config)))
     if config.target.shard:
         target.shard(device)
     if stored is not None:
         target.body.layers.to("meta")
-    folder, notes = newest(run)
-    state = load(folder) if folder is not None else {}
+    checkpoint, notes = newest(folder)
+    state = load(checkpoint) if checkpoint is not None else {}
     if state:
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
     dataset = stored if stored is not None else prepared_rows(config, target)
@@ -229,19 +207,19 @@ def prepare(config: TrainConfig, device: torch.device, held: ExitStack) -> Prepa
         notes.append(check(block_loss(engine, target, check.rows, check.blocks, config)))
     if state:
         restore(engine, state)
-    done = step_of(folder) if state else 0
+    done = step_of(checkpoint) if state else 0
     notes.append(
         f"{config.name}: {parameters:,} trainable parameters, "
         f"{len(dataset):,} packed rows of {config.data.length} tokens, {total_steps(config, len(dataset))} steps"
         + (f"; going on after step {done}" if done else "")
     )
-    dist.barrier()  # all have looked what there is
-    first_only(lambda: (trim_log(run / "metrics.jsonl", done), tidy(run, done, config.keep_states)))
-    return Prepared(run, target, stored, dataset, engine, done, notes)
+    dist.barrier()  # every process has looked for checkpoints
+    first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done, config.keep_states)))
+    return Run(config, folder, device, target, stored, dataset, engine, done, notes)
 
 
 def train(config: TrainConfig) -> Path:
-    """Trains a drafter from a checked configuration; returns the run's folder.
+    """Train a drafter from a checked configuration; return the run's folder.
 
     Raises ValueError or FileNotFoundError with a sentence for what the user can mend before anything is begun, Stopped
     for what ends a run that was begun.
@@ -253,101 +231,102 @@ def train(config: TrainConfig) -> Path:
     start_processes(device)
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     with ExitStack() as held:
-        all_there = prepare(config, device, held)
-        watch = Watch(config.guards.stall_minutes)
+        run = prepare_run(config, device, held)
+        watch = StallWatch(config.guards.stall_minutes)
         held.callback(watch.close)
-        return run_steps(config, device, all_there, watch)
+        return run_steps(run, watch)
 
 
-def run_steps(config: TrainConfig, device: torch.device, all_there: Prepared, watch: Watch) -> Path:
-    """The steps that are not done yet, with their checkpoints, evaluations and log."""
-    run, target, engine, done = all_there.run, all_there.target, all_there.engine, all_there.done
-    first, rows = dist.get_rank() == 0, len(all_there.dataset)
-    total = total_steps(config, rows)
-    stops = {round(total * (i + 1) / config.checkpoints) for i in range(config.checkpoints)} - {0} | {total}
-    progress = Progress(total, enabled=first)
-    for line in all_there.notes:
+def run_steps(run: Run, watch: StallWatch) -> Path:
+    """Take the remaining steps, with their log, checkpoints and evaluations; return the run's folder."""
+    config, engine, stops = run.config, run.engine, run.stops
+    progress = Progress(run.total, enabled=dist.get_rank() == 0)
+    for line in run.notes:
         progress.say(line)
-    tracker = Tracker(config, run, enabled=first)
-
-    def evaluate(step: int) -> None:
-        def whole() -> Target:  # with stored features, it is in memory while it is needed
-            return target if all_there.stored is None else load_frozen(config, device)
-
-        def alive() -> None:
-            watch.beat(step - 1, 10**6, "an evaluation")  # the last thing of the step before
-
-        alive()
-        evaluate_checkpoint(run, checkpoint_folder(run, step), whole, config, progress, tracker, alive)
-
-    if done in stops and not (checkpoint_folder(run, done) / "evaluation" / "evaluation.json").exists():
-        evaluate(done)  # the run was stopped between saving and evaluating
+    tracker = Tracker(config, run.folder, enabled=dist.get_rank() == 0)
+    if run.done in stops and not (checkpoint_folder(run.folder, run.done) / "evaluation" / "evaluation.json").exists():
+        watch.begin_step(run.done, "an evaluation")
+        evaluate(run, run.done, watch, progress, tracker)  # the run was stopped between saving and evaluating
     stopping = catch_signals()
-
-    prefetch = Prefetch(all_there.dataset, config, done, total, pinned=device.type == "cuda")
-    spikes, skips = Spikes(config, rows, logged(run)), Skips(run, config)
-    rate_of_device = matmul_rate(device, compute_dtype(config, device))
-    operations = step_operations(shape_of(config, target.config))
-    if all_there.stored is not None:
-        operations.pop("target")
-    share = sum(operations.values()) / dist.get_world_size()  # of a step's work
-    pending: list[tuple[int, StepMetrics, float]] = []
-    began = saved_at = time.perf_counter()
-    for step in range(done, total):
-        watch.beat(step, 0, "reading its rows")
-        drawn = prefetch()
-        rate = learning_rate(config.optim, step, total)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
-        metrics = train_step(engine, target, drawn, config, partial(watch.beat, step))
+    prefetch = Prefetch(run.dataset, config, run.done, run.total, pinned=run.device.type == "cuda")
+    log, skips = StepLog(config, run.folder, len(run.dataset), seconds_at_full_rate(run)), Skips(run.folder, config)
+    saved_at = time.perf_counter()
+    for step in range(run.done + 1, run.total + 1):
+        watch.begin_step(step, "reading its rows")
+        rows = prefetch()
+        rate = set_rate(engine.optimizer, learning_rate(config.optim, step - 1, run.total))
+        metrics = train_step(engine, run.target, rows, config, watch.report_progress)
         if not metrics.grad_norm.isfinite():
-            progress.say(skips({"step": step + 1, "lr": rate, **metrics.numbers()}, drawn, engine))
-        pending.append((step + 1, metrics, rate))
-        stop = due = False
-        if (step + 1) % config.log_every == 0 or step + 1 in stops:
-            old = config.save_minutes is not None and time.perf_counter() - saved_at > 60 * config.save_minutes
-            flags = torch.tensor([float(stopping.is_set), float(first and old)], device=device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX)  # all processes stop, or save, after the same step
-            stop, due = (bool(flag) for flag in flags.tolist())
-            seconds = (time.perf_counter() - began) / len(pending)
-            cost = {
-                "tokens_per_second": config.optim.batch * config.data.length / seconds,
-                "mfu": share / seconds / rate_of_device,  # of this machine's large matrix products
-                "peak_gb": peak_memory(device) / 1e9,
-            }
-            lines = [{"step": number, "lr": lr, **cost, **metrics.numbers()} for number, metrics, lr in pending]
-            if first:
-                add_lines(run, lines)
-                for line in lines:
-                    tracker.log(line)
-                    progress.step(line)
-                    if spike := spikes(line):
-                        progress.say(spike)
-            pending.clear()
-            began = time.perf_counter()
-        if step + 1 in stops or stop or due:
-            watch.beat(step, 10**5, "saving")
-            if step + 1 in stops:
-                saved = save(run, step + 1, engine, target.dtype, config.keep_states)
-                evaluate(step + 1)
+            progress.say(skips({"step": step, "lr": rate, **metrics.numbers()}, rows, engine))
+        log.add(step, rate, metrics)
+        if step % config.log_every and step not in stops:
+            continue
+        save_due = config.save_minutes is not None and time.perf_counter() - saved_at > 60 * config.save_minutes
+        agreed = agree(stopping.is_set, save_due, run.device)
+        log.write(progress, tracker)
+        if step in stops or agreed.stop or agreed.save:
+            watch.report_progress("saving")
+            if step in stops:
+                saved = save(run.folder, step, engine, run.target.dtype, config.keep_states)
+                evaluate(run, step, watch, progress, tracker)
             else:
-                saved = save_rolling(run, step + 1, engine)
+                saved = save_rolling(run.folder, step, engine)
             dist.barrier()
-            began = saved_at = time.perf_counter()
-        if stop:
-            progress.say(
-                f"stopped by a signal after step {step + 1}; saved {saved}; the same command goes on from there"
-            )
+            saved_at = log.restart_clock()
+        if agreed.stop:
+            progress.say(f"stopped by a signal after step {step}; saved {saved}; the same command goes on from there")
             break
     watch.close()
     progress.close()
-    lost = sum(line["grad_norm"] is None for line in logged(run)) if first else 0
+    finish(run, progress, tracker)
+    return run.folder
+
+
+def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker: Tracker) -> None:
+    """Decode held-out prompts with the checkpoint of a step, and update the report."""
+
+    def whole_target() -> Target:  # with stored features, the whole target is in memory only for the evaluation
+        return run.target if run.stored is None else load_frozen(run.config, run.device)
+
+    def alive() -> None:
+        watch.report_progress("an evaluation")
+
+    alive()
+    folder = checkpoint_folder(run.folder, step)
+    evaluate_checkpoint(run.folder, folder, whole_target, run.config, progress, tracker, alive)
+
+
+def finish(run: Run, progress: Progress, tracker: Tracker) -> None:
+    """Report skipped steps, write the last report, and close the tracker."""
+    lost = sum(line["grad_norm"] is None for line in read_log(run.folder)) if dist.get_rank() == 0 else 0
     if lost:
-        progress.say(f"{lost} of {total} steps were skipped, as their loss or gradient was not finite")
-    first_only(lambda: finish_report(run, tracker))
+        progress.say(f"{lost} of {run.total} steps were skipped, as their loss or gradient was not finite")
+    first_only(lambda: finish_report(run.folder, tracker))
     tracker.close()
     dist.barrier()
-    return run
+
+
+def seconds_at_full_rate(run: Run) -> float:
+    """The seconds that a step's work would take at this machine's rate of large matrix products."""
+    operations = step_operations(shape_of(run.config, run.target.config))
+    if run.stored is not None:
+        operations.pop("target")
+    rate = matmul_rate(run.device, compute_dtype(run.config, run.device))
+    return sum(operations.values()) / dist.get_world_size() / rate
+
+
+class Agreed(NamedTuple):
+    """What all processes do after the same step."""
+
+    stop: bool
+    save: bool
+
+
+def agree(stop: bool, save: bool, device: torch.device) -> Agreed:
+    """Let all processes stop if one was asked to, and save if it is due in the first."""
+    flags = torch.tensor([float(stop), float(save and dist.get_rank() == 0)], device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return Agreed(*(bool(flag) for flag in flags.tolist()))
 
 
 @dataclass
@@ -356,7 +335,8 @@ class StopFlag:
 
 
 def catch_signals() -> StopFlag:
-    """SIGTERM and SIGUSR1 (a scheduler's preemption) let the step end, save and stop; exit code 0."""
+    """Let SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved, and the run stops with
+    exit code 0."""
     flag = StopFlag()
 
     def handler(number: int, frame: object) -> None:

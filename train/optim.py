@@ -1,5 +1,6 @@
-"""The optimiser: AdamW, or Muon for matrices and AdamW for everything else."""
+"""The optimiser (AdamW, or Muon for matrices and AdamW for everything else) and the schedules of its rate."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,8 +33,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser that the configuration names, for a drafter or a whole model; matrices decay, vectors do not. An
-    embedding and a head are tables of vectors, one a token, and no matrices to Muon."""
+    """Make the optimiser that the configuration names, for a drafter or a whole model; matrices decay, vectors do not.
+    An embedding and a head count as tables of vectors, one for each token, and not as matrices of Muon."""
     named, tables = list(model.named_parameters()), TABLES if config.name == "muon" else ()
     matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(tables)]
     others = [p for name, p in named if p.ndim != 2 or name.endswith(tables)]
@@ -41,3 +42,24 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
         return MuonAdamW(matrices, others, config)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas))
+
+
+def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
+    """Return the rate of a step, counted from 0: linear warm-up, then half a cosine to zero."""
+    warmup = max(1, round(optim.warmup * total))
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    return optim.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+def trapezoid(step: int, total: int, warmup: float, decay: float) -> float:
+    """Return the share of the peak rate at a step, counted from 0: linear warm-up, plateau, linear decay to zero;
+    warmup and decay are shares of all steps."""
+    return min((step + 1) / max(1, warmup * total), 1.0, (total - step) / max(1, decay * total))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Give all parameters one learning rate, and return it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate

@@ -121,11 +121,6 @@ def windows(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
         yield torch.stack([stream[start : start + length + 1] for start in rows])
 
 
-def rate(step: int, steps: int, warmup: float, decay: float) -> float:
-    """Trapezoid: the share of the peak rate at a step."""
-    return min((step + 1) / max(1, warmup * steps), 1.0, (steps - step) / max(1, decay * steps))
-
-
 def held_out_loss(model, stream, length: int) -> float:
     """Mean cross-entropy (nats a token) over the held-out stream cut into windows."""
     import torch
@@ -148,7 +143,7 @@ def pretrain(config: PretrainConfig) -> dict:
 
     from data.corpus import stdlib_documents
     from train.config import OptimConfig
-    from train.optim import make_optimizer
+    from train.optim import make_optimizer, trapezoid
 
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -189,7 +184,7 @@ def pretrain(config: PretrainConfig) -> dict:
     began, recent = time.time(), []
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)
     for step, ids in enumerate(batches):
-        share = rate(step, config.steps, config.warmup, config.decay)
+        share = trapezoid(step, config.steps, config.warmup, config.decay)
         for group in optimizer.param_groups:
             group["lr"] = config.lr * share
         with torch.autocast("cpu", torch.bfloat16):

@@ -37,7 +37,7 @@ from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
 from train.config import FeaturesConfig
-from train.features import StoredRows, identity, write_features
+from train.features import StoredRows, dependencies, write_features
 from train.run import checkpoints as state
 
 Reader = Callable[[Path], object]  # everything that a folder says, comparable with same(); or an error
@@ -83,7 +83,7 @@ def make_features(folder: Path) -> Reader:
     target, data = load_target("embedded", dtype="bfloat16"), DataConfig(source="stdlib", length=64, limit=1)
     config, layers = FeaturesConfig(out=str(folder), data=data, shard_mb=1), (3, 8)
     write_features(config, target, layers, packed_rows(data, target.tokenizer).select(range(8)), lambda *_: None)
-    needed = identity(config, target, layers)
+    needed = dependencies(config, target, layers)
 
     def read(folder: Path) -> object:
         rows = StoredRows(folder)
@@ -133,7 +133,7 @@ def make_checkpoint(folder: Path) -> Reader:
     shutil.rmtree(folder / "run")
 
     def read(folder: Path) -> object:
-        if problem := state.whole(folder):
+        if problem := state.find_damage(folder):
             raise ValueError(f"{folder}: {problem}")
         return {"state": state.load(folder), "drafter": load_file(folder / "drafter" / "model.safetensors")}
 

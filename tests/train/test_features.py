@@ -11,11 +11,10 @@ from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
 from infer.drafters.dflash.model import DFlash
-from train.batches import draw_blocks
+from train.batches import draw_blocks, seeded
 from train.config import FeaturesConfig, TrainConfig
-from train.features import StoredRows, identity, quantise, stored_features, write_features, write_manifest
+from train.features import StoredRows, dependencies, quantise, stored_features, write_features, write_manifest
 from train.loop import block_loss
-from train.run.checkpoints import seeded
 
 LAYERS = (3, 8)
 
@@ -155,9 +154,9 @@ def test_every_damage_is_named(stored, tmp_path):
 def test_features_of_something_else_are_refused(half, stored):
     options = TrainConfig(data=DataConfig(source="stdlib", length=64, limit=1))
     rows = StoredRows(stored)
-    rows.check(identity(options, half, LAYERS))
+    rows.check(dependencies(options, half, LAYERS))
     with pytest.raises(ValueError, match="another layers"):
-        rows.check(identity(options, half, (3, 7)))
+        rows.check(dependencies(options, half, (3, 7)))
     options.data.length = 32
     with pytest.raises(ValueError, match="another data"):
-        rows.check(identity(options, half, LAYERS))
+        rows.check(dependencies(options, half, LAYERS))

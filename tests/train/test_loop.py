@@ -15,8 +15,9 @@ import torch
 from safetensors import safe_open
 
 from train.config import OptimConfig
-from train.loop import learning_rate
-from train.run.checkpoints import checkpoints, newest, trim_log, whole
+from train.optim import learning_rate
+from train.run.checkpoints import checkpoints, find_damage, newest
+from train.run.log import trim_log
 
 SMALL = [
     "data=stdlib",
@@ -285,7 +286,7 @@ def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
     data = bytearray(state.read_bytes())
     data[len(data) // 2] ^= 1
     state.write_bytes(data)
-    assert whole(last) == f"state/{state.name} is truncated or altered"
+    assert find_damage(last) == f"state/{state.name} is truncated or altered"
     found, skipped = newest(run)
     assert found.name == "step-00000048"
     assert skipped == [f"skipped checkpoint step-00000060: state/{state.name} is truncated or altered"]

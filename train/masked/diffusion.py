@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# streams of random numbers, see train.run.checkpoints.seeded
+# streams of random numbers, see train.batches.seeded
 TRAINING, HELD_OUT, COLD_START = range(3)
 
 
@@ -135,7 +135,7 @@ def begin(config: DiffusionConfig) -> "tuple[nn.Module, object]":
     from infer.drafters.base import default_mask_token
     from infer.masked.model import NATIVE
     from infer.targets.target import load_target
-    from train.run.checkpoints import seeded
+    from train.batches import seeded
 
     start = load_target(config.start, "float32", config.device)
     if start.config.model_type not in NATIVE:
@@ -193,8 +193,8 @@ def held_out_bounds(model: "nn.Module", rows: "dict[str, torch.Tensor]", config:
     the configuration has a block length, block by block; always under the same noise."""
     import torch
 
+    from train.batches import seeded
     from train.masked.objective import bound, draw, learnable, noise
-    from train.run.checkpoints import seeded
 
     shifted, mask = model.config.masked_diffusion["shifted"], model.config.mask_token_id
     rows = {name: column.to(model.device) for name, column in learnable(rows, shifted, mask).items()}
@@ -240,8 +240,8 @@ def train_step(model: "nn.Module", rows: "dict[str, torch.Tensor]", config: Diff
     bound. The noise is a pure function of seed and step."""
     import torch
 
+    from train.batches import seeded
     from train.masked.objective import Noised, bound, draw, learnable, noise
-    from train.run.checkpoints import seeded
 
     shifted, mask = model.config.masked_diffusion["shifted"], model.config.mask_token_id
     generator = seeded(config.seed, TRAINING, step)
@@ -330,9 +330,9 @@ def train(config: DiffusionConfig) -> dict:
 
     from data.packing import packed_rows
     from train.config import OptimConfig
-    from train.optim import make_optimizer
-    from train.pretrain import rate
-    from train.run.checkpoints import disk, trim_log
+    from train.optim import make_optimizer, trapezoid
+    from train.run.log import trim_log
+    from train.safety.processes import disk
 
     out = Path(config.out)
     model, tokenizer = begin(config)
@@ -365,7 +365,7 @@ def train(config: DiffusionConfig) -> dict:
             figures = measure(0)
         recent = []
         for step in range(first, config.steps):
-            share = rate(step, config.steps, config.warmup, config.decay)
+            share = trapezoid(step, config.steps, config.warmup, config.decay)
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * share
             loss = train_step(model, training_batch(config, sets, step), config, step)

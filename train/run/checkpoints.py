@@ -17,20 +17,17 @@ order, anchors and learning rate are pure functions of seed and step.
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from infer.formats.checkpoint import save_drafter
 from infer.utils.entry import Stopped
-from infer.utils.files import atomic_write, sync
+from infer.utils.files import sync
 from train.engine import training_state
-from train.safety.processes import first_only
+from train.safety.processes import disk, first_only
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 
@@ -51,20 +48,6 @@ def rolling(run: Path) -> list[Path]:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.split("-")[-1])
-
-
-@contextmanager
-def disk(what: str) -> Iterator[None]:
-    """Around writing: a disk that is full, read-only or gone ends the run in one sentence."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-        why = getattr(error, "strerror", None) or str(error)
-        raise Stopped(
-            f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
-            "from there"
-        ) from error
 
 
 def _digest(path: Path) -> dict:
@@ -140,15 +123,15 @@ def tidy(run: Path, step: int, keep_states: int) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def sweep_up(run: Path) -> None:
-    """Removes what a killed run left half-written."""
+def remove_partial(run: Path) -> None:
+    """Remove what a killed run left half-written."""
     (run / "checkpoints" / ".best").unlink(missing_ok=True)
     for partial in (*(run / "checkpoints").glob(".step-*"), *(run / "checkpoints").glob(".rolling-*")):
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def whole(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file is as its manifest says."""
+def find_damage(folder: Path) -> str | None:
+    """Describe the first fault of a checkpoint; None if every file matches its manifest."""
     manifest = folder / "state" / MANIFEST
     if not manifest.is_file():
         return "has no training state"
@@ -172,7 +155,7 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint or rolling state, or None, and a sentence about every newer one that was skipped."""
     skipped = []
     for folder in sorted((*checkpoints(run), *rolling(run)), key=step_of, reverse=True):
-        problem = whole(folder)
+        problem = find_damage(folder)
         if problem is None:
             return folder, skipped
         skipped.append(f"skipped checkpoint {folder.name}: {problem}")
@@ -191,24 +174,3 @@ def mark_best(run: Path, best: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(best.name)
     fresh.replace(link)
-
-
-def trim_log(path: Path, step: int) -> None:
-    """Drops lines of metrics.jsonl from steps that a resumed run will do again (and a half-written last line)."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    with disk(str(path)):
-        atomic_write(path, "".join(line + "\n" for line in kept))
-
-
-def seeded(*parts: int) -> torch.Generator:
-    """A generator that is a pure function of its parts (seed, step, rank, ...)."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,7 +1,7 @@
 """A run's folder: its configuration, its lock, its log.
 
-An existing run is gone on with or refused, never overwritten, and never written by two at once. What can be known
-before models load is refused then (`look`); `open_run` makes the folder once all has loaded.
+An existing run is continued or refused, never overwritten, and never written by two processes at once.
+`check_run_folder` refuses before models load what can be known then; `open_run` makes the folder once all is loaded.
 """
 
 import fcntl
@@ -18,7 +18,8 @@ from typing import IO
 from infer.utils.files import atomic_write
 from infer.utils.redact import redact
 from train.config import TrainConfig
-from train.run.checkpoints import disk, sweep_up
+from train.run.checkpoints import remove_partial
+from train.safety.processes import disk
 
 # what may be another when a run goes on: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
@@ -60,7 +61,7 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def _sign(file: IO[str]) -> None:
-    """Who holds the lock, for those who do not get it."""
+    """Write the process and host that hold the lock, for the error message of others."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -84,8 +85,8 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
         )
 
 
-def look(config: TrainConfig) -> None:
-    """Before anything is loaded: raises ValueError when the folder cannot be had. Leaves nothing behind."""
+def check_run_folder(config: TrainConfig) -> None:
+    """Raise ValueError if the run folder is locked, read-only or holds another configuration. Changes nothing."""
     run = run_folder(config)
     refuse_another(config, run)
     existing = next(folder for folder in (run, *run.absolute().parents) if folder.is_dir())
@@ -101,7 +102,7 @@ def look(config: TrainConfig) -> None:
 
 @contextmanager
 def open_run(config: TrainConfig) -> Iterator[Path]:
-    """The run's folder with its resolved config, held until the end of the run. Called by the first process."""
+    """Create the run folder, write the resolved configuration, and hold its lock until the run ends. Rank 0 only."""
     run = run_folder(config)
     with disk(str(run)):
         run.mkdir(parents=True, exist_ok=True)
@@ -110,17 +111,5 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
         with disk(str(run)):
             if not (run / "config.json").exists():
                 atomic_write(run / "config.json", json.dumps(plain(config), indent=1) + "\n")
-            sweep_up(run)
+            remove_partial(run)
         yield run
-
-
-def add_lines(run: Path, lines: list[dict]) -> None:
-    """More steps to metrics.jsonl."""
-    with disk(f"{run}/metrics.jsonl"), (run / "metrics.jsonl").open("a") as log:
-        log.write("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def logged(run: Path) -> list[dict]:
-    """The steps of metrics.jsonl."""
-    file = run / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -24,10 +24,10 @@ from infer.utils.entry import Stopped
 from infer.utils.files import atomic_write
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
-from train.run.checkpoints import checkpoints, disk, mark_best, step_of
+from train.run.checkpoints import checkpoints, mark_best, step_of
 from train.run.progress import Progress
 from train.run.tracking import Tracker
-from train.safety.processes import first_only
+from train.safety.processes import disk, first_only
 
 Shares = tuple[list[list[int]], dict[tuple[str, int], Measured]]  # the prompts, and what was measured on them
 

@@ -10,8 +10,8 @@ from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
 from infer.targets.target import Target, load_config
+from train.batches import seeded
 from train.config import TrainConfig
-from train.run.checkpoints import seeded
 
 
 def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:

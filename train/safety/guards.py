@@ -24,21 +24,15 @@ from data.packing import row_index
 from infer.formats.integrity import save_readable
 from infer.utils.entry import Stopped
 from infer.utils.files import atomic_write
-from train.batches import Drawn, draw_blocks
+from train.batches import StepRows, draw_blocks
 from train.config import TrainConfig
 from train.engine import training_state
-from train.run.checkpoints import disk
 from train.run.folder import plain
-from train.safety.processes import first_only
+from train.safety.processes import disk, first_only
 
 WINDOW = 50  # losses that a jump is measured against
 ENOUGH = 10  # of them, before it is
 MOST_KEPT = 20  # skipped steps that are written down; the later ones are counted only
-
-
-def finite(value: float) -> float | None:
-    """A number as JSON has it: nothing where it is no number."""
-    return value if math.isfinite(value) else None
 
 
 class Spikes:
@@ -77,7 +71,7 @@ class Skips:
         self.in_a_row, self.last = 0, -1
         self.weights: str | None = None  # folder of the first of them, relative to <run>/skipped
 
-    def __call__(self, line: dict, drawn: Drawn, engine) -> str:
+    def __call__(self, line: dict, drawn: StepRows, engine) -> str:
         """After a step that was skipped, by every process: a sentence about it. Raises Stopped after too many."""
         self.in_a_row = self.in_a_row + 1 if line["step"] == self.last + 1 else 1
         if self.in_a_row == 1:
@@ -96,7 +90,7 @@ class Skips:
             "are as they were before the first of them: a lower optim.lr or other data may help"
         )
 
-    def _keep(self, line: dict, drawn: Drawn, engine) -> bool:
+    def _keep(self, line: dict, drawn: StepRows, engine) -> bool:
         """Writes the step down, unless there are enough such."""
         folder = self.run / "skipped" / f"step-{line['step']:08d}"
         others = first_only(lambda: sorted(path.name for path in folder.parent.glob("step-*") if path != folder))

@@ -8,23 +8,26 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from infer.utils.entry import STOPPED, Stopped
 from infer.utils.redact import redact_text
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=1)  # of a collective: packing a large data set keeps the others waiting; `Watch` is stricter
+PATIENCE = timedelta(
+    days=1
+)  # of a collective: packing a large data set keeps the others waiting; `StallWatch` is stricter
 
 
 def start_processes(device: torch.device) -> None:
-    """Joins the process group that torchrun announced, or founds one of a single process."""
+    """Join the process group that torchrun announced, or found one of a single process."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
     import deepspeed
@@ -43,8 +46,8 @@ def start_processes(device: torch.device) -> None:
 
 
 def first_only(action: Callable[[], T]) -> T:
-    """Lets the first process do something while the others wait. All return what it returned, or raise the error that
-    it raised: none is left waiting for one that has gone."""
+    """Let the first process do something while the others wait. All return what it returned, or raise the error that
+    it raised, so that none waits for a process that has gone."""
     outcome: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -62,12 +65,26 @@ def first_only(action: Callable[[], T]) -> T:
     return outcome[0]
 
 
-class Watch(threading.Thread):
-    """Ends the run when nothing has gone on for `minutes`, and says which process the others wait for.
+@contextmanager
+def disk(what: str) -> Iterator[None]:
+    """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or gone."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        where = f" ({error.filename})" if getattr(error, "filename", None) else ""
+        why = getattr(error, "strerror", None) or str(error)
+        raise Stopped(
+            f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
+            "from there"
+        ) from error
 
-    Each process tells by `beat` where it is. A thread passes that on to the store that founded the process group, once
-    a tick, and sees for how long there was nothing to pass on; a process that hangs in a collective, a read or a
-    sleep is noticed whatever the backend. Time during which the whole process was suspended does not count.
+
+class StallWatch(threading.Thread):
+    """Ends the run when no process reports progress for `minutes`, and names the process that the others wait for.
+
+    Each process reports its phase. A thread passes that on to the store that founded the process group, once a tick,
+    and measures for how long there was nothing to pass on; a process that hangs in a collective, a read or a sleep is
+    noticed whatever the backend. Time during which the whole process was suspended does not count.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -83,24 +100,30 @@ class Watch(threading.Thread):
             self.store.set(f"place/{self.rank}", repr(self.place))
         self.start()
 
-    def beat(self, step: int, at: int, doing: str) -> None:
-        """This process begins something: the `at`-th thing of a step. What comes later compares as larger."""
-        self.place = (step, at, doing)
+    def begin_step(self, step: int, phase: str) -> None:
+        """Report that this process begins a step, counted from 1, with its first phase."""
+        self.place = (step - 1, 0, phase)
+
+    def report_progress(self, phase: str) -> None:
+        """Report that this process begins a phase of the step, or is still advancing in it. All processes have the
+        same phases in the same order, so that places can be compared: a later one is larger."""
+        step, number, current = self.place
+        self.place = (step, number + (phase != current), phase)
 
     def close(self) -> None:
-        """The end of the watch."""
+        """End the watch."""
         self.over.set()
         self.join()
 
     def run(self) -> None:
-        quiet, told, last = 0.0, None, time.monotonic()
+        quiet, sent, last = 0.0, None, time.monotonic()
         while not self.over.wait(self.tick):
             now = time.monotonic()
             quiet, last = quiet + min(now - last, 2 * self.tick), now
-            if self.place is not told:
-                quiet, told = 0.0, self.place
+            if self.place is not sent:
+                quiet, sent = 0.0, self.place
                 if self.store is not None:
-                    self.store.set(f"place/{self.rank}", repr(told))
+                    self.store.set(f"place/{self.rank}", repr(sent))
             if quiet > self.limit:
                 print(f"error: {redact_text(self.sentence())}", file=sys.stderr, flush=True)
                 if self.rank == 0:
@@ -108,7 +131,7 @@ class Watch(threading.Thread):
                 os._exit(STOPPED)
 
     def sentence(self) -> str:
-        """Who is behind, and with what."""
+        """Name the processes that are behind, and their phases."""
         places = {self.rank: repr(self.place)}
         with suppress(RuntimeError):  # the process that holds the store may be gone
             places |= {rank: self.store.get(f"place/{rank}").decode() for rank in range(self.world) if self.store}
@@ -116,18 +139,17 @@ class Watch(threading.Thread):
 
 
 def stalled(places: dict[int, str], world: int, minutes: float) -> str:
-    """The sentence about a stalled run, from the places that were heard of: rank -> "(step, at, 'doing')"."""
-    read = {}
+    """Return the sentence about a stalled run, from the places that are known: rank -> "(step, number, 'phase')"."""
+    where, phases = {}, {}
     for rank, place in places.items():
-        step, at, doing = place.strip("()").split(", ", 2)
-        read[rank] = ((int(step), int(at)), doing.strip("'"), int(step))
-    order = {rank: where for rank, (where, _, _) in read.items()}
-    behind = [rank for rank in order if order[rank] == min(order.values())]
-    _, doing, step = read[behind[0]]
+        step, number, phase = place.strip("()").split(", ", 2)
+        where[rank], phases[rank] = (int(step), int(number)), phase.strip("'")
+    behind = [rank for rank in where if where[rank] == min(where.values())]
     who = "all processes" if len(behind) == world > 1 else ", ".join(f"rank {rank}" for rank in behind)
-    waiting = [f"rank {rank} at {read[rank][1]}" for rank in order if rank not in behind]
+    waiting = [f"rank {rank} at {phases[rank]}" for rank in where if rank not in behind]
     return (
-        f"nothing has gone on for {minutes:g} minutes: {who} did not get through {doing} (step {step + 1})"
+        f"nothing has gone on for {minutes:g} minutes: {who} did not get through {phases[behind[0]]} "
+        f"(step {where[behind[0]][0] + 1})"
         + (f", waited for by {', '.join(waiting)}" if waiting else "")
         + "; the same command goes on from the newest checkpoint (guards.stall_minutes is how long is waited)"
     )

@@ -18,7 +18,7 @@ from infer.attention.masks import additive
 from infer.drafters.base import Drafter
 from infer.targets.target import Features, Target
 from infer.utils.entry import Stopped
-from train.batches import draw_blocks, draw_of
+from train.batches import draw_blocks, first_draw
 from train.config import TrainConfig
 from train.divergences import DIVERGENCES
 from train.engine import compute_dtype, micro_batch
@@ -39,7 +39,7 @@ class SelfCheck:
     @torch.no_grad()
     def __init__(self, drafter: Drafter, target: Target, dataset, config: TrainConfig) -> None:
         count, _ = micro_batch(config, dist.get_world_size())
-        draw = draw_of(config, 0, 0, dist.get_rank(), dist.get_world_size())
+        draw = first_draw(config, 0, 0, dist.get_rank(), dist.get_world_size())
         rows = batch(dataset, draw, count, config.seed)
         self.rows = {name: column.to(target.device) for name, column in rows.items()}
         self.blocks = draw_blocks(self.rows, config, draw)

@@ -27,7 +27,8 @@ from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints, newest, rolling
-from train.run.folder import locked, logged
+from train.run.folder import locked
+from train.run.log import read_log
 from train.safety.processes import stalled, start_processes
 
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
@@ -58,7 +59,7 @@ def left_by(run: Path) -> tuple:
     evaluations = [
         [(m["name"], m["tau"], m["rounds"]) for m in evaluation["methods"]] for evaluation in hooks.evaluations_of(run)
     ]
-    return [[line[key] for key in KEYS] for line in logged(run)], files, evaluations
+    return [[line[key] for key in KEYS] for line in read_log(run)], files, evaluations
 
 
 def mixture(tmp_path: Path) -> list[str]:
@@ -418,4 +419,4 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, tmp_path
     done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0 and "exitcode  : 3" in done.stderr, done.stderr
     assert "rank 1 did not get through reading its rows (step 4)" in done.stderr
-    assert math.isfinite(logged(tmp_path / "sleepy")[-1]["loss"])
+    assert math.isfinite(read_log(tmp_path / "sleepy")[-1]["loss"])

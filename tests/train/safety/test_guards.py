@@ -17,7 +17,7 @@ from train.config import FeaturesConfig, ObjectiveConfig, ReplayConfig, TrainCon
 from train.engine import training_state
 from train.features import checksum, write_features, write_manifest
 from train.objective import RowLoss
-from train.run.folder import logged
+from train.run.log import read_log
 from train.safety.guards import Spikes
 from train.safety.processes import start_processes
 from train.safety.replay import replay
@@ -58,7 +58,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here,
         same = all(torch.equal(before[name], after[name]) for name in before)
         assert same == (number in (2, 4)), number
         assert all(value.isfinite().all() for value in after.values())
-    lines = logged(run)
+    lines = read_log(run)
     assert [line["step"] for line in lines if line["grad_norm"] is None] == [2, 4]
     assert [line["step"] for line in lines if line["loss"] is None] == [2]
     assert "NaN" not in (run / "metrics.jsonl").read_text()
@@ -68,7 +68,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here,
 
 
 def test_a_kept_step_replayed_gives_the_loss_it_should_have_had(small, run_here, monkeypatch, tmp_path):
-    plain = logged(run_here(small("optim.steps=2", "name=plain")))[1]
+    plain = read_log(run_here(small("optim.steps=2", "name=plain")))[1]
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", poisoned({2: "loss"}, []))
         run = run_here(small("optim.steps=2"))
@@ -102,7 +102,7 @@ def test_too_many_in_a_row_stop_the_run_and_replay_names_the_first(small, run_he
     with pytest.raises(Stopped, match=r"step 3 is skipped.*the 3\. in a row.*replay run="):
         run_here(config)
     run = tmp_path / "small"
-    assert [line["grad_norm"] for line in logged(run)] == [None, None]
+    assert [line["grad_norm"] for line in read_log(run)] == [None, None]
     record = json.loads((run / "skipped" / "step-00000003" / "skipped.json").read_text())
     assert record["weights"] == "step-00000001/weights.safetensors" and record["draws"] == [4]
     found = replay(ReplayConfig(run=str(run), step=3))
