@@ -22,7 +22,7 @@ from infer import load_drafter, load_target
 from infer.config import DecodeOptions, EngineConfig
 from infer.engine.engine import Engine
 from infer.evaluation.evaluate import describe_device
-from infer.ngrams.model import open_ngram
+from infer.ngrams.model import NGram
 from infer.trees import guided
 from infer.trees.continuity import continuity, guided_ddtree
 from infer.trees.ddtree import ddtree
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     target = load_target("embedded", "float32", "cpu")
-    drafter, model = Recorder(load_drafter(args.checkpoint)), open_ngram(args.ngram, target)
+    drafter, model = Recorder(load_drafter(args.checkpoint)), NGram.open(args.ngram, target.tokenizer_digest)
     prompts = held_out_prompts(DataConfig(), target.tokenizer, args.prompts, 96)
     drafter.engine = Engine(target, drafter, EngineConfig("ddtree", 16, rows=16), 96 + 64)
     for prompt in prompts:

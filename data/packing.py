@@ -69,13 +69,6 @@ def pack(pieces: dict[str, list], length: int) -> dict[str, list]:
     return rows
 
 
-def tokenizer_digest(tokenizer) -> str:
-    """What a tokenizer's output follows from: its vocabulary and its chat template."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(json.dumps([vocabulary, template]).encode()).hexdigest()
-
-
 def raw_rows(config: DataConfig) -> "Dataset":
     """One data set's training rows, read once into a memory-mapped cache of `datasets`."""
     from datasets import Dataset, Features, List, Value
@@ -108,8 +101,9 @@ def mixed_rows(config: DataConfig) -> "Dataset":
     return rows if config.limit is None else rows.select(range(min(config.limit, len(rows))))
 
 
-def packed_rows(config: DataConfig, tokenizer) -> "Dataset":
+def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
     """The training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped and cached.
+    `digest` stands for the tokenizer in the cache's key (`infer.targets.target.tokenizer_digest`).
     Raises ValueError when more than `bad_rows` rows do not go through the chat template, or there is nothing to
     train on."""
     from datasets import disable_progress_bars
@@ -117,7 +111,7 @@ def packed_rows(config: DataConfig, tokenizer) -> "Dataset":
     disable_progress_bars()
     raw = mixed_rows(config)
     parts = [(identity(part), weight) for part, weight in single(config)]
-    digest = hashlib.sha256(json.dumps([tokenizer_digest(tokenizer), parts, config.limit]).encode())
+    key = hashlib.sha256(json.dumps([digest, parts, config.limit]).encode())
     processes = config.num_proc if config.num_proc > 1 else None
     tokenized = raw.map(
         tokenize,
@@ -126,7 +120,7 @@ def packed_rows(config: DataConfig, tokenizer) -> "Dataset":
         remove_columns=raw.column_names,
         fn_kwargs={"tokenizer": tokenizer, "length": config.length, "long": config.long},
         num_proc=processes,
-        new_fingerprint=digest.hexdigest()[:32],
+        new_fingerprint=key.hexdigest()[:32],
     )
     faults = [fault for fault in tokenized.with_format(None)["fault"] if fault]
     check_faults(faults, len(raw), config.bad_rows)

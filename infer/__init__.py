@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from infer.engine.sequence import DecodeStats
     from infer.formats.checkpoint import load_drafter, save_drafter
     from infer.masked.model import MaskedModel, load_masked
-    from infer.targets.target import Target, load_target
+    from infer.targets.loading import load_target
+    from infer.targets.target import Target
 
 _HOME = {
     "Generation": "infer.api",
@@ -35,7 +36,7 @@ _HOME = {
     "MaskedModel": "infer.masked.model",
     "load_masked": "infer.masked.model",
     "Target": "infer.targets.target",
-    "load_target": "infer.targets.target",
+    "load_target": "infer.targets.loading",
 }
 __all__ = [
     "DART",

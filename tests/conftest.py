@@ -90,7 +90,8 @@ def random_target():
     """(transformers config) -> a target with random weights; its norms, biases and sinks are random too."""
     from transformers import AutoModelForCausalLM
 
-    from infer.targets.target import Target, without_memory
+    from infer.targets.loading import without_memory
+    from infer.targets.target import Target
 
     def make(config) -> Target:
         attention = without_memory(config).config._attn_implementation

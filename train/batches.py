@@ -36,7 +36,7 @@ def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
 
     def rows() -> "Dataset":
         try:
-            return packed_rows(config.data, target.tokenizer)
+            return packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
         except (OSError, ArrowException) as error:
             raise ValueError(
                 f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): is there room? If it is "

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.packing import packed_rows, tokenizer_digest
+from data.packing import packed_rows
 from infer.formats.integrity import json_digest, save_readable
-from infer.targets.target import Features, Target, weight_files
+from infer.targets.loading import weight_files
+from infer.targets.target import Features, Target
 from infer.utils.files import atomic_write, sync
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
@@ -74,7 +75,7 @@ def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: t
             "weights": weights_digest(config.target.path),
             "layers": target.config.num_hidden_layers,
         },
-        "tokenizer": tokenizer_digest(target.tokenizer),
+        "tokenizer": target.tokenizer_digest,
         "layers": list(layers),
         "data": json.loads(json.dumps(asdict(config.data))),
     }
@@ -237,14 +238,14 @@ def run(config: FeaturesConfig) -> None:
     from rich.progress import Progress
 
     from infer.drafters.families import FAMILIES
-    from infer.targets.target import load_target
+    from infer.targets.loading import load_target
     from train.run.initial import resolve_init
 
     options = config.target
     config = replace(config, drafter=resolve_init(config.drafter, options))
     target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
     layers = FAMILIES[config.drafter.family].load().tapped_layers(config.drafter, target.config)
-    dataset = packed_rows(config.data, target.tokenizer)
+    dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
     with Progress() as progress:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from infer.drafters.base import Drafter
 from infer.drafters.families import FAMILIES
-from infer.targets.target import Features, Target, load_target, resolve_device, resolve_dtype
+from infer.targets.loading import load_target, resolve_device, resolve_dtype
+from infer.targets.target import Features, Target
 from train.batches import Prefetch, StepRows, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import TrainConfig

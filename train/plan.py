@@ -18,8 +18,8 @@ from data.rows import files_of, single, training_rows
 from infer.drafters.base import Cost
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
+from infer.targets.loading import load_config, resolve_device, resolve_dtype, resolve_path
 from infer.targets.support import head_size, key_heads, refuse_unsupported
-from infer.targets.target import load_config, resolve_device, resolve_dtype, resolve_path
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes

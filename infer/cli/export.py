@@ -49,7 +49,7 @@ def run(config: ExportCommand) -> None:
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
     from infer.formats.export import check_token, export_drafter, push
-    from infer.targets.target import load_config, resolve_path
+    from infer.targets.loading import load_config, resolve_path
 
     if config.push_to_hub is not None:
         check_token()

@@ -12,7 +12,7 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
     from infer import load_masked, load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
-    from infer.targets.target import load_config
+    from infer.targets.loading import load_config
 
     if method in MASKED_METHODS:
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None

@@ -40,9 +40,10 @@ class NgramCommand:
 
 
 def run(config: NgramCommand) -> None:
-    from data.packing import token_documents, tokenizer_digest
+    from data.packing import token_documents
     from infer.ngrams.count import count_ngrams
-    from infer.targets.target import load_config, load_tokenizer
+    from infer.targets.loading import load_config, load_tokenizer
+    from infer.targets.target import tokenizer_digest
 
     place = config.target
     tokenizer = load_tokenizer(place.path, place.trust_remote_code)

@@ -52,7 +52,7 @@ def run(config: RegenerateCommand) -> None:
     from data.rows import questions
     from infer.api import encode
     from infer.serving.regenerate import Row, by_engine, by_server, options_of, regenerate
-    from infer.targets.target import load_tokenizer
+    from infer.targets.loading import load_tokenizer
 
     place = config.target
     if config.server is None:

@@ -25,7 +25,7 @@ from infer.engine.sequence import STAGES, Processor, Text, TokenLogprob, check_p
 from infer.engine.verify import Accepted, walk
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import AnyTarget, MaskedModel
-from infer.ngrams.model import NGram, open_ngram
+from infer.ngrams.model import NGram
 from infer.targets.target import Target, pad_ids
 from infer.trees.tree import DraftTree, Proposal, root_only
 
@@ -62,7 +62,9 @@ class Engine:
                 f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain"
             )
         self.rule: BudgetRule | None = None
-        self.ngram: NGram | None = open_ngram(options.continuity, target) if options.continuity else None
+        self.ngram: NGram | None = None
+        if options.continuity:
+            self.ngram = NGram.open(options.continuity, target.tokenizer_digest)
         self.length, self.nodes, self.layers = 0, 0, ()
         if self.drafts:
             self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L

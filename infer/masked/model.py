@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from infer.attention.masks import additive
+from infer.targets.loading import explain_missing, resolve_device, resolve_dtype, resolve_path, weight_files
 from infer.targets.support import head_size
-from infer.targets.target import Target, reaching, resolve_device, resolve_dtype, resolve_path, weight_files
+from infer.targets.target import Target
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
@@ -207,7 +208,7 @@ def read_config(path: str) -> dict:
     """A model's config.json as it stands there. Raises FileNotFoundError where there is none."""
     from transformers import PretrainedConfig
 
-    with reaching(path):
+    with explain_missing(path):
         config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
         if not config.get("model_type"):
             raise OSError(f"{path}: no config.json, or one without model_type")

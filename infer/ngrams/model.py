@@ -21,14 +21,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from infer.utils.jit import njit
-
-if TYPE_CHECKING:
-    from infer.targets.target import Target
 
 MAGIC, VERSION = b"ngrams\r\n", 1  # a file that was sent as text has another line ending
 ALIGNMENT = 64
@@ -235,11 +232,6 @@ class NGram:
             at = np.searchsorted(nodes, first + large).clip(max=len(nodes) - 1)
             counts[large] = np.where(nodes[at] == first + large, overflow[at], largest)
         return entries >> self.arrays.count_bits, counts
-
-
-def open_ngram(path: str, target: "Target") -> NGram:
-    """The n-gram model of a target's tokenizer. Raises FileNotFoundError, and ValueError where it is another's."""
-    return NGram.open(path, None if target.tokenizer is None else target.tokenizer_digest)
 
 
 # The lookups, for compiled code, which calls them with an `Arrays`. They stay inside the arrays whatever these hold.

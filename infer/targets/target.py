@@ -3,16 +3,13 @@
 B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidden size, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import hashlib
+import json
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 
 from infer.attention.compile import Program, padded
@@ -28,11 +25,6 @@ from infer.targets.support import (
     windows,
 )
 from infer.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 
 
 @dataclass(frozen=True)
@@ -96,11 +88,9 @@ class Target:
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
     @cached_property
-    def tokenizer_digest(self) -> str:
-        """What the tokenizer's output follows from, as 64 hexadecimal digits."""
-        from data.packing import tokenizer_digest
-
-        return tokenizer_digest(self.tokenizer)
+    def tokenizer_digest(self) -> str | None:
+        """`tokenizer_digest` of the tokenizer; None where there is no tokenizer."""
+        return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     def shard(self, device: torch.device) -> None:
         """Spreads the layers over the processes of the group, each on its `device`: a pass gathers them one after the
@@ -222,133 +212,9 @@ def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
 
-def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for anything that is no such dtype."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in ("float32", "bfloat16", "float16", "float64"):
-        raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
-    return getattr(torch, name)
-
-
-def resolve_path(path: str) -> str:
-    return str(EMBEDDED) if path == "embedded" else path
-
-
-def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
-    """A target's tokenizer alone. Raises FileNotFoundError with what could not be found."""
-    from transformers import AutoTokenizer
-
-    with reaching(path):
-        return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
-
-
-def load_config(path: str = "embedded", trust_remote_code: bool = False) -> "PretrainedConfig":
-    """A target's config.json alone. Raises FileNotFoundError with what could not be found."""
-    from transformers import AutoConfig
-
-    with reaching(path):
-        return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
-
-
-@contextmanager
-def reaching(path: str) -> Iterator[None]:
-    """Around what reads a model: FileNotFoundError says where it is not; what is wrong with a folder that is there is
-    left as it is."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and Path(resolve_path(path)).exists():
-            raise
-        raise FileNotFoundError(
-            f"target.path={path}: found neither as a local folder nor on the model hub from here. "
-            "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
-        ) from error
-
-
-def fill(model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Gives embedding, head, last norm and some decoder layers of a model without memory their weights from the files.
-    Layers that are stored in another form than the model's own stay as they are. Raises ValueError where one of the
-    others is."""
-    body, head = model.get_decoder(), model.get_output_embeddings()
-    ends = {"embedding": model.get_input_embeddings(), "last norm": body.norm}
-    if not model.config.get_text_config().tie_word_embeddings:
-        ends["head"] = head
-    modules = ends | {f"layer {i}": body.layers[i] for i in layers}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    where = {}
-    for file in files:
-        with safe_open(file, "pt") as weights:
-            where |= dict.fromkeys(weights.keys(), file)
-    for what, module in modules.items():
-        found = {leaf: names[id(parameter)] for leaf, parameter in module.named_parameters()}
-        if not all(name in where for name in found.values()):
-            if what in ends:
-                raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
-            continue
-        for leaf, name in found.items():
-            with safe_open(where[name], "pt") as weights:
-                tensor = weights.get_tensor(name).to(device, dtype)
-            owner, _, attribute = leaf.rpartition(".")
-            setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
-        if hasattr(module, "scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
-            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
-    model.tie_weights()
-
-
-def weight_files(path: str) -> list[Path]:
-    """A model's safetensors files, on this machine."""
-    from huggingface_hub import snapshot_download
-
-    source = resolve_path(path)
-    folder = source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
-    return sorted(Path(folder).glob("*.safetensors"))
-
-
-def load_target(
-    path: str = "embedded",
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    only_layers: Iterable[int] | None = None,
-) -> Target:
-    """Loads a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
-    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
-
-    Raises FileNotFoundError with what could not be found and how to give a local path.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    place = resolve_device(device)
-    options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
-    config = load_config(path, trust_remote_code)
-    refuse_unsupported(config)
-    tokenizer = load_tokenizer(path, trust_remote_code)
-    with reaching(path):
-        model = without_memory(config, **options)
-        refuse_unfit(model)
-        if only_layers is not None:
-            fill(model, weight_files(path), only_layers, options["dtype"], place)
-            return Target(model, tokenizer, name=path)
-        options["attn_implementation"] = model.config.get_text_config()._attn_implementation
-        model = AutoModelForCausalLM.from_pretrained(resolve_path(path), **options)
-    return Target(model.to(place), tokenizer, name=path)
-
-
-def without_memory(config: "PretrainedConfig", **options: object) -> nn.Module:
-    """A model whose weights have shapes only. Its attention is SDPA, or Hugging Face's own arithmetic ("eager") where
-    SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        try:
-            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
-        except ValueError:  # the model's class says so
-            return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
+def tokenizer_digest(tokenizer: object) -> str:
+    """Return the SHA-256 of what a tokenizer's output follows from, its vocabulary and its chat template, as 64
+    hexadecimal digits: two tokenizers with the same digest write the same ids."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(json.dumps([vocabulary, template]).encode()).hexdigest()

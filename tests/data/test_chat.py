@@ -10,6 +10,7 @@ from data.chat import normalise, render, tokenize_chat
 from data.packing import packed_rows
 from data.prompts import held_out_prompts
 from data.rows import DataConfig, read_rows
+from infer.targets.target import tokenizer_digest
 from train.pretrain import train_tokenizer
 
 # Written for this test after the behaviour of the two families' templates: Qwen3 shows the thoughts of the last answer
@@ -157,7 +158,7 @@ def test_a_mixed_set_with_broken_rows_trains(tokenizer, tmp_path, capsys):
     assert "a.jsonl, line 135: no JSON" in said and f"{len(CHATS)} rows are there more than once" in said
     with pytest.raises(ValueError, match=f"{len(BAD)} of .* rows cannot be used, data.bad_rows=11 may be: .*line 135"):
         list(read_rows(replace(config, bad_rows=len(BAD) - 1)))
-    packed = packed_rows(config, tokenizer)
+    packed = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
     assert packed["loss"][:].any(1).all() and packed["ids"][:].shape[1] == 64
     prompts = held_out_prompts(config, tokenizer, 3, 32)
     assert tokenizer.decode(prompts[0]).rstrip().endswith(("assistant", "<|end_header|>"))
@@ -172,11 +173,11 @@ def test_a_damaged_parquet_file_and_a_closed_one_are_named(tokenizer, tmp_path):
     good = file.read_bytes()
     file.write_bytes(good[:-9])
     with pytest.raises(ValueError, match=r"a\.parquet: no sound Parquet file, after row 0"):
-        packed_rows(DataConfig(source="jsonl", path=str(file), length=64), tokenizer)
+        packed_rows(DataConfig(source="jsonl", path=str(file), length=64), tokenizer, tokenizer_digest(tokenizer))
     (tmp_path / "b.jsonl").mkdir()  # a folder cannot be read, whoever asks
     with pytest.raises(ValueError, match=r"cannot be read: .*b\.jsonl"):
         file.unlink()
-        packed_rows(DataConfig(source="jsonl", path=str(tmp_path), length=64), tokenizer)
+        packed_rows(DataConfig(source="jsonl", path=str(tmp_path), length=64), tokenizer, tokenizer_digest(tokenizer))
 
 
 def test_the_library_and_the_answers_are_all_good(capsys):

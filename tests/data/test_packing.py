@@ -10,6 +10,7 @@ from data.corpus import is_held_out, stdlib_documents
 from data.packing import batch, mixed_rows, pack, packed_rows, row_index, tokenize
 from data.prompts import held_out_prompts
 from data.rows import DataConfig, Part, held_out_rows, read_rows
+from infer.targets.target import tokenizer_digest
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_jsonl_files_become_rows(tokenizer, tmp_path):
         lines = [{"prompt": f"{name} {i}: ", "response": "x = 1\n" * 20} for i in range(count)]
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = DataConfig(source="jsonl", path=str(tmp_path), length=128)
-    dataset = packed_rows(config, tokenizer)
+    dataset = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
     columns = batch(dataset, 0, 4, seed=0)
     assert {name: column.shape for name, column in columns.items()} == dict.fromkeys(columns, (4, 128))
     assert columns["loss"].dtype == torch.bool
@@ -151,14 +152,14 @@ def test_rows_are_read_again_only_when_something_changed(tokenizer, tmp_path, mo
 
     file = write(tmp_path / "a.jsonl", [{"text": f"word {i} and more"} for i in range(60)])
     config = DataConfig(source="jsonl", path=file, length=32)
-    first = packed_rows(config, tokenizer)
+    first = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
     calls = []
     monkeypatch.setattr(packing, "tokenize", lambda rows, **_: calls.append(1))
-    again = packed_rows(config, tokenizer)
+    again = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
     assert not calls and again["ids"][:].tolist() == first["ids"][:].tolist()
     monkeypatch.undo()
     write(tmp_path / "a.jsonl", [{"text": f"word {i} and less"} for i in range(60)])
-    assert packed_rows(config, tokenizer)["ids"][:].tolist() != first["ids"][:].tolist()
+    assert packed_rows(config, tokenizer, tokenizer_digest(tokenizer))["ids"][:].tolist() != first["ids"][:].tolist()
 
 
 @pytest.mark.parametrize("long, tokens", [("split", 100), ("truncate", 32), ("drop", 0)])
@@ -178,7 +179,7 @@ def test_tokenising_in_several_processes_gives_the_same_rows(tokenizer, tmp_path
     one = DataConfig(source="jsonl", path=file, length=64)
     tokens = []
     for config in (one, replace(one, num_proc=2, bad_rows=99)):  # another identity, so nothing is found in the cache
-        rows = packed_rows(config, tokenizer)
+        rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
         columns = zip(rows["ids"][:], rows["documents"][:], strict=True)
         tokens.append(sorted(token for ids, documents in columns for token in ids[documents >= 0].tolist()))
     assert tokens[0] == tokens[1]

@@ -82,7 +82,8 @@ def make_drafter(folder: Path) -> Reader:
 def make_features(folder: Path) -> Reader:
     target, data = load_target("embedded", dtype="bfloat16"), DataConfig(source="stdlib", length=64, limit=1)
     config, layers = FeaturesConfig(out=str(folder), data=data, shard_mb=1), (3, 8)
-    write_features(config, target, layers, packed_rows(data, target.tokenizer).select(range(8)), lambda *_: None)
+    rows = packed_rows(data, target.tokenizer, target.tokenizer_digest).select(range(8))
+    write_features(config, target, layers, rows, lambda *_: None)
     needed = dependencies(config, target, layers)
 
     def read(folder: Path) -> object:

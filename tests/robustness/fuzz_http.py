@@ -33,7 +33,8 @@ from infer.serving.config import ServerConfig
 from infer.serving.guard import network
 from infer.serving.protocol import ChatRequest, PromptRequest
 from infer.serving.server import create_app
-from infer.targets.target import Target, load_tokenizer
+from infer.targets.loading import load_tokenizer
+from infer.targets.target import Target
 
 KEY = "a-key-of-the-fuzzer"
 PATHS = ["/v1/completions", "/v1/chat/completions"]

@@ -27,7 +27,9 @@ def half():
 
 @pytest.fixture(scope="module")
 def dataset(half):
-    return packed_rows(DataConfig(source="stdlib", length=64, limit=1), half.tokenizer).select(range(12))
+    return packed_rows(DataConfig(source="stdlib", length=64, limit=1), half.tokenizer, half.tokenizer_digest).select(
+        range(12)
+    )
 
 
 def config(out, **options) -> FeaturesConfig:

@@ -134,7 +134,7 @@ def begin(config: DiffusionConfig) -> "tuple[nn.Module, object]":
 
     from infer.drafters.base import default_mask_token
     from infer.masked.model import NATIVE
-    from infer.targets.target import load_target
+    from infer.targets.loading import load_target
     from train.batches import seeded
 
     start = load_target(config.start, "float32", config.device)
@@ -329,6 +329,7 @@ def train(config: DiffusionConfig) -> dict:
     import torch
 
     from data.packing import packed_rows
+    from infer.targets.target import tokenizer_digest
     from train.config import OptimConfig
     from train.optim import make_optimizer, trapezoid
     from train.run.log import trim_log
@@ -337,7 +338,7 @@ def train(config: DiffusionConfig) -> dict:
     out = Path(config.out)
     model, tokenizer = begin(config)
     prepare(config, out)
-    sets = [packed_rows(data, tokenizer) for data in config.sets()]
+    sets = [packed_rows(data, tokenizer, tokenizer_digest(tokenizer)) for data in config.sets()]
     held_out = held_out_batch(config, tokenizer)
     optim = OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay)
     optimizer, first = make_optimizer(model, optim), 0

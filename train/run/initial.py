@@ -9,7 +9,8 @@ from infer.drafters.base import Drafter, new_drafter
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
-from infer.targets.target import Target, load_config
+from infer.targets.loading import load_config
+from infer.targets.target import Target
 from train.batches import seeded
 from train.config import TrainConfig
 

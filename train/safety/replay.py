@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from infer.drafters.base import Drafter
-from infer.targets.target import Target, resolve_device
+from infer.targets.loading import resolve_device
+from infer.targets.target import Target
 from train.blocks import lay_out
 from train.config import ReplayConfig, TrainConfig
 from train.engine import compute_dtype

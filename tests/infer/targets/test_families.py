@@ -11,8 +11,9 @@ from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.engine.engine import decode
 from infer.serving.hf import speculative
+from infer.targets.loading import load_target
 from infer.targets.support import LogitScale, refuse_unsupported
-from infer.targets.target import Target, load_target, pad_ids
+from infer.targets.target import Target, pad_ids
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from infer.masked.model import load_masked
-from infer.targets.target import EMBEDDED
+from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 from train.masked import diffusion
 from train.masked import objective as objective

@@ -59,7 +59,7 @@ def test_a_run_starts_from_exactly_those_weights_with_their_loss(repo, embedded,
 
     data = DataConfig(source="stdlib", length=64, limit=12)
     config = TrainConfig(anchors=4, drafter=DrafterConfig(block_size=6))
-    rows = batch(packed_rows(data, embedded.tokenizer), 0, 2, seed=0)
+    rows = batch(packed_rows(data, embedded.tokenizer, embedded.tokenizer_digest), 0, 2, seed=0)
     blocks = draw_blocks(rows, config, 0)
     loss = block_loss(drafter, embedded, rows, blocks, config).loss
     weight = (blocks.supervised.sum((0, 1)) * position_weights(config.objective, 5)).sum()
@@ -128,7 +128,12 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
     assert started.state_dict().keys() == drafter.state_dict().keys()
     assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in started.state_dict().items())
     config = TrainConfig(anchors=4, drafter=options)
-    rows = batch(packed_rows(DataConfig(source="stdlib", length=64, limit=12), embedded.tokenizer), 0, 2, seed=0)
+    rows = batch(
+        packed_rows(DataConfig(source="stdlib", length=64, limit=12), embedded.tokenizer, embedded.tokenizer_digest),
+        0,
+        2,
+        seed=0,
+    )
     losses = []
     for each in (started, drafter):
         loss = block_loss(each, embedded, rows, draw_blocks(rows, config, 0), config).loss

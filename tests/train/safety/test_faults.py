@@ -79,7 +79,7 @@ def features(tmp_path: Path) -> list[str]:
 
     data = composed("train", TrainConfig, ["data=stdlib", "data.length=64", "data.limit=1"]).data
     target = load_target("embedded")
-    rows = packed_rows(data, target.tokenizer)
+    rows = packed_rows(data, target.tokenizer, target.tokenizer_digest)
     write_features(
         FeaturesConfig(out=str(tmp_path / "features"), data=data), target, (6,), rows, lambda done, total: None
     )

@@ -86,7 +86,7 @@ def test_too_many_in_a_row_stop_the_run_and_replay_names_the_first(small, run_he
     config.features = str(tmp_path / "features")
     config.drafter.target_layer_ids = [6]
     target = load_target("embedded")
-    rows = packed_rows(config.data, target.tokenizer).select(range(4))
+    rows = packed_rows(config.data, target.tokenizer, target.tokenizer_digest).select(range(4))
     options = FeaturesConfig(out=config.features, data=config.data)
     write_features(options, target, (6,), rows, lambda done, total: None)
     shard = tmp_path / "features" / "shard-00000.safetensors"

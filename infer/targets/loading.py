@@ -1,0 +1,140 @@
+"""Loading targets: by hub id, by folder or "embedded"; whole, or the tokenizer, config.json or some layers alone."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.utils import logging
+
+from infer.targets.support import refuse_unfit, refuse_unsupported
+from infer.targets.target import Target
+
+EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for anything that is no such dtype."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
+    return getattr(torch, name)
+
+
+def resolve_path(path: str) -> str:
+    return str(EMBEDDED) if path == "embedded" else path
+
+
+def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
+    """A target's tokenizer alone. Raises FileNotFoundError with what could not be found."""
+    with explain_missing(path):
+        return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
+def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
+    """A target's config.json alone. Raises FileNotFoundError with what could not be found."""
+    with explain_missing(path):
+        return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def explain_missing(path: str) -> Iterator[None]:
+    """Around what reads a model: FileNotFoundError says where it is not; what is wrong with a folder that is there is
+    left as it is."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) and Path(resolve_path(path)).exists():
+            raise
+        raise FileNotFoundError(
+            f"target.path={path}: found neither as a local folder nor on the model hub from here. "
+            "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"
+        ) from error
+
+
+def fill_weights(
+    model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gives embedding, head, last norm and some decoder layers of a model without memory their weights from the files.
+    Layers that are stored in another form than the model's own stay as they are. Raises ValueError where one of the
+    others is."""
+    body, head = model.get_decoder(), model.get_output_embeddings()
+    ends = {"embedding": model.get_input_embeddings(), "last norm": body.norm}
+    if not model.config.get_text_config().tie_word_embeddings:
+        ends["head"] = head
+    modules = ends | {f"layer {i}": body.layers[i] for i in layers}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    where = {}
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            where |= dict.fromkeys(weights.keys(), file)
+    for what, module in modules.items():
+        found = {leaf: names[id(parameter)] for leaf, parameter in module.named_parameters()}
+        if not all(name in where for name in found.values()):
+            if what in ends:
+                raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
+            continue
+        for leaf, name in found.items():
+            with safe_open(where[name], "pt") as weights:
+                tensor = weights.get_tensor(name).to(device, dtype)
+            owner, _, attribute = leaf.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
+    model.tie_weights()
+
+
+def weight_files(path: str) -> list[Path]:
+    """A model's safetensors files, on this machine."""
+    source = resolve_path(path)
+    folder = source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def load_target(
+    path: str = "embedded",
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    only_layers: Iterable[int] | None = None,
+) -> Target:
+    """Loads a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
+    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
+
+    Raises FileNotFoundError with what could not be found and how to give a local path.
+    """
+    logging.disable_progress_bar()
+    place = resolve_device(device)
+    options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
+    config = load_config(path, trust_remote_code)
+    refuse_unsupported(config)
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    with explain_missing(path):
+        model = without_memory(config, **options)
+        refuse_unfit(model)
+        if only_layers is not None:
+            fill_weights(model, weight_files(path), only_layers, options["dtype"], place)
+            return Target(model, tokenizer, name=path)
+        options["attn_implementation"] = model.config.get_text_config()._attn_implementation
+        model = AutoModelForCausalLM.from_pretrained(resolve_path(path), **options)
+    return Target(model.to(place), tokenizer, name=path)
+
+
+def without_memory(config: PretrainedConfig, **options: object) -> nn.Module:
+    """A model whose weights have shapes only. Its attention is SDPA, or Hugging Face's own arithmetic ("eager") where
+    SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
+        except ValueError:  # the model's class says so
+            return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
