@@ -79,7 +79,7 @@ set_up() {
     fi
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
     # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
-    { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[test]"; } >&2 ||
+    { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[train,serve,test]"; } >&2 ||
         die "the installation did not finish (pip says why, above); the same command goes on from there."
     echo "$pins" >"$venv/.installed"
 }

@@ -1,7 +1,8 @@
 """Lossless decoding with block-diffusion drafters: `load_target`, `load_drafter`, `generate`; and of masked diffusion
 models that draft for themselves: `load_masked`, `generate`.
 
-Needs torch, transformers and safetensors only. Names are imported on first use, so that `infer.config` stays light.
+Needs torch, transformers, safetensors and numpy, and numba where it is installed. Names are imported on first use, so
+that `infer.config` loads without torch. infer/main.py is the door to the commands.
 """
 
 from importlib import import_module
@@ -19,25 +20,19 @@ if TYPE_CHECKING:
     from infer.targets.loading import load_target
     from infer.targets.target import Target
 
-_HOME = {
-    "Generation": "infer.api",
-    "generate": "infer.api",
-    "stream": "infer.api",
-    "load_drafter": "infer.formats.checkpoint",
-    "save_drafter": "infer.formats.checkpoint",
-    "DART": "infer.drafters.dart.model",
-    "DecodeOptions": "infer.config",
-    "DrafterConfig": "infer.config",
-    "EngineConfig": "infer.config",
-    "DecodeStats": "infer.engine.sequence",
-    "Engine": "infer.engine.engine",
-    "open_engine": "infer.engine.engine",
-    "DFlash": "infer.drafters.dflash.model",
-    "MaskedModel": "infer.masked.model",
-    "load_masked": "infer.masked.model",
-    "Target": "infer.targets.target",
-    "load_target": "infer.targets.loading",
+_NAMES = {  # by the module that defines them
+    "infer.api": ("Generation", "generate", "stream"),
+    "infer.config": ("DecodeOptions", "DrafterConfig", "EngineConfig"),
+    "infer.drafters.dart.model": ("DART",),
+    "infer.drafters.dflash.model": ("DFlash",),
+    "infer.engine.engine": ("Engine", "open_engine"),
+    "infer.engine.sequence": ("DecodeStats",),
+    "infer.formats.checkpoint": ("load_drafter", "save_drafter"),
+    "infer.masked.model": ("MaskedModel", "load_masked"),
+    "infer.targets.loading": ("load_target",),
+    "infer.targets.target": ("Target",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "DART",
     "DFlash",
@@ -60,6 +55,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    """Import a name on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute '{name}'")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, for tab completion and help()."""
+    return sorted({*globals(), *__all__})

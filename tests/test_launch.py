@@ -184,7 +184,9 @@ def test_a_style_fault_stops_the_tests(repo, tmp_path):
 
 def test_ci_runs_the_tests(launch, repo, tmp_path):
     done, calls = launch(cwd=tmp_path, script=repo / ".ci" / "run")
-    assert done.returncode == 0 and calls[-1][2:] == [str(repo), "-m", "pytest"]
+    pytest_calls = [call[2:] for call in calls if call[3:5] == ["-m", "pytest"]]
+    whole = [str(repo), "-m", "pytest"]
+    assert done.returncode == 0 and pytest_calls == [whole, [*whole, "-m", "robustness"]]
 
 
 def test_own_python_path_is_kept(launch, repo):
@@ -307,7 +309,7 @@ esac
         assert done.returncode == 0 and not done.stdout
         assert [call.removeprefix("-m pip install ") for call in calls] == [
             "torch==2.13.0",
-            f"--editable {folder}[test]",
+            f"--editable {folder}[train,serve,test]",
             started,
         ]
         assert run()[1] == [started]

@@ -1,6 +1,7 @@
 """The rules of the code, checked by reading it: imports, rooms, names, sizes, and what must not be written."""
 
 import ast
+import pydoc
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+import infer
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "infer", "data")
@@ -327,6 +330,15 @@ def test_files_name_no_machine_and_no_registry():
     )
     found = {str(path.relative_to(ROOT)): pattern.findall(path.read_bytes()) for path in committed_files()}
     assert not {path: hits for path, hits in found.items() if hits}
+
+
+def test_the_api_lists_and_explains_itself():
+    """What tab completion and help(infer) show, without a type checker's help."""
+    assert set(infer.__all__) <= set(dir(infer)) and set(infer.__all__) == set(infer._HOME)
+    text = pydoc.render_doc(infer, renderer=pydoc.plaintext)
+    for name in ("generate", "load_drafter", "load_target", "stream"):
+        assert f"    {name}(" in text
+    assert (ROOT / "infer" / "py.typed").is_file()
 
 
 def test_every_package_is_installed():

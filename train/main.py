@@ -19,8 +19,8 @@ def run(config: TrainConfig) -> None:
     except Stopped as error:
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         code = STOPPED
-    except (ValueError, FileNotFoundError):
-        raise  # `entry` says it
+    except (ValueError, FileNotFoundError, ModuleNotFoundError):
+        raise  # the caller reports it in one sentence
     except Exception:  # noqa: BLE001
         print(redact_text(traceback.format_exc()), file=sys.stderr)
         code = 1
