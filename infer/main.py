@@ -53,9 +53,9 @@ COMMANDS = {
     ),
     "replay": Command("train.config:ReplayConfig", "train.safety.replay:run", "compute a skipped training step again"),
     "plan": Command("train.config:TrainConfig", "train.plan:run", "estimate what a training run takes", conf="train"),
-    "pretrain": Command("train.pretrain:PretrainConfig", "train.pretrain:pretrain", "make the embedded target anew"),
+    "pretrain": Command("train.config:PretrainConfig", "train.pretrain:pretrain", "make the embedded target anew"),
     "diffusion": Command(
-        "train.masked.diffusion:DiffusionConfig",
+        "train.masked.config:DiffusionConfig",
         "train.masked.diffusion:train",
         "train a masked diffusion model from a causal one",
     ),

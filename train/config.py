@@ -306,3 +306,78 @@ class TrainConfig:
             raise ValueError(
                 f"drafter.block_size={self.drafter.block_size} does not fit in rows of data.length={self.data.length}"
             )
+
+
+def check_recipe(config: "PretrainConfig") -> None:
+    """Raise ValueError for an optimiser or schedule, of options such as PretrainConfig's, that cannot work."""
+    if not config.lr > 0 or not config.clip > 0 or not config.weight_decay >= 0:
+        raise ValueError(
+            f"lr={config.lr} and clip={config.clip}: above 0; weight_decay={config.weight_decay}: 0 or above"
+        )
+    if not 0 <= config.warmup <= 1 or not 0 <= config.decay <= 1:
+        raise ValueError(f"warmup={config.warmup} and decay={config.decay}: shares of the run, from 0 to 1")
+
+
+@dataclass
+class PretrainConfig:
+    """Options of the embedded target's pre-training; every default is the shipped recipe.
+
+    out: the folder that is written
+    seed: seed of weights and data order
+    vocab_size: tokens, special ones among them
+    hidden_size: entries of a hidden state
+    intermediate_size: entries between the two feed-forward matrices
+    num_hidden_layers: layers
+    num_attention_heads: query heads
+    num_key_value_heads: key and value heads
+    head_dim: entries of a head
+    length: tokens a window
+    batch: windows a step
+    steps: training steps
+    lr: peak rate of both optimisers
+    weight_decay: weight decay of matrices
+    warmup: share of the steps
+    decay: share of the steps, linear to zero, at the end
+    clip: largest norm of the gradient
+    compile: train under torch.compile
+    save_every: steps between saves
+    answers: texts that the finished target writes, for drafters to learn from
+    prompt_tokens: tokens of such a text's prompt
+    answer_tokens: tokens that the target writes, greedy
+    """
+
+    out: str = "runs/embedded-target"
+    seed: int = 0
+    vocab_size: int = 512
+    hidden_size: int = 192
+    intermediate_size: int = 384
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    length: int = 512
+    batch: int = 16
+    steps: int = 1000
+    lr: float = 3e-3
+    weight_decay: float = 0.05
+    warmup: float = 0.02
+    decay: float = 0.5
+    clip: float = 1.0
+    compile: bool = True
+    save_every: int = 100
+    answers: int = 2560
+    prompt_tokens: int = 96
+    answer_tokens: int = 160
+
+    def check(self) -> None:
+        """Raises ValueError for a recipe that cannot run."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if min(self.num_key_value_heads, self.head_dim, self.prompt_tokens, self.answer_tokens) < 1:
+            raise ValueError("num_key_value_heads, head_dim, prompt_tokens and answer_tokens are at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_key_value_heads={self.num_key_value_heads} divides num_attention_heads")
+        if min(self.steps, self.batch, self.length, self.save_every) < 1 or self.answers < 0:
+            raise ValueError("steps, batch, length and save_every are at least 1, answers 0 or more")
+        check_recipe(self)

@@ -51,7 +51,7 @@ class Noised:
     tokens: torch.Tensor  # () how many tokens the bound is about: all that may be learnt, covered or not
 
 
-def draw(documents: torch.Tensor, generator: torch.Generator) -> Draws:
+def draw_noise(documents: torch.Tensor, generator: torch.Generator) -> Draws:
     """Draws for rows of documents (B, T), on the CPU. The levels of a batch are evenly spread over (0, 1] (MDLM's
     low-discrepancy sampler): each is uniform, and together they vary less than independent ones."""
     rows, length = documents.shape

@@ -1,8 +1,8 @@
-"""`./launch.sh replay run=... step=...`: a skipped step once more, watched layer by layer.
+"""`./launch.sh replay run=... step=...`: a skipped step computed again, layer by layer.
 
-Loads the weights and rows that `train.safety.guards.Skips` kept, computes loss and gradient of each process's passes again,
-and prints the first value that is not finite, in the order of computation: weights, what goes in, what each layer puts
-out, the loss, the gradients as they come back, and a line for every tensor. With the run's own precision.
+Loads the weights and rows that `train.safety.guards.Skips` kept, computes loss and gradient of each process's passes
+again in the run's own precision, and prints the first value that is not finite, in the order of computation: weights,
+stored features, each layer's output, the loss, the gradients of the outputs, and the gradient of every weight.
 """
 
 import json

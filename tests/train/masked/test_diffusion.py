@@ -19,9 +19,8 @@ from infer.masked.model import load_masked
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 from train.masked import diffusion
-from train.masked import objective as objective
 from train.masked.diffusion import DiffusionConfig, begin, train
-from train.masked.objective import Draws, bound, draw, learnable, noise
+from train.masked.objective import Draws, bound, draw_noise, learnable, noise
 
 V, MASK = 7, 6
 
@@ -94,7 +93,7 @@ def plain_noise(batch: dict, draws: Draws, lengths: list[int]) -> tuple[torch.Te
 def test_noise_covers_and_weighs_as_a_plain_loop_does(lengths):
     batch = rows()
     for seed in range(40):
-        draws = draw(batch["documents"], torch.Generator().manual_seed(seed))
+        draws = draw_noise(batch["documents"], torch.Generator().manual_seed(seed))
         noised = noise(batch, draws, torch.tensor(lengths), MASK)
         covered, weights = plain_noise(batch, draws, lengths)
         assert torch.equal(noised.ids, batch["ids"].masked_fill(covered, MASK))
@@ -124,7 +123,7 @@ def test_a_weight_is_the_mean_of_one_over_the_level_given_how_many_are_covered()
 
 
 def test_noise_levels_are_spread_over_the_batch():
-    levels = draw(torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)).levels
+    levels = draw_noise(torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)).levels
     assert levels.shape == (64, 1) and levels.min() > 0 and levels.max() <= 1
     gaps = levels[:, 0].sort().values.diff()
     assert torch.allclose(gaps, torch.full((63,), 1 / 64), atol=1e-6)
@@ -145,7 +144,7 @@ def cross_entropies(model, document: list[int], covered: set[int], shifted: bool
 def test_the_bound_equals_a_loop_over_documents_and_tokens(shifted):
     model, batch = tiny(), learnable(rows(), shifted, MASK)
     assert bool(batch["loss"][2, 0]) != shifted  # nothing predicts the first token of a shifted model's document
-    draws = draw(batch["documents"], torch.Generator().manual_seed(3))
+    draws = draw_noise(batch["documents"], torch.Generator().manual_seed(3))
     noised = noise(batch, draws, torch.tensor([3, 2, 16]), MASK)
     covered, weights = plain_noise(batch, draws, [3, 2, 16])
     expected = 0.0
@@ -185,7 +184,7 @@ def test_the_estimate_of_the_bound_is_unbiased(block, shifted):
     means, unweighted = [], []
     with torch.no_grad():
         for seed in range(120):
-            draws = draw(batch["documents"], torch.Generator().manual_seed(seed))
+            draws = draw_noise(batch["documents"], torch.Generator().manual_seed(seed))
             noised = noise(batch, draws, torch.full((64,), block), MASK)
             means.append(bound(model, batch, noised, shifted, MASK).item() / 64)
             if seed < 20:
@@ -284,7 +283,7 @@ def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(start, 
     model, _ = begin(config)
     batch, used = {name: column.repeat(2, 1)[:4] for name, column in rows().items()}, []
     batch["ids"] += 9
-    monkeypatch.setattr(objective, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1])
+    monkeypatch.setattr(diffusion, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1])
     loss = diffusion.train_step(model, batch, config, 3)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
     covered = used[0].weights > 0
@@ -325,7 +324,7 @@ def test_training_and_decoding_read_the_same_predictions(start, tmp_path):
     train(small(start, tmp_path / "run", steps=1))
     masked = load_masked(str(tmp_path / "run" / "model"), "float32")
     batch = learnable(packed([(k % 60 + 9, k > 3) for k in range(24)], length=24), True, 1)
-    noised = noise(batch, draw(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
+    noised = noise(batch, draw_noise(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
     with torch.no_grad():
         expected = bound(masked.model, batch, noised, True, 1)
         scores = masked.logits(noised.ids).log_softmax(-1).gather(-1, batch["ids"][..., None])[..., 0]
