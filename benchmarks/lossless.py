@@ -3,8 +3,9 @@
     python benchmarks/lossless.py runs/embedded-dflash/checkpoints/best [more drafters ...] --ngrams runs/ngrams
 
 Plain decoding writes one text at a time, the methods `--rows` side by side. Prints a line for every dtype, temperature,
-drafter and method: prompts, tokens compared, prompts that differ, how many of these at a tie (infer/evaluation/lossless.py) and how
-many by a defect, the widest gap of a tie in logits, τ. Exit code 1 for any difference in float32 and for any defect.
+drafter and method: prompts, tokens compared, prompts that differ, how many of these at a tie
+(infer/evaluation/lossless.py) and how many by a defect, the widest gap of a tie in logits, τ. Exit code 1 for any
+difference in float32 and for any defect.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from infer import DecodeOptions, load_drafter, load_target
 from infer.config import EngineConfig
 from infer.engine.engine import decode
 from infer.evaluation.evaluate import tau
-from infer.evaluation.lossless import explain
+from infer.evaluation.lossless import find_difference
 
 
 def engines(args: argparse.Namespace) -> list[EngineConfig]:
@@ -46,7 +47,7 @@ def main() -> None:
     def report(name: str, rows: list[list[int]], length: float) -> None:
         nonlocal failed
         pairs = zip(prompts, rows, expected, strict=True)
-        found = [why for prompt, row, other in pairs if (why := explain(target, prompt, row, other, options))]
+        found = [why for prompt, row, other in pairs if (why := find_difference(target, prompt, row, other, options))]
         ties = [why.gap for why in found if why.cause == "tie"]
         defects = len(found) - len(ties)
         failed += len(found) if dtype == "float32" else defects

@@ -19,8 +19,10 @@ import torch
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
+from infer.evaluation.evaluate import Variant, measure
+from infer.evaluation.masked import evaluate_masked, masked_options
+from infer.evaluation.tables import table
 from infer.masked.engine import MaskedEngine
-from infer.masked.evaluate import Way, evaluate_masked, masked_options, measure, table
 from infer.masked.model import MaskedModel, load_masked
 from infer.masked.passes import Task
 
@@ -42,11 +44,16 @@ def rounding(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> f
     return (logits([]) - logits(states)).nan_to_num().abs().max().item()
 
 
-def ways_to_compare(options: DecodeOptions, rows: Sequence[int]) -> list[Way]:
-    """Chains of 1 to 5 drafts, swapped drafts, trees, with so many texts side by side."""
+def variants_to_compare(options: DecodeOptions, rows: Sequence[int]) -> list[Variant]:
+    """Return step by step, then for every number of texts side by side chains of 1 to 5 drafts, swapped drafts,
+    trees."""
     kinds = [("greedy", length) for length in (1, 2, 3, 4, 5)] + [("mixed", 4), ("tree", 4), ("guided", "auto")]
     ssd = replace(options, method="ssd", nodes=8)
-    return [Way(order, replace(ssd, order=order, draft_length=x, rows=count)) for count in rows for order, x in kinds]
+    return [Variant("steps", 1, replace(options, method="steps"))] + [
+        Variant(order, ssd.nodes, replace(ssd, order=order, draft_length=x, rows=count))
+        for count in rows
+        for order, x in kinds
+    ]
 
 
 def progress(done: int, total: int) -> None:
@@ -58,16 +65,15 @@ def identical(model: MaskedModel, prompts: list[list[int]], policies: list[Decod
     print("blocks  cache   rows  prompts  tokens  ways  texts  differ  rounding of logits", flush=True)
     differ = 0
     for options in policies:
-        ways = ways_to_compare(options, rows)
-        plain = measure(model, prompts, ways, options, progress)
+        plain, *drafted = measure(model, None, variants_to_compare(options, rows), prompts, progress)
         noise = max(rounding(model, prompt, options) for prompt in prompts[:8])
         for count in rows:
-            some, wrong = [way for way in ways if way.options.rows == count], 0
-            for way in some:
-                for index, (done, steps) in enumerate(zip(way.texts, plain.texts, strict=True)):
+            some, wrong = [one for one in drafted if one.variant.options.rows == count], 0
+            for one in some:
+                for index, (done, steps) in enumerate(zip(one.texts, plain.texts, strict=True)):
                     if done.writes != steps.writes:
                         wrong += 1
-                        print(f"prompt {index} differs with {way.options}", flush=True)
+                        print(f"prompt {index} differs with {one.variant.options}", flush=True)
             print(
                 f"{options.block_length:>6}  {options.cache:<6}{count:>6}{len(prompts):>9}"
                 f"{int(plain.total('written')):>8}{len(some):>6}{len(some) * len(prompts):>7}{wrong:>8}{noise:>20.1e}",
@@ -106,7 +112,7 @@ def main() -> None:
         some = prompts[: args.table_prompts]
         result = evaluate_masked(model, some, options, args.lengths, args.orders, progress=progress)
         print(f"\n{table(result)}", flush=True)
-        differ += sum(way["differ"] for way in result["ways"])
+        differ += sum(result.prompts - method.same for method in result.methods)
     raise SystemExit(1 if differ else 0)
 
 

@@ -1,6 +1,5 @@
 """`compare`: several drafters with every tree, on the same prompts."""
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +47,9 @@ class CompareCommand:
 def run(config: CompareCommand) -> None:
     from data.prompts import held_out_prompts
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.report import comparison, comparison_figure
+    from infer.evaluation.report import comparison_figure
+    from infer.evaluation.results import write_result
+    from infer.evaluation.tables import comparison
 
     options, evaluations = config.evaluation, {}
     loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
@@ -58,9 +59,9 @@ def run(config: CompareCommand) -> None:
         evaluations[name] = evaluate(target, drafter, prompts, options, progress)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "comparison.json").write_text(json.dumps(evaluations, indent=1) + "\n")
+    write_result(out / "comparison.json", evaluations)
     some = next(iter(evaluations.values()))
     text = comparison(evaluations)
-    (out / "comparison.md").write_text(f"{text}\n\n{some['device']}, {some['prompts']} prompts.\n")
+    (out / "comparison.md").write_text(f"{text}\n\n{some.device}, {some.prompts} prompts.\n")
     comparison_figure(evaluations).savefig(out / "comparison.png")
     print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.png'}")

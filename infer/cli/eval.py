@@ -1,8 +1,7 @@
 """`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked diffusion model."""
 
-import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.rows import DataConfig
@@ -45,36 +44,26 @@ def run(config: EvalCommand) -> None:
         return run_suite(config)
     from data.prompts import held_out_prompts
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.report import table, write_report
+    from infer.evaluation.masked import evaluate_masked, masked_options
+    from infer.evaluation.report import write_report
+    from infer.evaluation.results import write_result
+    from infer.evaluation.tables import table
     from infer.masked.model import is_masked
 
-    if is_masked(config.target.path):
-        return run_masked(config)
-    target, drafter = load(config.target, config.checkpoint)
-    options = config.evaluation
+    options, masked = config.evaluation, is_masked(config.target.path)
+    target, drafter = load(config.target, None, "ssd") if masked else load(config.target, config.checkpoint)
     prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
-
-    result = evaluate(target, drafter, prompts, options, progress)
-    result |= {"step": None, "checkpoint": config.checkpoint, "drafter": config.checkpoint}
+    if masked:
+        result = evaluate_masked(target, prompts, masked_options(options, config.masked), progress=progress)
+    else:
+        result = evaluate(target, drafter, prompts, options, progress)
+        result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(out / "evaluation.json", result)
     print(table(result))
-    print(f"\nreport      {write_report(out, [result])}")
-
-
-def run_masked(config: EvalCommand) -> None:
-    from data.prompts import held_out_prompts
-    from infer.masked.evaluate import evaluate_masked, masked_options, table
-
-    model, _ = load(config.target, None, "ssd")
-    options = config.evaluation
-    prompts = held_out_prompts(config.data, model.tokenizer, options.prompts, options.prompt_tokens)
-    result = evaluate_masked(model, prompts, masked_options(options, config.masked), progress=progress)
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    if not masked:
+        print(f"\nreport      {write_report(out, [result])}")
 
 
 def run_suite(config: EvalCommand) -> None:

@@ -1,7 +1,7 @@
-"""The card of an exported drafter: README.md with what the hub wants to know on top.
+"""The card of an exported drafter: README.md, with the hub's front matter on top.
 
 Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from a list of known
-keys of its run's config.json: paths, names of runs and whatever else those files hold stay where they are.
+keys of its run's config.json: paths, names of runs and all else in those files are not published.
 """
 
 import json
@@ -9,14 +9,16 @@ import re
 from pathlib import Path
 
 from infer.drafters.config_keys import Reading
-from infer.evaluation.report import budget_figure, headline, label
+from infer.evaluation.report import budget_figure
+from infer.evaluation.results import Evaluation, read_result
+from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder
 from infer.formats.folders import open_folder
 from infer.formats.layouts import read as read_layout
 
 PICTURE = "acceptance.png"
 
-# Licences that the hub knows by these names; for it any other one is "other", with a name of its own.
+# The hub's names of licences. Any other licence is "other" there, with a name of its own.
 LICENCES = (
     *("apache-2.0", "mit", "isc", "bsd-2-clause", "bsd-3-clause", "mpl-2.0", "gpl-3.0", "lgpl-3.0", "agpl-3.0"),
     *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "unlicense", "openrail"),
@@ -38,11 +40,11 @@ SOURCES = {
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
-    """Writes README.md, and the picture that it shows, into the exported drafter's folder `out`; returns its path.
+    """Write README.md, and the picture that it shows, into the exported drafter's folder `out`; return its path.
 
-    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license: what the publisher
-    says; None says nothing. base_model: the target's name on the hub; a local path is not shown. Raises ValueError
-    where `out` holds no drafter.
+    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license: the publisher's
+    word for it; None says nothing. base_model: the target's name on the hub; a local path is not shown. Raises
+    ValueError where `out` holds no drafter.
     """
     reading = read_layout(open_folder(out))
     if reading.problems or not reading.options:
@@ -50,8 +52,9 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
     step = Path(checkpoint).resolve()  # best is a link to a step
     step = step.parent if step.name == "drafter" else step
-    evaluation = read(step / "evaluation" / "evaluation.json")
-    run = read(step.parent.parent / "config.json") if step.parent.name == "checkpoints" else None
+    numbers, recipe = step / "evaluation" / "evaluation.json", step.parent.parent / "config.json"
+    evaluation = read_result(numbers, Evaluation) if numbers.is_file() else None
+    run = json.loads(recipe.read_text()) if step.parent.name == "checkpoints" and recipe.is_file() else None
     if evaluation is not None:
         budget_figure(evaluation).savefig(out / PICTURE)
     card = out / "README.md"
@@ -59,21 +62,16 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     return card
 
 
-def read(file: Path) -> dict | None:
-    """What a JSON file holds, None if there is none."""
-    return json.loads(file.read_text()) if file.is_file() else None
-
-
 def model_card(
     reading: Reading,
     engines: list[str],
     run: dict | None,
-    evaluation: dict | None,
+    evaluation: Evaluation | None,
     license: str | None,
     base_model: str,
 ) -> str:
-    """README.md of a drafter. reading: its folder; engines: those of `infer.formats.compatibility` that would load it; run: its
-    training run's config.json; evaluation: what `infer.evaluation.evaluate.evaluate` returned, None if nothing was measured."""
+    """Return the README.md of a drafter. reading: its folder; engines: those of `infer.formats.compatibility` that
+    would load it; run: its training run's config.json; evaluation: None if nothing was measured."""
     family, block_size = reading.family.title, reading.options["block_size"]
     base = hub_name(base_model)
     target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
@@ -92,7 +90,7 @@ def model_card(
 
 
 def front_matter(family: str, run: dict | None, license: str | None, base: str | None) -> str:
-    """The YAML block that the hub reads. Keys that nobody can vouch for are left out."""
+    """Return the YAML block that the hub reads, without the keys whose values are not known."""
     from huggingface_hub import ModelCardData
 
     named = {}
@@ -110,34 +108,25 @@ def front_matter(family: str, run: dict | None, license: str | None, base: str |
     return f"---\n{data.to_yaml()}\n---"
 
 
-def measured(evaluation: dict | None) -> str:
-    """The evaluation's table, and how it came about."""
+def measured(evaluation: Evaluation | None) -> str:
+    """Return the evaluation's table, and how it was measured."""
     if evaluation is None:
         return "Nothing was measured with this checkpoint."
-    lines = [
-        "| method | tokens per round (τ) | tokens/s | speedup | same output |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| {label(method)} | {method['tau']:.2f} | {method['tokens_per_second']:.1f} | {method['speedup']:.2f}x "
-        f"| {'yes' if method['identical'] else 'no'} |"
-        for method in evaluation["methods"]
-    ]
     return "\n\n".join(
         [
             headline(evaluation),
-            "\n".join(lines),
+            method_table(evaluation),
             f"![Tokens per round and speed by node budget]({PICTURE})",
-            f"{evaluation['prompts']} held-out prompts, {evaluation['rows']} at a time, at most "
-            f"{evaluation['max_new_tokens']} new tokens each, temperature {evaluation['temperature']:g}, "
-            f"{evaluation['dtype']}, {evaluation['device']}. Numbers after a method are drafted tokens that the target "
+            f"{evaluation.prompts} held-out prompts, {evaluation.rows} at a time, at most "
+            f"{evaluation.max_new_tokens} new tokens each, temperature {evaluation.temperature:g}, "
+            f"{evaluation.dtype}, {evaluation.device}. Numbers after a method are drafted tokens that the target "
             "checks per round; a round's own token of the target counts in τ.",
         ]
     )
 
 
-def training(reading: Reading, run: dict | None, evaluation: dict | None) -> str:
-    """Data and recipe, as far as they are known."""
+def training(reading: Reading, run: dict | None, evaluation: Evaluation | None) -> str:
+    """Return data and recipe, as far as they are known."""
     options = reading.options
     shape = f"{options['num_hidden_layers']} layers, block size {options['block_size']}"
     layers = reading.own["target_layer_ids"]
@@ -151,21 +140,21 @@ def training(reading: Reading, run: dict | None, evaluation: dict | None) -> str
             known = known | {"epochs": None}  # the steps decided
         rows += [f"| {part}{'.' * bool(part)}{key} | {known[key]} |" for key in keys if known.get(key) is not None]
     sources = "; ".join(dict.fromkeys(described_data(run["data"])))
-    at = f", step {evaluation['step']}" if evaluation and evaluation.get("step") else ""
+    at = f", step {evaluation.step}" if evaluation and evaluation.step else ""
     init = run["drafter"].get("init")
     begun = f" It goes on from {hub_name(init) or 'another drafter'}." if init else ""
     return f"{shape}{at}. Data: {sources}.{begun}\n\n| option | value |\n| --- | --- |\n" + "\n".join(rows)
 
 
 def described_data(data: dict) -> list[str]:
-    """The data sets in words; names of the hub, never paths."""
+    """Return the data sets in words; names of the hub, never paths."""
     if data["source"] == "mixture":
         return [f"{hub_name(part['path']) or SOURCES['jsonl']} (weight {part['weight']:g})" for part in data["parts"]]
     return [SOURCES.get(data["source"]) or hub_name(data["path"]) or SOURCES["jsonl"]]
 
 
 def data_names(run: dict | None) -> list[str]:
-    """What may be names of data sets on the hub."""
+    """Return the paths that may be names of data sets on the hub."""
     data = run["data"] if run else {"source": None}
     if data["source"] == "mixture":
         return [part["path"] for part in data["parts"]]
@@ -173,13 +162,13 @@ def data_names(run: dict | None) -> list[str]:
 
 
 def hub_name(text: str) -> str | None:
-    """The text if it is a name on the hub, owner/name, and no path on this machine."""
+    """Return the text if it is a name on the hub, owner/name, and no path on this machine."""
     named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) and not text.endswith((".jsonl", ".gz", ".json", ".parquet"))
     return text if named and not Path(text).exists() else None
 
 
 def use(engines: list[str], block_size: int, target: str) -> str:
-    """How to serve the target with this drafter: with the engines that would load it, and with ours."""
+    """Return how to serve the target with this drafter: with the engines that would load it, and with ours."""
     here, parts = "path/to/this/folder", []
     if any("vLLM" in engine for engine in engines):
         speculative = {"method": "dflash", "model": here, "num_speculative_tokens": block_size - 1}

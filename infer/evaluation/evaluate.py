@@ -1,24 +1,73 @@
-"""Measured acceptance: held-out prompts decoded with plain, chain and DDTree, by the code that users call.
+"""Measured acceptance: held-out prompts decoded with every method, by the code that users call.
 
 Acceptance is never estimated from token accuracy: every number here comes from decoding.
 """
 
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 
 import torch
 
-from infer.config import EvaluationConfig, TextOptions
+from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.engine.engine import Engine
+from infer.engine.engine import open_engine
 from infer.engine.sequence import STAGES, Text
-from infer.evaluation.lossless import explain
+from infer.evaluation.lossless import find_difference
+from infer.evaluation.results import Evaluation, MethodResult, Sample
+from infer.masked.model import AnyTarget
 from infer.targets.target import Target, pad_ids
+from infer.trees.methods import TREES
 
-TOGETHER = 8  # texts whose guesses are counted side by side
+ROWS = 8  # texts side by side when right guesses are counted
+Progress = Callable[[int, int], None]  # (prompts done, prompts)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of decoding that is measured."""
+
+    name: str
+    budget: int  # drafted nodes a round; for a masked model, states
+    options: DecodeOptions
+
+
+@dataclass
+class Measured:
+    """What one variant wrote, and how long it took."""
+
+    variant: Variant
+    texts: list[Text] = field(default_factory=list)
+    seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `count_right_guesses`
+
+    def total(self, name: str) -> float:
+        """Return the sum of a statistic over the texts."""
+        return sum(getattr(text.stats, name) for text in self.texts)
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length pooled over rounds."""
+        return tau(self.texts)
+
+    def add_guesses(self, counts: torch.Tensor) -> None:
+        """Add counts (L, 2) of guesses."""
+        self.guesses = (counts.cpu() + torch.tensor(self.guesses or 0)).tolist()
+
+    @staticmethod
+    def joined(shares: "Sequence[Measured]") -> "Measured":
+        """Join what several processes measured, each on its share of the prompts: share i holds prompts i, i + n,
+        ..."""
+        texts = [text for some in zip_longest(*(share.texts for share in shares)) for text in some if text is not None]
+        stages = {stage: sum(share.stages[stage] for share in shares) for stage in STAGES}
+        result = Measured(shares[0].variant, texts, sum(share.seconds for share in shares), stages)
+        for share in shares:
+            if share.guesses:
+                result.add_guesses(torch.tensor(share.guesses))
+        return result
 
 
 def evaluate(
@@ -26,20 +75,21 @@ def evaluate(
     drafter: Drafter,
     prompts: list[list[int]],
     config: EvaluationConfig,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict:
-    """Decodes every prompt with every method and returns what `infer.evaluation.report` draws. Where a method wrote something else
-    than plain decoding, `ties` and `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
-    results = decode_all(target, drafter, prompts, config, progress)
-    result = summary(target, drafter, prompts, results, config)
-    plain = results["plain", 0].texts
-    for line, measured in zip(result["methods"], results.values(), strict=True):
-        pairs = zip(measured.texts, plain, strict=True)
-        found = [explain(target, text.prompt, text.ids, own.ids, text.options) for text, own in pairs]
+    progress: Progress = lambda done, total: None,
+) -> Evaluation:
+    """Decode every prompt with every method. Where a method wrote something else than plain decoding, `ties` and
+    `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
+    measured = decode_all(target, drafter, prompts, config, progress)
+    result = summarise(target, drafter, measured, config)
+    methods = []
+    for method, one in zip(result.methods, measured, strict=True):
+        pairs = zip(one.texts, measured[0].texts, strict=True)
+        found = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
         causes = [difference.cause for difference in found if difference is not None]
         if causes:
-            line |= {"ties": causes.count("tie"), "defects": causes.count("defect")}
-    return result
+            method = replace(method, ties=causes.count("tie"), defects=causes.count("defect"))
+        methods.append(method)
+    return replace(result, methods=methods)
 
 
 def decode_all(
@@ -47,57 +97,66 @@ def decode_all(
     drafter: Drafter,
     prompts: list[list[int]],
     config: EvaluationConfig,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> "dict[tuple[str, int], Measured]":
-    """Every prompt with every method, and how often the drafter guesses right along what plain decoding wrote."""
-    results = decode_prompts(target, drafter, prompts, config, progress)
+    progress: Progress = lambda done, total: None,
+) -> list[Measured]:
+    """Decode every prompt with every method, plain decoding first, and count how often the drafter guesses right along
+    what plain decoding wrote."""
+    measured = measure(target, drafter, variants(drafter, config), prompts, progress)
     length = max(map(len, prompts), default=0) + config.max_new_tokens
-    plain = results["plain", 0]
-    for first in range(0, len(prompts), TOGETHER):
-        plain.add_hits(hits(target, drafter, plain.texts[first : first + TOGETHER], length))
-    return results
+    plain = measured[0]
+    for first in range(0, len(prompts), ROWS):
+        plain.add_guesses(count_right_guesses(target, drafter, plain.texts[first : first + ROWS], length))
+    return measured
 
 
-def decode_prompts(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    config: EvaluationConfig,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> "dict[tuple[str, int], Measured]":
-    """Every prompt with every method, `config.rows` at a time. The methods take turns on the same prompts, so that a
-    noisy machine is equally noisy for all."""
-    methods = config.methods(drafter.block_size)
-    clock = synchronised_clock(target.device)
-    results = {method: Measured() for method in methods}
-    length = max(map(len, prompts), default=0) + config.max_new_tokens
+def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
+    """Return the methods in the order of the table, plain decoding first."""
+    text = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": config.seed}
+    return [
+        Variant(name, budget, DecodeOptions(**asdict(config.engine(name, budget)), **text))
+        for name, budget in config.methods(drafter.block_size)
+    ]
 
-    def run(chunk: list[list[int]], method: tuple[str, int], tokens: int, into: Measured) -> None:
+
+def measure(
+    model: AnyTarget,
+    drafter: Drafter | None,
+    variants: Sequence[Variant],
+    prompts: Sequence[Sequence[int]],
+    progress: Progress = lambda done, total: None,
+) -> list[Measured]:
+    """Decode every prompt with every variant, as many at a time as the variant with the most rows. The variants take
+    turns on the same prompts, so that a noisy machine is equally noisy for all."""
+    clock = synchronised_clock(model.device)
+    rows = max(variant.options.rows for variant in variants)
+    longest = max(map(len, prompts), default=0)
+
+    def run(chunk: Sequence[Sequence[int]], options: DecodeOptions, into: Measured) -> None:
         began = clock()
-        engine = Engine(target, drafter, config.engine(*method), length, clock)
-        options = TextOptions(max_new_tokens=tokens, temperature=config.temperature, seed=config.seed)
-        texts = [engine.submit(prompt, options) for prompt in chunk]
+        engine = open_engine(model, drafter, options, longest + into.variant.options.max_new_tokens, clock)
+        into.texts += [engine.submit(list(prompt), options) for prompt in chunk]
         while engine.busy:
             engine.step()
         into.seconds += clock() - began
-        into.texts += texts
-        for stage, seconds in engine.seconds.items():
+        for stage, seconds in getattr(engine, "seconds", {}).items():
             into.stages[stage] += seconds
 
-    for method in methods:  # warm-up: first calls pay for allocations and kernels
-        run(prompts[: config.rows], method, min(16, config.max_new_tokens), Measured())
-    for first in range(0, len(prompts), config.rows):
-        for method in methods:
-            run(prompts[first : first + config.rows], method, config.max_new_tokens, results[method])
-        progress(min(first + config.rows, len(prompts)), len(prompts))
-    return results
+    for variant in variants:  # warm-up: first calls pay for allocations and kernels
+        tokens = variant.options.room(min(16, variant.options.max_new_tokens))
+        run(prompts[:rows], replace(variant.options, max_new_tokens=tokens), Measured(variant))
+    measured = [Measured(variant) for variant in variants]
+    for first in range(0, len(prompts), rows):
+        for one in measured:
+            run(prompts[first : first + rows], one.variant.options, one)
+        progress(min(first + rows, len(prompts)), len(prompts))
+    return measured
 
 
 @torch.inference_mode()
-def hits(target: Target, drafter: Drafter, texts: list[Text], length: int) -> torch.Tensor:
-    """How often the drafter's likeliest token is the one that came, by drafted position: (L, 2), right guesses and all,
-    a block drafted at every token of finished texts of at most `length` tokens, side by side. What DART's tables 3 and
-    4 call accuracy."""
+def count_right_guesses(target: Target, drafter: Drafter, texts: list[Text], length: int) -> torch.Tensor:
+    """Count how often the drafter's likeliest token is the one that came, by drafted position: (L, 2) int64, right
+    guesses and all. A block is drafted at every token of finished texts of at most `length` tokens, side by side. This
+    is what DART's tables 3 and 4 call accuracy."""
     rows, drafted = len(texts), drafter.block_size - 1
     cache, state = target.cache(rows, length), drafter.state(rows, length)
     prompts, answers = [text.prompt for text in texts], [text.ids for text in texts]
@@ -120,104 +179,68 @@ def hits(target: Target, drafter: Drafter, texts: list[Text], length: int) -> to
     return counts
 
 
-def summary(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    results: "dict[tuple[str, int], Measured]",
-    config: EvaluationConfig,
-) -> dict:
-    """The figures of an evaluation. `speedup` is the ratio of total times; `identical` says whether a method's tokens
-    equal plain decoding's on every prompt."""
-    plain = results["plain", 0]
-    rows = [summarise(method, measured, plain) for method, measured in results.items()]
-    best = max((method for method in results if method[0] == "ddtree"), key=lambda m: tau(results[m].texts))
-    return {
-        "target": target.name,
-        "device": describe_device(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "prompts": len(prompts),
-        "rows": config.rows,
-        "prompt_tokens": config.prompt_tokens,
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "block_size": drafter.block_size,
-        "accuracy": [right / max(1, count) for right, count in plain.guesses],
-        "methods": rows,
-        "samples": [
-            sample(target, prompt, done)
-            for prompt, done in list(zip(prompts, results[best].texts, strict=True))[: config.samples]
-        ],
-    }
+def summarise(target: Target, drafter: Drafter, measured: list[Measured], config: EvaluationConfig) -> Evaluation:
+    """Return the figures of an evaluation, with samples of the tree that has the highest acceptance length."""
+    plain = measured[0]
+    trees = [one for one in measured if TREES[one.variant.name].by_budget]
+    best = max(trees, key=lambda one: one.tau)
+    return Evaluation(
+        target=target.name,
+        device=describe_device(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        prompts=len(plain.texts),
+        rows=config.rows,
+        prompt_tokens=config.prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        block_size=drafter.block_size,
+        accuracy=[right / max(1, count) for right, count in plain.guesses],
+        methods=[method_result(one, plain) for one in measured],
+        samples=[sample(target, text) for text in best.texts[: config.samples]],
+    )
 
 
-@dataclass
-class Measured:
-    """What one method wrote, and how long it took."""
-
-    texts: list[Text] = field(default_factory=list)
-    seconds: float = 0.0
-    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `hits`
-
-    def add_hits(self, counts: torch.Tensor) -> None:
-        """Counts (L, 2) more guesses."""
-        self.guesses = (counts.cpu() + torch.tensor(self.guesses or 0)).tolist()
-
-    @staticmethod
-    def joined(shares: "list[Measured]") -> "Measured":
-        """What several processes measured, each on its share of the prompts: share i holds prompts i, i + n, ..."""
-        texts = [text for some in zip_longest(*(share.texts for share in shares)) for text in some if text is not None]
-        stages = {stage: sum(share.stages[stage] for share in shares) for stage in STAGES}
-        whole = Measured(texts, sum(share.seconds for share in shares), stages)
-        for share in shares:
-            if share.guesses:
-                whole.add_hits(torch.tensor(share.guesses))
-        return whole
+def method_result(measured: Measured, plain: Measured) -> MethodResult:
+    """Return one row of the table. `speedup` is the ratio of total times."""
+    texts, seconds, tokens = measured.texts, measured.seconds, measured.total("tokens")
+    return MethodResult(
+        name=measured.variant.name,
+        budget=measured.variant.budget,
+        tau=measured.tau,
+        tau_prompt_mean=measured.total("tau") / len(texts),
+        rounds=measured.total("rounds"),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        speedup=plain.seconds / seconds,
+        histogram=[sum(counts) for counts in zip(*(text.stats.histogram for text in texts), strict=True)],
+        stage_seconds=measured.stages | {"other": seconds - sum(measured.stages.values())},
+        identical=[text.ids for text in texts] == [text.ids for text in plain.texts],
+    )
 
 
-def tau(texts: list[Text]) -> float:
-    """Acceptance length pooled over rounds."""
+def tau(texts: Sequence[Text]) -> float:
+    """Return the acceptance length pooled over rounds."""
     rounds = sum(text.stats.rounds for text in texts)
     return sum(text.stats.tokens - 1 for text in texts) / rounds if rounds else 1.0
 
 
-def summarise(method: tuple[str, int], measured: Measured, plain: Measured) -> dict:
-    """One line of the table."""
-    texts, seconds = measured.texts, measured.seconds
-    tokens = sum(text.stats.tokens for text in texts)
-    return {
-        "name": method[0],
-        "budget": method[1],
-        "tau": tau(texts),
-        "tau_prompt_mean": sum(text.stats.tau for text in texts) / len(texts),
-        "rounds": sum(text.stats.rounds for text in texts),
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "speedup": plain.seconds / seconds,
-        "histogram": [sum(counts) for counts in zip(*(text.stats.histogram for text in texts), strict=True)],
-        "stage_seconds": measured.stages | {"other": seconds - sum(measured.stages.values())},
-        "identical": [text.ids for text in texts] == [text.ids for text in plain.texts],
-    }
-
-
-def sample(target: Target, prompt: list[int], done: Text) -> dict:
-    """A decoded text in pieces: the prefill's first token, then each round's accepted drafts and its bonus token."""
-    text = target.tokenizer.decode
+def sample(target: Target, text: Text) -> Sample:
+    """Cut a decoded text into pieces: the prefill's first token, then each round's accepted drafts and bonus token."""
+    decode = target.tokenizer.decode
     pieces, at = [], 0
-    for round, count in enumerate(done.commits):
-        ids = done.ids[at : at + count]
+    for round, count in enumerate(text.commits):
+        ids = text.ids[at : at + count]
         if ids[:-1]:
-            pieces.append([text(ids[:-1]), "accepted"])
-        pieces.append([text(ids[-1:]), "bonus"])
+            pieces.append([decode(ids[:-1]), "accepted"])
+        pieces.append([decode(ids[-1:]), "bonus"])
         at += count
         assert round or count == 1
-    return {"prompt": text(prompt), "completion": text(done.ids), "accepted": done.commits, "pieces": pieces}
+    return Sample(decode(text.prompt), decode(text.ids), text.commits, pieces)
 
 
 def synchronised_clock(device: torch.device) -> Callable[[], float]:
-    """A clock whose readings mean that the device's work is done."""
+    """Return a clock that waits for the device's work before it is read. Seconds."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -229,7 +252,7 @@ def synchronised_clock(device: torch.device) -> Callable[[], float]:
 
 
 def describe_device(device: torch.device) -> str:
-    """Hardware in words, for the report."""
+    """Return the hardware in words, for the report."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -239,13 +262,3 @@ def describe_device(device: torch.device) -> str:
     except OSError:
         pass
     return f"CPU, {torch.get_num_threads()} threads, {model}"
-
-
-def same_output(evaluation: dict) -> bool:
-    """Whether every method wrote what plain decoding wrote."""
-    return all(method["identical"] for method in evaluation["methods"])
-
-
-def best_tau(evaluation: dict) -> float:
-    """The highest acceptance length of any tree: what marks the best checkpoint."""
-    return max(method["tau"] for method in evaluation["methods"])

@@ -1,11 +1,12 @@
-"""What DDTree's paper measured, to stand beside what we measure: its Table 1, number for number."""
+"""The figures of DDTree's paper, to show beside ours: its Table 1, number for number."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 CITATION = (
     "Accelerating Speculative Decoding with Block Diffusion Draft Trees, arXiv:2604.12989, Table 1: 8 H200 GPUs, "
     "bfloat16, block size 16, at most 2,048 new tokens; DDTree with the best budget of 16 to 1,024 nodes"
 )
+METHODS = ("plain", "chain", "ddtree")  # rows of our table of tree methods that it measured
 MODELS = ("qwen3-4b", "qwen3-8b", "qwen3-coder-30b-a3b-instruct")  # each with its public DFlash drafter
 
 # A line a set; for each of the three models: DFlash's speedup and τ, then DFlash + DDTree's.
@@ -36,8 +37,7 @@ swe-bench      2.29 3.07 3.71  5.20   2.10 2.82 3.47  4.86   2.42 3.16 3.80  4.9
 TABLES = {0.0: GREEDY, 1.0: SAMPLED}
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """One row of the paper's table for one model."""
 
     chain_speedup: float
@@ -47,8 +47,8 @@ class Published:
 
 
 def published(target: str, temperature: float, name: str) -> Published | None:
-    """The paper's figures for a target (a hub id or a folder that ends in the model's name), a temperature and a set;
-    None where the paper has none."""
+    """Return the paper's figures for a target (a hub id or a folder that ends in the model's name), a temperature and a
+    set; None where the paper has none."""
     model = target.rstrip("/").rpartition("/")[2].lower()
     for line in TABLES.get(temperature, "").split("\n"):
         found, *numbers = line.split() or [""]

@@ -1,7 +1,4 @@
-"""Evaluations to a table, pictures and one page that needs no network.
-
-Works on the dictionaries that `infer.evaluation.evaluate.evaluate` returns; matplotlib is imported where it draws.
-"""
+"""Evaluations as pictures, and one page that needs no network. matplotlib is imported where it draws."""
 
 import base64
 import html
@@ -9,49 +6,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-# told apart by colour-blind readers too
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#9b4f96", "#777777"
-NAMES = {"ddtree": "DDTree", "continuity": "continuity", "ddtree+continuity": "DDTree + continuity"}
-COLOURS = {"chain": ORANGE, "ddtree": BLUE, "continuity": GREEN, "ddtree+continuity": PURPLE}
-
-
-def label(method: dict) -> str:
-    """How a method is called: plain, chain, DDTree 64."""
-    name = NAMES.get(method["name"])
-    return method["name"] if name is None else f"{name} {method['budget']}"
-
-
-def fastest(evaluation: dict) -> dict:
-    """The method with the highest speedup, plain decoding aside."""
-    return max(evaluation["methods"][1:], key=lambda method: method["speedup"])
-
-
-def table(evaluation: dict) -> str:
-    """The evaluation as text for a terminal, one line a method."""
-    wide = max(11, *(len(method["name"]) + 1 for method in evaluation["methods"]))
-    lines = [f"{'method':<{wide}}{'nodes':>6}{'τ':>7}{'rounds':>8}{'tokens/s':>10}{'speedup':>9}  same output as plain"]
-    for method in evaluation["methods"]:
-        lines.append(
-            f"{method['name']:<{wide}}{method['budget'] or '-':>6}{method['tau']:>7.2f}{method['rounds']:>8}"
-            f"{method['tokens_per_second']:>10.1f}{method['speedup']:>8.2f}x  {'yes' if method['identical'] else 'NO'}"
-            + (f" ({method['ties']} prompts at ties, {method['defects']} by defects)" if "ties" in method else "")
-        )
-    return "\n".join(lines)
-
-
-def headline(evaluation: dict) -> str:
-    """The result in one or two plain sentences, good or bad."""
-    best = fastest(evaluation)
-    count = evaluation["prompts"]
-    text = f"{label(best)} commits {best['tau']:.2f} tokens per round and decodes "
-    if best["speedup"] >= 1:
-        text += f"{best['speedup']:.2f} times as fast as plain decoding. "
-    else:
-        text += f"at only {best['speedup']:.2f} times the speed of plain decoding: here speculation does not pay. "
-    wrong = [label(method) for method in evaluation["methods"] if not method["identical"]]
-    if wrong:
-        return text + f"Outputs of {', '.join(wrong)} differ from plain decoding's on some of {count} prompts."
-    return text + f"On all {count} prompts every method wrote exactly what plain decoding wrote."
+from infer.evaluation.results import Evaluation, MethodResult
+from infer.evaluation.tables import headline
 
 
 def _axes(width: float, height: float, columns: int = 1):
@@ -66,78 +22,35 @@ def _axes(width: float, height: float, columns: int = 1):
     return figure, axes
 
 
-def histogram_figure(evaluation: dict):
-    """Shares of rounds by tokens committed: chain against the fastest tree."""
+def histogram_figure(evaluation: Evaluation):
+    """Draw the shares of rounds by tokens committed: the methods of one size, and the fastest tree."""
     figure, (ax,) = _axes(7, 3.6)
-    trees = [method for method in evaluation["methods"] if method["name"] in NAMES]
-    shown = [method for method in evaluation["methods"] if method["name"] == "chain"]
-    shown += [max(trees, key=lambda method: method["speedup"])] if trees else []
-    for i, (method, colour) in enumerate(zip(shown, (ORANGE, BLUE), strict=False)):
-        lengths = range(1, len(method["histogram"]) + 1)
-        shares = [100 * count / max(1, method["rounds"]) for count in method["histogram"]]
-        offset = (i - (len(shown) - 1) / 2) * 0.4
-        ax.bar(
-            [n + offset for n in lengths], shares, 0.38, color=colour, label=f"{label(method)}, τ {method['tau']:.2f}"
-        )
-    ax.set_xticks(range(1, evaluation["block_size"] + 1))
+    shown = [method for method in evaluation.methods if not method.by_budget and method.tree.drafts]
+    trees = [method for method in evaluation.methods if method.by_budget]
+    shown += [max(trees, key=lambda method: method.speedup)] if trees else []
+    width = 0.8 / max(1, len(shown))
+    for i, method in enumerate(shown):
+        places = [n + (i - (len(shown) - 1) / 2) * width for n in range(1, len(method.histogram) + 1)]
+        shares = [100 * count / max(1, method.rounds) for count in method.histogram]
+        words = f"{method.label}, τ {method.tau:.2f}"
+        ax.bar(places, shares, 0.95 * width, color=method.tree.colour, label=words)
+    ax.set_xticks(range(1, evaluation.block_size + 1))
     ax.set_xlabel("tokens committed in a round (bonus token included)")
     ax.set_ylabel("share of rounds, %")
     ax.legend(frameon=False)
     return figure
 
 
-def budget_figure(evaluation: dict):
-    """Node budget against acceptance length and against speedup, with the chain and plain decoding as lines."""
+def budget_figure(evaluation: Evaluation):
+    """Draw acceptance length and speedup by node budget, with the chain and plain decoding as lines."""
     figure, axes = _axes(9, 3.6, 2)
     _budget_curves(axes, evaluation)
     axes[0].legend(frameon=False)
     return figure
 
 
-def _budget_curves(axes, evaluation: dict, line: str = "-", prefix: str = "", plain: bool = True) -> None:
-    """An evaluation's τ and speedup by budget into two axes: a curve a kind of tree, level lines for the rest."""
-    methods = evaluation["methods"]
-    budgets = sorted({method["budget"] for method in methods if method["name"] in NAMES})
-    for ax, key, name in (
-        (axes[0], "tau", "τ, tokens per round"),
-        (axes[1], "speedup", "speed, plain decoding = 1"),
-    ):
-        for tree, words in NAMES.items():
-            points = [(method["budget"], method[key]) for method in methods if method["name"] == tree]
-            if points:
-                ax.plot(*zip(*points, strict=True), "o" + line, color=COLOURS[tree], label=prefix + words)
-        for method in methods:
-            if method["name"] == "chain" or (plain and method["name"] == "plain"):
-                style = {"linestyle": "--" if line == "-" else line, "linewidth": 1.2}
-                colour = COLOURS.get(method["name"], GREY)
-                ax.axhline(
-                    method[key], color=colour, label=prefix * (method["name"] != "plain") + method["name"], **style
-                )
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(budgets, [str(budget) for budget in budgets])
-        ax.set_xlabel("node budget")
-        ax.set_ylabel(name)
-
-
-def comparison(evaluations: dict[str, dict]) -> str:
-    """Several drafters' evaluations side by side, as a Markdown table: for each τ, tokens a second and speedup."""
-    first = next(iter(evaluations.values()))["methods"]
-    lines = ["| tree | nodes | " + " | ".join(f"{name} τ | tokens/s | speedup" for name in evaluations) + " |"]
-    lines.append("| --- |" + " ---: |" * (1 + 3 * len(evaluations)))
-    keys = dict.fromkeys((m["name"], m["budget"] if m["name"] in NAMES else 0) for m in first)
-    for name, budget in keys:
-        cells = []
-        for evaluation in evaluations.values():
-            found = [m for m in evaluation["methods"] if m["name"] == name and (not budget or m["budget"] == budget)]
-            for m in found:
-                mark = "" if m["identical"] else " (other output)"
-                cells += [f"{m['tau']:.2f}", f"{m['tokens_per_second']:.0f}", f"{m['speedup']:.2f}x{mark}"]
-        lines.append(f"| {NAMES.get(name, name)} | {budget or '-'} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def comparison_figure(evaluations: dict[str, dict]):
-    """The curves of `budget_figure` for several drafters, a kind of line for each."""
+def comparison_figure(evaluations: dict[str, Evaluation]):
+    """Draw the curves of `budget_figure` for several drafters, each with a line style of its own."""
     figure, axes = _axes(11, 4.4, 2)
     for i, (name, evaluation) in enumerate(evaluations.items()):
         _budget_curves(axes, evaluation, ("-", ":", "-.", "--")[i % 4], f"{name} ", plain=i == 0)
@@ -145,18 +58,38 @@ def comparison_figure(evaluations: dict[str, dict]):
     return figure
 
 
-def steps_figure(evaluations: list[dict]):
-    """Acceptance length against training step: chain and every budget."""
+def _budget_curves(axes, evaluation: Evaluation, line: str = "-", prefix: str = "", plain: bool = True) -> None:
+    """Draw τ and speedup by budget into two axes: a curve for every kind of tree, level lines for the other methods."""
+    kinds: dict[str, list[MethodResult]] = {}
+    for method in evaluation.methods:
+        kinds.setdefault(method.name, []).append(method)
+    budgets = sorted({method.budget for method in evaluation.methods if method.by_budget})
+    for ax, key, title in ((axes[0], "tau", "τ, tokens per round"), (axes[1], "speedup", "speed, plain decoding = 1")):
+        for methods in sorted(kinds.values(), key=lambda methods: not methods[0].by_budget):
+            row, values = methods[0].tree, [getattr(method, key) for method in methods]
+            if row.by_budget:
+                points = [method.budget for method in methods]
+                ax.plot(points, values, "o" + line, color=row.colour, label=prefix + row.label)
+            elif row.drafts or plain:
+                style = {"linestyle": "--" if line == "-" else line, "linewidth": 1.2}
+                ax.axhline(values[0], color=row.colour, label=prefix * row.drafts + row.label, **style)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(budgets, [str(budget) for budget in budgets])
+        ax.set_xlabel("node budget")
+        ax.set_ylabel(title)
+
+
+def steps_figure(evaluations: list[Evaluation]):
+    """Draw acceptance length by training step: every method but plain decoding, larger trees in fuller colours."""
     figure, (ax,) = _axes(7, 3.6)
-    steps = [evaluation["step"] for evaluation in evaluations]
-    for i, method in enumerate(evaluations[-1]["methods"]):
-        if method["name"] == "plain":
-            continue
-        taus = [evaluation["methods"][i]["tau"] for evaluation in evaluations]
-        chain = method["name"] == "chain"
-        shade = 0.35 + 0.65 * i / max(1, len(evaluations[-1]["methods"]) - 1)
-        line = ax.plot(steps, taus, "o-", color=ORANGE if chain else BLUE, alpha=1 if chain else shade, markersize=4)
-        ax.annotate(f" {label(method)}", (steps[-1], taus[-1]), va="center", fontsize=8, color=line[0].get_color())
+    steps = [evaluation.step for evaluation in evaluations]
+    last = evaluations[-1].methods
+    for i, method in enumerate(last[1:], 1):
+        taus = [evaluation.methods[i].tau for evaluation in evaluations]
+        shade = 0.35 + 0.65 * i / (len(last) - 1) if method.by_budget else 1
+        ax.plot(steps, taus, "o-", color=method.tree.colour, alpha=shade, markersize=4)
+        place = (steps[-1], taus[-1])
+        ax.annotate(f" {method.label}", place, va="center", fontsize=8, color=method.tree.colour)
     ax.margins(x=0.12)
     ax.set_xlabel("training step")
     ax.set_ylabel("τ, tokens per round")
@@ -164,7 +97,7 @@ def steps_figure(evaluations: list[dict]):
 
 
 def sweep_figure(methods: list[str], taus: dict[str, list[float]]):
-    """Acceptance lengths of several runs, method by method."""
+    """Draw the acceptance lengths of several runs, method by method."""
     figure, (ax,) = _axes(8, 4.2)
     for run, values in taus.items():
         ax.plot(methods, values, marker="o", linewidth=1.4, label=run)
@@ -195,6 +128,24 @@ pre { white-space: pre-wrap; border: 1px solid var(--line); padding: .8rem; font
 dt { font-weight: 600; } dd { margin: 0 0 .6rem 0; }
 """
 
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Drafter report</title><style>{style}</style></head><body>
+<h1>What this drafter gains</h1>
+<p class="lead">{headline}</p>
+{notes}
+<table><thead><tr><th>method</th><th>τ</th><th>rounds</th><th>tokens/s</th><th>speedup</th><th>same output</th></tr>
+</thead><tbody>{methods}</tbody></table>
+{pictures}
+<h2>What the words mean</h2><dl>{glossary}</dl>
+<h2>What it wrote</h2>
+<p>Prompt in grey, <span class="accepted">accepted drafts</span>, <span class="bonus">bonus tokens</span>.</p>
+{samples}
+<h2>How it was measured</h2>
+<p>The methods took turns on the prompts, {rows} at a time; times include first draft and prefill.</p>
+<table><tbody>{settings}</tbody></table>
+</body></html>
+"""
+
 GLOSSARY = (
     (
         "Round",
@@ -214,15 +165,15 @@ GLOSSARY = (
 )
 
 
-def write_report(folder: Path, evaluations: list[dict], notes: Sequence[str] = ()) -> Path:
-    """Writes the pictures and report.html into `folder`; returns the page's path. `notes` stand at its top.
+def write_report(folder: Path, evaluations: list[Evaluation], notes: Sequence[str] = ()) -> Path:
+    """Write the pictures and report.html into `folder`, with `notes` at the top of the page; return the page's path.
 
-    The evaluation with the highest acceptance length is shown in detail; if there are several, ordered by step, τ over
-    training is drawn too.
+    The evaluation with the highest acceptance length is shown in detail. If there are several, τ by training step is
+    drawn too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    evaluations = sorted(evaluations, key=lambda evaluation: evaluation["step"] or 0)
-    best = max(evaluations, key=lambda evaluation: max(method["tau"] for method in evaluation["methods"]))
+    evaluations = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
+    best = max(evaluations, key=lambda evaluation: evaluation.best_tau)
     pictures = {
         "acceptance_histogram": ("How many tokens a round commits", histogram_figure(best)),
         "budget_curve": ("What a larger tree gains", budget_figure(best)),
@@ -240,46 +191,37 @@ def write_report(folder: Path, evaluations: list[dict], notes: Sequence[str] = (
     return page
 
 
-def _page(evaluation: dict, pictures: list[str], notes: Sequence[str]) -> str:
-    escape = html.escape
-    best = fastest(evaluation)
+def _page(evaluation: Evaluation, pictures: list[str], notes: Sequence[str]) -> str:
+    escape, best = html.escape, evaluation.fastest
     rows = "".join(
-        f"<tr{' class=best' if method is best else ''}><td>{label(method)}</td><td>{method['tau']:.2f}</td>"
-        f"<td>{method['rounds']}</td><td>{method['tokens_per_second']:.1f}</td><td>{method['speedup']:.2f}</td>"
-        f"<td>{'yes' if method['identical'] else 'NO'}</td></tr>"
-        for method in evaluation["methods"]
+        f"<tr{' class=best' if method is best else ''}><td>{method.label}</td><td>{method.tau:.2f}</td>"
+        f"<td>{method.rounds}</td><td>{method.tokens_per_second:.1f}</td><td>{method.speedup:.2f}</td>"
+        f"<td>{'yes' if method.identical else 'NO'}</td></tr>"
+        for method in evaluation.methods
     )
-    glossary = "".join(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in GLOSSARY)
     samples = "".join(
-        f"<pre><span class=prompt>{escape(sample['prompt'])}</span>"
-        + "".join(f"<span class={escape(kind)}>{escape(text)}</span>" for text, kind in sample["pieces"])
+        f"<pre><span class=prompt>{escape(sample.prompt)}</span>"
+        + "".join(f"<span class={escape(kind)}>{escape(text)}</span>" for text, kind in sample.pieces)
         + "</pre>"
-        for sample in evaluation.get("samples", [])
+        for sample in evaluation.samples
     )
     facts = [
-        ("Checkpoint", evaluation["checkpoint"]),
-        ("Target", evaluation["target"]),
-        ("Hardware", evaluation["device"]),
-        ("Number format", evaluation["dtype"]),
-        ("Prompts", f"{evaluation['prompts']} held-out, at most {evaluation['max_new_tokens']} new tokens each"),
-        ("Temperature", f"{evaluation['temperature']:g}" + ("" if evaluation["temperature"] else " (greedy)")),
-        ("Block size", evaluation["block_size"]),
+        ("Checkpoint", evaluation.checkpoint),
+        ("Target", evaluation.target),
+        ("Hardware", evaluation.device),
+        ("Number format", evaluation.dtype),
+        ("Prompts", f"{evaluation.prompts} held-out, at most {evaluation.max_new_tokens} new tokens each"),
+        ("Temperature", f"{evaluation.temperature:g}" + ("" if evaluation.temperature else " (greedy)")),
+        ("Block size", evaluation.block_size),
     ]
-    settings = "".join(f"<tr><td>{name}</td><td>{escape(str(value))}</td></tr>" for name, value in facts)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Drafter report</title><style>{STYLE}</style></head><body>
-<h1>What this drafter gains</h1>
-<p class="lead">{escape(headline(evaluation))}</p>
-{"".join(f"<p><strong>{escape(note)}</strong></p>" for note in notes)}
-<table><thead><tr><th>method</th><th>τ</th><th>rounds</th><th>tokens/s</th><th>speedup</th><th>same output</th></tr>
-</thead><tbody>{rows}</tbody></table>
-{"".join(pictures)}
-<h2>What the words mean</h2><dl>{glossary}</dl>
-<h2>What it wrote</h2>
-<p>Prompt in grey, <span class="accepted">accepted drafts</span>, <span class="bonus">bonus tokens</span>.</p>
-{samples}
-<h2>How it was measured</h2>
-<p>The methods took turns on the prompts, {evaluation["rows"]} at a time; times include first draft and prefill.</p>
-<table><tbody>{settings}</tbody></table>
-</body></html>
-"""
+    return PAGE.format(
+        style=STYLE,
+        headline=escape(headline(evaluation)),
+        notes="".join(f"<p><strong>{escape(note)}</strong></p>" for note in notes),
+        methods=rows,
+        pictures="".join(pictures),
+        glossary="".join(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in GLOSSARY),
+        samples=samples,
+        rows=evaluation.rows,
+        settings="".join(f"<tr><td>{name}</td><td>{escape(str(value))}</td></tr>" for name, value in facts),
+    )

@@ -5,65 +5,78 @@ every method's; sampled, every method's with the same seed).
 """
 
 import hashlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Protocol
 
-from data.suites import Chat, Questions, SuiteConfig
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.engine.sequence import Text
-from infer.evaluation.evaluate import Measured, decode_prompts, describe_device, summary
+from infer.evaluation.evaluate import Measured, Progress, describe_device, measure, summarise, variants
+from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.formats.integrity import json_digest
 from infer.targets.target import Target
-from infer.utils.files import atomic_write
 
-Results = dict[tuple[str, int], Measured]
-Progress = Callable[[int, int], None]
+Chat = list[list[dict[str, str]]]  # turns of messages {"role", "content"}: what is said until the model answers
+
+
+class Questions(Protocol):
+    """A question set that is ready to be asked, such as `data.suites.load_suite` returns."""
+
+    name: str
+    title: str  # in the tables
+    chats: list[Chat]
+
+
+class SuiteOptions(Protocol):
+    """How a suite is asked."""
+
+    name: str
+    temperatures: list[float]
+    thinking: bool  # the switch of chat templates that have one
 
 
 def evaluate_suite(
     target: Target,
     drafter: Drafter,
     checkpoint: str,
-    suite: list[Questions],
-    config: SuiteConfig,
+    suite: Sequence[Questions],
+    options: SuiteOptions,
     evaluation: EvaluationConfig,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
-) -> dict:
-    """Every set at every temperature; returns what `infer.evaluation.tables` shows and writes it to out/suite.json, each set
-    to out/sets as soon as it is done. `checkpoint` is where the drafter lies.
+) -> SuiteResult:
+    """Ask every set at every temperature. Writes each set to out/sets as soon as it is done, and the whole to
+    out/suite.json. `checkpoint` is where the drafter was read from.
 
-    Raises ValueError where `out` holds a set that was measured in another way, and where no question of a set fits into
-    the target.
+    Raises ValueError where `out` holds a set that was measured with other settings, and where no question of a set fits
+    into the target.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
     weights = drafter_digest(checkpoint)
-    jobs = [(temperature, questions) for temperature in config.temperatures for questions in suite]
-    measured = []
+    jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
+    sets = []
     for number, (temperature, questions) in enumerate(jobs, 1):
-        options = replace(evaluation, temperature=temperature, samples=0)
-        settings = settings_of(target, weights, questions, config.thinking, options)
+        config = replace(evaluation, temperature=temperature, samples=0)
+        settings = settings_of(target, weights, questions, options.thinking, config)
         file = out / "sets" / f"{questions.name}-{temperature:g}.json"
         what = f"{questions.title}, temperature {temperature:g} ({number} of {len(jobs)})"
-        known = finished(file, settings)
+        known = read_finished(file, settings)
         if known is None:
             say(f"{what}:")
-            known = {"settings": settings} | evaluate_set(
-                target, drafter, questions, config.thinking, options, progress
-            )
-            atomic_write(file, json.dumps(known, indent=1) + "\n")
+            known = evaluate_set(target, drafter, questions, settings, config, progress)
+            write_result(file, known)
         else:
             say(f"{what}: measured before, in {file}")
-        measured.append(known)
-    shared = {key: measured[0]["result"][key] for key in ("target", "device", "dtype", "max_new_tokens", "block_size")}
-    result = {"suite": config.name, "checkpoint": checkpoint} | shared | {"sets": measured}
-    atomic_write(out / "suite.json", json.dumps(result, indent=1) + "\n")
+        sets.append(known)
+    first = sets[0].result
+    shared = first.target, first.device, first.dtype, first.max_new_tokens, first.block_size
+    result = SuiteResult(options.name, checkpoint, *shared, sets)
+    write_result(out / "suite.json", result)
     return result
 
 
@@ -71,39 +84,45 @@ def evaluate_set(
     target: Target,
     drafter: Drafter,
     questions: Questions,
-    thinking: bool,
-    options: EvaluationConfig,
+    settings: dict[str, object],
+    config: EvaluationConfig,
     progress: Progress,
-) -> dict:
-    """One set at one temperature: the figures of `infer.evaluation.evaluate.summary`, and for every method also how many answers
-    are plain decoding's, and the published measure of speed (`seconds_per_token`)."""
-    results, left_out = ask(target, drafter, questions.chats, thinking, options, progress)
-    if not results:
+) -> SetResult:
+    """Ask one set at one temperature. For every method, also count the answers that are plain decoding's, and take the
+    published measure of speed (`seconds_per_token`)."""
+    measured, left_out = ask(target, drafter, questions.chats, settings["thinking"], config, progress)
+    if not measured:
         raise ValueError(
-            f"{questions.title}: no question and {options.max_new_tokens} new tokens fit into the target's "
+            f"{questions.title}: no question and {config.max_new_tokens} new tokens fit into the target's "
             f"{positions_of(target)} positions: lower evaluation.max_new_tokens"
         )
-    plain = results["plain", 0].texts
-    result = summary(target, drafter, [text.prompt for text in plain], results, options)
-    for row, measured in zip(result["methods"], results.values(), strict=True):
-        row["same"] = sum(text.ids == other.ids for text, other in zip(measured.texts, plain, strict=True))
-        row["decoding_speedup"] = seconds_per_token(plain) / seconds_per_token(measured.texts)
-    return {
-        "set": questions.name,
-        "title": questions.title,
-        "temperature": options.temperature,
-        "questions": len(questions.chats),
-        "answers": len(plain),
-        "left_out": left_out,
-        "result": result,
-    }
+    plain = measured[0].texts
+    result = summarise(target, drafter, measured, config)
+    methods = [
+        replace(
+            method,
+            same=sum(text.ids == other.ids for text, other in zip(one.texts, plain, strict=True)),
+            decoding_speedup=seconds_per_token(plain) / seconds_per_token(one.texts),
+        )
+        for method, one in zip(result.methods, measured, strict=True)
+    ]
+    return SetResult(
+        settings=settings,
+        set=questions.name,
+        title=questions.title,
+        temperature=config.temperature,
+        questions=len(questions.chats),
+        answers=len(plain),
+        left_out=left_out,
+        result=replace(result, methods=methods),
+    )
 
 
 def ask(
-    target: Target, drafter: Drafter, chats: list[Chat], thinking: bool, options: EvaluationConfig, progress: Progress
-) -> tuple[Results, int]:
-    """What every method answered to every turn of the chats, and how many turns were left out because they do not fit
-    into the target's positions."""
+    target: Target, drafter: Drafter, chats: list[Chat], thinking: bool, config: EvaluationConfig, progress: Progress
+) -> tuple[list[Measured], int]:
+    """Return what every method answered to every turn of the chats, and how many turns were left out because they do
+    not fit into the target's positions."""
     histories: list[list[dict[str, str]]] = [[] for _ in chats]
     going, left_out, shares = list(range(len(chats))), 0, []
     for turn in range(max(map(len, chats))):
@@ -113,25 +132,24 @@ def ask(
                 continue
             histories[i] += chats[i][turn]
             ids = prompt_ids(target, histories[i], thinking)
-            if len(ids) + options.max_new_tokens > positions_of(target):
+            if len(ids) + config.max_new_tokens > positions_of(target):
                 left_out += len(chats[i]) - turn
             else:
                 asked.append(i)
                 prompts.append(ids)
         if not prompts:
             break
-        share = decode_prompts(target, drafter, prompts, options, progress)
-        for i, text in zip(asked, share["plain", 0].texts, strict=True):
+        share = measure(target, drafter, variants(drafter, config), prompts, progress)
+        for i, text in zip(asked, share[0].texts, strict=True):
             histories[i].append({"role": "assistant", "content": answer_text(target, text.ids, text.options)})
         shares.append(share)
         going = asked
-    methods = shares[0] if shares else {}
-    return {method: Measured.joined([share[method] for share in shares]) for method in methods}, left_out
+    return [Measured.joined(turns) for turns in zip(*shares, strict=True)], left_out
 
 
 def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
-    """A chat's token ids, up to where the model speaks; for a target without a template its texts with an empty line
-    between them."""
+    """Return a chat's token ids, up to where the model speaks; for a target without a template its texts with an empty
+    line between them."""
     tokenizer = target.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer("\n\n".join(message["content"] for message in messages) + "\n\n")["input_ids"]
@@ -140,15 +158,15 @@ def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -
 
 
 def seconds_per_token(texts: list[Text]) -> float:
-    """Seconds a token without the prefill, averaged over answers: what the ratio of two methods is published of."""
+    """Return the seconds a token without the prefill, averaged over answers: published speedups are ratios of these."""
     seconds = [(text.stats.seconds - text.stats.stage_seconds["prefill"]) / text.stats.tokens for text in texts]
     return max(sum(seconds) / len(seconds), 1e-9)  # answers of one token are all prefill
 
 
 def settings_of(
-    target: Target, weights: str, questions: Questions, thinking: bool, options: EvaluationConfig
+    target: Target, weights: str, questions: Questions, thinking: bool, config: EvaluationConfig
 ) -> dict[str, object]:
-    """All that a set's figures depend on."""
+    """Return everything that a set's figures depend on."""
     unused = ("prompts", "prompt_tokens", "samples")
     return {
         "target": target.name,
@@ -157,15 +175,15 @@ def settings_of(
         "drafter": weights,
         "questions": json_digest(questions.chats),
         "thinking": thinking,
-    } | {key: value for key, value in asdict(options).items() if key not in unused}
+    } | {key: value for key, value in asdict(config).items() if key not in unused}
 
 
-def finished(file: Path, settings: dict[str, object]) -> dict | None:
-    """What an earlier run measured. Raises ValueError where that was in another way."""
+def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
+    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings."""
     if not file.exists():
         return None
-    known = json.loads(file.read_text())
-    before = known["settings"]
+    known = read_result(file, SetResult)
+    before = known.settings
     changed = sorted(key for key in settings | before if settings.get(key) != before.get(key))
     if changed:
         raise ValueError(f"{file} was measured with another {', '.join(changed)}: give another out=, or delete it")
@@ -173,7 +191,7 @@ def finished(file: Path, settings: dict[str, object]) -> dict | None:
 
 
 def drafter_digest(checkpoint: str) -> str:
-    """A digest of what makes a drafter what it is: its weights, or an n-gram file. Raises FileNotFoundError."""
+    """Return the SHA-256 of a drafter's weights, or of an n-gram file. Raises FileNotFoundError."""
     path = Path(checkpoint)
     files = [path] if path.is_file() else sorted(find_folder(checkpoint).glob("*.safetensors"))
     if not files:

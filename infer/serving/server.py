@@ -25,7 +25,7 @@ from infer.api import TextStream, encode
 from infer.config import TextOptions
 from infer.engine.engine import AnyEngine
 from infer.engine.sequence import Text
-from infer.evaluation.lossless import Difference, Watch
+from infer.evaluation.lossless import Difference, OutputChecker
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
 from infer.serving.protocol import (
@@ -92,13 +92,13 @@ class Worker(threading.Thread):
     def __init__(self, engine: AnyEngine, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine, self.metrics = engine, metrics
-        self.watch = Watch(engine.target, verify, self._checked)
+        self.checker = OutputChecker(engine.target, verify, self._checked)
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.open: dict[Text, tuple[Ticket, TextStream]] = {}
 
     def run(self) -> None:
         while True:
-            working = self.engine.busy or self.watch.busy
+            working = self.engine.busy or self.checker.busy
             tickets = [] if working else [self.inbox.get()]  # sleeps while there is nothing to do
             while not self.inbox.empty():
                 tickets.append(self.inbox.get())
@@ -108,8 +108,8 @@ class Worker(threading.Thread):
                 self._take(ticket)
             if self.engine.busy:
                 self._step()
-            if self.watch.busy:
-                self.watch.step()
+            if self.checker.busy:
+                self.checker.step()
 
     def _checked(self, text: Text, difference: Difference | None) -> None:
         self.metrics.checked.labels("same" if difference is None else difference.cause).inc()
@@ -160,7 +160,7 @@ class Worker(threading.Thread):
             tree = self.engine.options.tree
             drawn = tree is not None and tree.draws and text.options.temperature > 0
             if not drawn:  # such a tree writes another text, of the same distribution
-                self.watch.offer(text)
+                self.checker.offer(text)
 
 
 class Service:

@@ -2,7 +2,7 @@
 
     python tests/robustness/fuzz_http.py --requests 50000
 
-A small random target and drafter with the embedded tokenizer, with a key, and every text checked again by the watch.
+A small random target and drafter with the embedded tokenizer, with a key, and every text checked again by the server.
 Fails (exit code 1) on a wrong answer, a 500, an answer that is no HTTP or no JSON, an exception that the server logs, a
 task, text, row or connection left over, or memory that has grown by more than `--margin`.
 """
@@ -459,7 +459,7 @@ def resident() -> float:
 async def settled(service, seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not (service.inside or service.engine.busy or service.worker.open or service.worker.watch.busy):
+        if not (service.inside or service.engine.busy or service.worker.open or service.worker.checker.busy):
             return True
         await asyncio.sleep(0.05)
     return False

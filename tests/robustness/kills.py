@@ -31,7 +31,7 @@ import torch
 
 import train.loop as loop
 from infer.evaluation.evaluate import describe_device
-from infer.evaluation.report import label
+from infer.evaluation.results import Evaluation, read_result
 from infer.utils.entry import composed
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints
@@ -66,9 +66,9 @@ def left_by(run: Path) -> dict:
     files = [file for folder in checkpoints(run) for file in sorted(folder.rglob("*")) if file.suffix == ".safetensors"]
     evaluations = {}
     for folder in checkpoints(run):
-        found = json.loads((folder / "evaluation" / "evaluation.json").read_text())
-        methods = [(label(m), m["tau"], m["rounds"], m["histogram"], m["identical"]) for m in found["methods"]]
-        evaluations[folder.name] = (methods, found["accuracy"], found["samples"])
+        found = read_result(folder / "evaluation" / "evaluation.json", Evaluation)
+        methods = [(m.label, m.tau, m.rounds, m.histogram, m.identical) for m in found.methods]
+        evaluations[folder.name] = (methods, found.accuracy, found.samples)
     return {
         "losses": [[json.loads(line)[key] for key in KEYS] for line in log.read_text().splitlines()],
         "files": {str(file.relative_to(run)): file.read_bytes() for file in files},

@@ -1,9 +1,9 @@
-"""`--multirun`: every combination of the values given, one run after the other, and one table and picture at the end.
+"""`--multirun`: one run for every combination of the given values, then one table and picture of all.
 
     ./launch.sh --multirun objective.gamma=0.5,0.6,0.7 optim.lr=2e-3,4e-3
 
-Each run is what `./launch.sh` does with one combination, in runs/<name>/<combination>, processes and all; a sweep that
-was stopped goes on with the run that it was in, and finished runs are not done again.
+Each run is what `./launch.sh` does with one combination, with its own processes, in runs/<name>/<combination>. A
+stopped sweep goes on with the run that it was in; finished runs are not done again.
 """
 
 import os
@@ -19,7 +19,7 @@ LAUNCH = Path(__file__).resolve().parent.parent.parent / "launch.sh"
 
 
 def combinations(arguments: list[str]) -> list[list[str]]:
-    """The overrides of every run, in Hydra's own sweep syntax (`a=1,2`, `choice(...)`, `range(...)`). Raises
+    """Return the overrides of every run, from Hydra's own sweep syntax (`a=1,2`, `choice(...)`, `range(...)`). Raises
     ValueError for one that Hydra cannot read, or if nothing is swept."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -41,13 +41,13 @@ def combinations(arguments: list[str]) -> list[list[str]]:
 
 
 def label(overrides: list[str], all_runs: list[list[str]]) -> str:
-    """What tells a run from the others of its sweep: the overrides that are not the same everywhere."""
+    """Return the name of a run within its sweep: the overrides that are not the same in all runs."""
     own = [override for i, override in enumerate(overrides) if any(run[i] != override for run in all_runs)]
     return ",".join(override.lstrip("+") for override in own).replace("/", "_").replace(" ", "")
 
 
 def sweep(arguments: list[str]) -> None:
-    """Runs them all. A run that fails is reported and left out of the table; the exit code is then 1."""
+    """Run all combinations. A run that fails is reported and left out of the table; the exit code is then 1."""
     try:
         runs = combinations(arguments)
         checked = [composed("train", TrainConfig, overrides) for overrides in runs]  # all, before any starts
@@ -72,31 +72,26 @@ def sweep(arguments: list[str]) -> None:
 
 
 def compare(runs: dict[str, Path], folder: Path) -> None:
-    """Prints and draws every run's best checkpoint beside the others', accuracy by position on held-out text and
+    """Print and draw every run's best checkpoint side by side, with accuracy by position on held-out text and
     acceptance lengths: runs/<name>/sweep.md and sweep.png."""
-    from infer.evaluation.evaluate import best_tau, same_output
-    from infer.evaluation.report import fastest, sweep_figure
-    from infer.evaluation.report import label as method_label
-    from train.run.hooks import evaluations_of
+    from infer.evaluation.report import sweep_figure
+    from infer.evaluation.tables import markdown
+    from train.run.hooks import best_of, evaluations_of
 
-    evaluated = {name: found for name, run in runs.items() if (found := evaluations_of(run))}
-    if not evaluated:
+    best = {name: best_of(found) for name, run in runs.items() if (found := evaluations_of(run))}
+    if not best:
         return
-    best = {name: max(found, key=best_tau) for name, found in evaluated.items()}
-    names = [method_label(method) for method in next(iter(best.values()))["methods"][1:]]  # the first is plain
-    shown = range(min(6, *(len(result["accuracy"]) for result in best.values())))
+    names = [method.label for method in next(iter(best.values())).methods[1:]]  # the first is plain
+    shown = range(min(6, *(len(result.accuracy) for result in best.values())))
     heads = [f"α-{i + 1}" for i in shown] + [f"τ {name}" for name in names]  # α: DART table 4's accuracy by position
-    lines = ["| run | step | " + " | ".join(heads) + " | best speedup | same output |"]
-    lines.append("| --- |" + " ---: |" * (len(heads) + 2) + " --- |")
-    taus: dict[str, list[float]] = {}
-    for name, result in sorted(best.items(), key=lambda item: -best_tau(item[1])):
-        found = {method_label(method): method["tau"] for method in result["methods"]}
+    rows, taus = [], {}
+    for name, result in sorted(best.items(), key=lambda item: -item[1].best_tau):
+        found = {method.label: method.tau for method in result.methods}
         taus[name] = [found.get(method, float("nan")) for method in names]
-        cells = [name, str(result["step"]), *(f"{100 * result['accuracy'][i]:.1f}%" for i in shown)]
+        cells = [name, str(result.step), *(f"{100 * result.accuracy[i]:.1f}%" for i in shown)]
         cells += [f"{tau:.2f}" for tau in taus[name]]
-        cells += [f"{fastest(result)['speedup']:.2f}x", "yes" if same_output(result) else "no"]
-        lines.append("| " + " | ".join(cells) + " |")
-    table = "\n".join(lines)
+        rows.append([*cells, f"{result.fastest.speedup:.2f}x", "yes" if result.same_output else "no"])
+    table = markdown(["run", "step", *heads, "best speedup", "same output"], rows, last="---")
     (folder / "sweep.md").write_text(table + "\n", encoding="utf-8")
     sweep_figure(names, taus).savefig(folder / "sweep.png")
     print(f"\n{table}\n\ntable    {folder / 'sweep.md'}\npicture  {folder / 'sweep.png'}")

@@ -1,4 +1,4 @@
-"""Weights & Biases, if asked for. It never stops or holds up a run: offline without a key or network, else silent."""
+"""Weights & Biases, if asked for. Without a key or network it works offline; it never stops or delays a run."""
 
 import os
 import threading
@@ -7,16 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import Full, Queue
 
+from infer.evaluation.results import Evaluation
 from infer.utils.redact import redact, redact_text
 from train.config import TrainConfig
 
-WAITING = 10_000  # lines that may wait for a slow or hanging server; the later ones are dropped
-PATIENCE = 60.0  # seconds that the end of a run waits for what was not sent yet
+WAITING = 10_000  # messages that may wait for a slow or hanging server; when there are more, wandb is left out
+PATIENCE = 60.0  # seconds that the end of a run waits for unsent messages
 
 
 def start_wandb(config: TrainConfig, folder: Path):
-    """A run of wandb: online, or offline, or None where neither works. No secret goes into its configuration, and
-    neither the command line nor what is printed is recorded."""
+    """Start a run of wandb, online or else offline; return None if neither works. No secret goes into its
+    configuration, and neither the command line nor printed text is recorded."""
     import wandb
 
     has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
@@ -33,14 +34,14 @@ def start_wandb(config: TrainConfig, folder: Path):
                     init_timeout=30, silent=True, console="off", x_disable_meta=True, disable_git=True
                 ),
             )
-        except Exception as error:  # noqa: BLE001  whatever wandb raises, training goes on
+        except Exception as error:  # noqa: BLE001  training goes on, whatever wandb raises
             print(redact_text(f"wandb ({mode}) is not available: {error}"))
     return None
 
 
 class Tracker:
-    """Logs to wandb when `tracking.wandb` is on; otherwise does nothing. A thread of its own talks to wandb: training
-    only leaves a message."""
+    """Logs to wandb when `tracking.wandb` is on; otherwise does nothing. Its own thread talks to wandb, so that
+    training only queues a message."""
 
     def __init__(self, config: TrainConfig, folder: Path, enabled: bool) -> None:
         self.config, self.folder = config, folder
@@ -70,18 +71,18 @@ class Tracker:
             self.thread = None
 
     def log(self, line: dict) -> None:
-        """One step's metrics, as they are written to metrics.jsonl."""
+        """Log one step's metrics, as they are written to metrics.jsonl."""
         flat = {key: value for key, value in line.items() if not isinstance(value, list) and value is not None}
         flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
         self._send(lambda run: run.log(flat, step=line["step"]))
 
-    def summary(self, evaluation: dict) -> None:
-        """An evaluation's acceptance lengths and speedups."""
+    def summary(self, evaluation: Evaluation) -> None:
+        """Log an evaluation's acceptance lengths and speedups."""
         figures = figures_of(evaluation)
-        self._send(lambda run: (run.log(figures, step=evaluation["step"]), run.summary.update(figures)))
+        self._send(lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures)))
 
     def pictures(self, folder: Path) -> None:
-        """The report's pictures."""
+        """Upload the report's pictures."""
 
         def upload(run) -> None:
             import wandb
@@ -90,15 +91,15 @@ class Tracker:
 
         self._send(upload)
 
-    def artifact(self, drafter: Path, evaluation: dict) -> None:
-        """A drafter's folder with the numbers of its evaluation, if `tracking.artifacts` is on."""
+    def artifact(self, drafter: Path, evaluation: Evaluation) -> None:
+        """Upload a drafter's folder with the numbers of its evaluation, if `tracking.artifacts` is on."""
         if not self.config.tracking.artifacts:
             return
 
         def upload(run) -> None:
             import wandb
 
-            numbers = {"step": evaluation["step"]} | figures_of(evaluation)
+            numbers = {"step": evaluation.step} | figures_of(evaluation)
             artifact = wandb.Artifact(self.config.name, type="model", metadata=numbers)
             artifact.add_dir(str(drafter))
             run.log_artifact(artifact, aliases=["best"])
@@ -106,7 +107,7 @@ class Tracker:
         self._send(upload)
 
     def close(self) -> None:
-        """Waits until all is sent, but not for ever."""
+        """Wait until everything is sent, at most PATIENCE seconds (ten times that with artifacts)."""
         self._send(None)
         if self.thread is not None:
             patience = PATIENCE * (10 if self.config.tracking.artifacts else 1)
@@ -115,10 +116,10 @@ class Tracker:
                 print(f"wandb has not answered for {patience:.0f} seconds, and is left behind")
 
 
-def figures_of(evaluation: dict) -> dict[str, float]:
-    """Acceptance length and speedup of every method."""
+def figures_of(evaluation: Evaluation) -> dict[str, float]:
+    """Return acceptance length and speedup of every method."""
     figures = {}
-    for method in evaluation["methods"]:
-        name = f"{method['name']}{method['budget'] or ''}"
-        figures |= {f"tau/{name}": method["tau"], f"speedup/{name}": method["speedup"]}
+    for method in evaluation.methods:
+        name = f"{method.name}{method.budget or ''}"
+        figures |= {f"tau/{name}": method.tau, f"speedup/{name}": method.speedup}
     return figures

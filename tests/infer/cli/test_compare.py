@@ -18,7 +18,7 @@ from infer.drafters.base import new_drafter
 from infer.drafters.bigram import Bigram
 from infer.engine.engine import decode
 from infer.engine.sequence import Text
-from infer.evaluation.evaluate import hits
+from infer.evaluation.evaluate import count_right_guesses
 from infer.ngrams.model import NGram
 
 HELD_OUT = "the first row of every fifty is kept for evaluation, and not counted"
@@ -129,5 +129,5 @@ def test_accuracy_is_that_of_blocks_drafted_one_by_one(make_tiny, family):
             guesses = drafted(target, drafter, text.prompt + text.ids[:step], text.ids[step])
             for t, (guess, truth) in enumerate(zip(guesses, text.ids[step + 1 :], strict=False)):
                 expected[t] += torch.tensor([guess == truth, 1])
-    assert torch.equal(hits(target, drafter, texts, 30), expected)
+    assert torch.equal(count_right_guesses(target, drafter, texts, 30), expected)
     assert 0 < expected[0, 0] < expected[0, 1] == 30

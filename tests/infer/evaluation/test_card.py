@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from infer.config import DrafterConfig, EvaluationConfig
 from infer.drafters.base import new_drafter
 from infer.evaluation.card import PICTURE, write_card
 from infer.evaluation.evaluate import evaluate
+from infer.evaluation.results import write_result
 from train.config import TrainConfig
 
 SECRET = "/home/secret/place"
@@ -34,9 +35,9 @@ def checkpoint(make_tiny, tmp_path_factory):
     prompts = torch.randint(90, (3, 6), generator=torch.Generator().manual_seed(0)).tolist()
     options = EvaluationConfig(max_new_tokens=12, budgets=[4, 9], samples=0)
     result = evaluate(target, drafter, prompts, options)
-    result |= {"step": 7, "checkpoint": str(step), "drafter": "secret-run"}
     (step / "evaluation").mkdir()
-    (step / "evaluation" / "evaluation.json").write_text(json.dumps(result))
+    result = replace(result, step=7, checkpoint=str(step), drafter="secret-run")
+    write_result(step / "evaluation" / "evaluation.json", result)
     config = TrainConfig(name="secret-run", runs_dir=SECRET, features=f"{SECRET}/features")
     config.target.path = f"{SECRET}/Qwen3-4B"
     config.data.source, config.data.path = "jsonl", f"{SECRET}/secret.jsonl"

@@ -1,4 +1,4 @@
-"""The watch: it finds nothing where nothing is wrong, every token that is not the target's own, and knows ties."""
+"""The output checker finds nothing where nothing is wrong, finds every foreign token, and knows ties."""
 
 import random
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from infer.config import DecodeOptions, TextOptions
 from infer.engine.engine import decode
 from infer.engine.sequence import Text
-from infer.evaluation.lossless import CHUNK, Watch, explain, recheck
+from infer.evaluation.lossless import CHUNK, OutputChecker, check_output, find_difference
 
 PROMPTS = [[5, 6, 7], list(range(40)) + list(range(40)), [9]]
 OPTIONS = [
@@ -22,7 +22,7 @@ OPTIONS = [
 
 def verdict(target, text: Text):
     """What a check of a whole text says, and in how many passes."""
-    check, passes = recheck(target, text), 0
+    check, passes = check_output(target, text), 0
     while True:
         try:
             next(check)
@@ -48,7 +48,7 @@ def test_our_own_texts_pass_and_any_other_token_is_a_defect_at_its_place(make_ti
         found, _ = verdict(target, wrong)
         assert found.place == place and found.cause == "defect"
         assert (found.written, found.expected) == (other[place], text.ids[place])
-        same = explain(target, text.prompt, other, text.ids, text.options)
+        same = find_difference(target, text.prompt, other, text.ids, text.options)
         assert same.place == place and same.cause == "defect" and same.gap == pytest.approx(found.gap, rel=1e-4)
 
 
@@ -58,9 +58,9 @@ def test_a_text_that_ends_elsewhere_is_a_defect(make_tiny):
     short = replace(text, ids=text.ids[:5])
     short.finish = "length"
     assert verdict(target, short)[0].cause == "defect"
-    missing = explain(target, [5, 6], text.ids[:5], text.ids, text.options)
+    missing = find_difference(target, [5, 6], text.ids[:5], text.ids, text.options)
     assert (missing.place, missing.written, missing.expected, missing.cause) == (5, None, text.ids[5], "defect")
-    assert explain(target, [5, 6], text.ids, text.ids, text.options) is None
+    assert find_difference(target, [5, 6], text.ids, text.ids, text.options) is None
 
 
 def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tiny):
@@ -71,24 +71,25 @@ def test_two_tokens_of_the_same_logit_are_a_tie_and_a_wider_gap_is_none(make_tin
     assert text.ids != [twin]
     with torch.no_grad():
         target.head_weight[twin] = target.head_weight[text.ids[0]]
-    found = explain(target, [5, 6], [twin], text.ids, text.options)
+    found = find_difference(target, [5, 6], [twin], text.ids, text.options)
     assert found.cause == "tie" and found.gap == 0
     # the noise of the two is not the same: one of them is likelier to be drawn, and it shows by how much
-    sampled = explain(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8))
+    sampled = find_difference(target, [5, 6], [twin], text.ids, replace(text.options, temperature=0.8))
     assert sampled.cause == "defect" and sampled.gap > 0.01
     with torch.no_grad():
         target.head_weight[twin] *= 0.999
-    assert explain(target, [5, 6], [twin], text.ids, text.options).cause == "defect"
+    assert find_difference(target, [5, 6], [twin], text.ids, text.options).cause == "defect"
 
 
 def test_a_token_at_the_edge_of_top_p_is_a_tie():
     """Between probabilities of 0.6 and 0.4, top-p 0.6 lets the second one in only by how the first is rounded."""
-    from infer.evaluation.lossless import Chosen
+    from infer.evaluation.lossless import TargetChoice
 
     logits = torch.tensor([0.6, 0.4]).log()[None, None]
     for top_p, possible in ((0.6, True), (0.59, False)):
-        seed = next(s for s in range(99) if Chosen(logits, 0, [], TextOptions(temperature=1.0, seed=s)).token() == 1)
-        chosen = Chosen(logits, 0, [], TextOptions(temperature=1.0, top_p=top_p, seed=seed))
+        choices = (TargetChoice(logits, 0, [], TextOptions(temperature=1.0, seed=seed)) for seed in range(99))
+        seed = next(seed for seed, choice in enumerate(choices) if choice.token() == 1)
+        chosen = TargetChoice(logits, 0, [], TextOptions(temperature=1.0, top_p=top_p, seed=seed))
         assert chosen.possible(0, 1e-4)
         assert chosen.possible(1, 1e-4) == possible
 
@@ -99,31 +100,31 @@ def test_differences_in_bfloat16_are_ties(make_tiny):
     prompts = [[i, 2 * i % 97, 3 * i % 97] for i in range(1, 33)]
     plain = decode(target, None, prompts, DecodeOptions(16, method="plain", rows=32))
     trees = decode(target, drafter, prompts, DecodeOptions(16, method="ddtree", budget=12, rows=32))
-    found = [explain(target, a.prompt, a.ids, b.ids, a.options) for a, b in zip(trees, plain, strict=True)]
+    found = [find_difference(target, a.prompt, a.ids, b.ids, a.options) for a, b in zip(trees, plain, strict=True)]
     causes = [difference.cause for difference in found if difference]
     assert causes and set(causes) == {"tie"}
 
 
-def test_a_watch_checks_its_share_and_survives_what_goes_wrong(make_tiny, monkeypatch):
+def test_a_checker_checks_its_share_and_survives_what_goes_wrong(make_tiny, monkeypatch):
     target, drafter = make_tiny()
     texts = decode(target, drafter, [[i] for i in range(1, 41)], DecodeOptions(3, method="chain"))
     told = []
-    watch = Watch(target, 0.5, lambda text, difference: told.append((text, difference)))
-    watch.dice = random.Random(0)
+    checker = OutputChecker(target, 0.5, lambda text, difference: told.append((text, difference)))
+    checker.dice = random.Random(0)
     for text in texts:
-        watch.offer(text)
+        checker.offer(text)
     cancelled = replace(texts[0], ids=[1])
     cancelled.finish = "cancelled"
     for _ in range(20):
-        watch.offer(cancelled)
-    while watch.busy:
-        watch.step()
+        checker.offer(cancelled)
+    while checker.busy:
+        checker.step()
     assert 10 < len(told) < 30 and not any(difference for _, difference in told)  # false alarm: 2e-4
-    watch.share = 1.0
+    checker.share = 1.0
     for text in texts * 2:
-        watch.offer(text)
-    assert len(watch.waiting) == 64
+        checker.offer(text)
+    assert len(checker.waiting) == 64
     with monkeypatch.context() as patch:
         patch.setattr(target, "extend", None)
-        watch.step()
-    assert watch.busy and watch.current is None and len(watch.waiting) == 63
+        checker.step()
+    assert checker.busy and checker.current is None and len(checker.waiting) == 63

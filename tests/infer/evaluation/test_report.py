@@ -1,43 +1,51 @@
 """Evaluation and its report: numbers that add up, pictures that are pictures, a page that needs no network."""
 
+import json
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
 from infer.config import EvaluationConfig
-from infer.evaluation.evaluate import best_tau, evaluate, same_output
-from infer.evaluation.report import headline, table, write_report
+from infer.evaluation.evaluate import evaluate
+from infer.evaluation.report import write_report
+from infer.evaluation.results import Evaluation, MethodResult, Sample, read_result, to_json, write_result
+from infer.evaluation.tables import headline, table
 
 
-def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> dict:
-    methods = []
-    for name, budget, tau in (("plain", 0, 1.0), ("chain", 7, 1.8), ("ddtree", 16, 2.2), ("ddtree", 64, 2.7)):
-        methods.append(
-            {
-                "name": name,
-                "budget": budget,
-                "tau": tau + step / 1000 * (budget > 0),
-                "rounds": 321,
-                "tokens_per_second": 123.4,
-                "speedup": 1.0 if name == "plain" else speedup,
-                "histogram": [321] if name == "plain" else [100, 100, 121, 0, 0, 0, 0, 0],
-                "identical": identical or name != "ddtree",
-            }
+def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluation:
+    methods = [
+        MethodResult(
+            name=name,
+            budget=budget,
+            tau=tau + step / 1000 * (budget > 0),
+            tau_prompt_mean=tau,
+            rounds=321,
+            tokens=500,
+            seconds=4.0,
+            tokens_per_second=123.4,
+            speedup=1.0 if name == "plain" else speedup,
+            histogram=[321] if name == "plain" else [100, 100, 121, 0, 0, 0, 0, 0],
+            stage_seconds={"other": 4.0},
+            identical=identical or name != "ddtree",
         )
-    return {
-        "step": step,
-        "checkpoint": f"runs/x/step-{step}",
-        "target": "embedded",
-        "device": "CPU, 2 threads",
-        "dtype": "float32",
-        "prompts": 16,
-        "max_new_tokens": 128,
-        "temperature": 0.0,
-        "rows": 1,
-        "block_size": 8,
-        "methods": methods,
-        "samples": [{"prompt": "<script>alert(1)</script>", "pieces": [["a < b", "accepted"], ["&", "bonus"]]}],
-    }
+        for name, budget, tau in (("plain", 0, 1.0), ("chain", 7, 1.8), ("ddtree", 16, 2.2), ("ddtree", 64, 2.7))
+    ]
+    return Evaluation(
+        step=step,
+        checkpoint=f"runs/x/step-{step}",
+        target="embedded",
+        device="CPU, 2 threads",
+        dtype="float32",
+        prompts=16,
+        max_new_tokens=128,
+        temperature=0.0,
+        rows=1,
+        block_size=8,
+        accuracy=[0.5],
+        methods=methods,
+        samples=[Sample("<script>alert(1)</script>", "a < b&", [2], [["a < b", "accepted"], ["&", "bonus"]])],
+    )
 
 
 class Page(HTMLParser):
@@ -102,22 +110,37 @@ def test_evaluation_adds_up(embedded, temperature):
     calls = []
     result = evaluate(embedded, drafter, prompts, config, lambda done, total: calls.append((done, total)))
     assert calls == [(1, 2), (2, 2)]
-    assert same_output(result)
-    assert [(method["name"], method["budget"]) for method in result["methods"]] == [
+    assert result.same_output
+    assert [(method.name, method.budget) for method in result.methods] == [
         ("plain", 0),
         ("chain", 3),
         ("ddtree", 2),
         ("ddtree", 30),
     ]
-    for method in result["methods"]:
-        assert method["tokens"] == 18
-        assert sum(method["histogram"]) == method["rounds"]
-        assert method["tau"] == pytest.approx(16 / method["rounds"])
-        assert sum(method["stage_seconds"].values()) == pytest.approx(method["seconds"])
-        assert method["stage_seconds"]["other"] >= 0
-    assert result["methods"][0]["tau"] == 1
-    assert result["methods"][0]["speedup"] == 1
-    assert best_tau(result) == max(method["tau"] for method in result["methods"])
-    (sample,) = result["samples"]
-    assert "".join(text for text, _ in sample["pieces"]) == sample["completion"]
-    assert sum(sample["accepted"]) == 9
+    for method in result.methods:
+        assert method.tokens == 18
+        assert sum(method.histogram) == method.rounds
+        assert method.tau == pytest.approx(16 / method.rounds)
+        assert sum(method.stage_seconds.values()) == pytest.approx(method.seconds)
+        assert method.stage_seconds["other"] >= 0
+    assert result.methods[0].tau == 1
+    assert result.methods[0].speedup == 1
+    assert result.best_tau == max(method.tau for method in result.methods)
+    (sample,) = result.samples
+    assert "".join(text for text, _ in sample.pieces) == sample.completion
+    assert sum(sample.accepted) == 9
+
+
+def test_an_evaluation_is_read_as_it_was_written(tmp_path):
+    """Absent columns are left out, unknown ones ignored, and a file of something else is refused by name."""
+    for evaluation in (made_up(3), replace(made_up(0), step=None)):
+        write_result(tmp_path / "evaluation.json", evaluation)
+        assert read_result(tmp_path / "evaluation.json", Evaluation) == evaluation
+        data = json.loads((tmp_path / "evaluation.json").read_text())
+        assert data == to_json(evaluation) and "step" in data
+        assert "ties" not in data["methods"][0] and "masked" not in data
+        (tmp_path / "evaluation.json").write_text(json.dumps(data | {"newer": 1}))
+        assert read_result(tmp_path / "evaluation.json", Evaluation) == evaluation
+    (tmp_path / "evaluation.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"evaluation\.json holds no Evaluation: .*target"):
+        read_result(tmp_path / "evaluation.json", Evaluation)

@@ -109,8 +109,8 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
     assert found[0][-1][4] == "4.27x"  # the paper's ten greedy speedups of the chain, averaged
 
     decoded = []
-    decode = infer.evaluation.suite.decode_prompts
-    monkeypatch.setattr(infer.evaluation.suite, "decode_prompts", lambda *a: decoded.append(a[2]) or decode(*a))
+    decode = infer.evaluation.suite.measure
+    monkeypatch.setattr(infer.evaluation.suite, "measure", lambda *a: decoded.append(a[3]) or decode(*a))
     run_eval(command)
     assert not decoded and (out / "suite.md").read_text() == text
     with pytest.raises(ValueError, match=r"gsm8k-0\.json was measured with another max_new_tokens: give another out="):
@@ -127,7 +127,7 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
 def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
     command.suite.sets = ["aime24", "alpaca", "gsm8k"]
     command.suite.temperatures = [0.0]
-    decode, count = infer.evaluation.suite.decode_prompts, []
+    decode, count = infer.evaluation.suite.measure, []
 
     def stopped(*arguments):
         if len(count) == 2:
@@ -135,11 +135,11 @@ def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
         count.append(1)
         return decode(*arguments)
 
-    monkeypatch.setattr(infer.evaluation.suite, "decode_prompts", stopped)
+    monkeypatch.setattr(infer.evaluation.suite, "measure", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_eval(command)
     count.clear()
-    monkeypatch.setattr(infer.evaluation.suite, "decode_prompts", lambda *a: count.append(1) or decode(*a))
+    monkeypatch.setattr(infer.evaluation.suite, "measure", lambda *a: count.append(1) or decode(*a))
     run_eval(command)
     assert len(count) == 1
     assert [line[0] for line in tables(Path(command.out, "suite.md").read_text())[0][2:]] == [
@@ -184,7 +184,7 @@ def test_turns_are_asked_with_the_models_own_answers(place):
             expected.append((answer.prompt_ids, answer.ids))
             messages.append({"role": "assistant", "content": answer.text})
     assert left_out == 0 and calls == [(2, 3), (3, 3), (2, 2), (1, 1)]
-    for measured in results.values():
+    for measured in results:
         assert sorted((text.prompt, text.ids) for text in measured.texts) == sorted(expected)
 
 
@@ -194,7 +194,7 @@ def test_questions_that_do_not_fit_are_left_out_and_counted(place):
     options = EvaluationConfig(max_new_tokens=6, budgets=[2])
     chats = [said(["word " * 600]), said(["Short.", "word " * 600, "Never asked."]), said(["A.", "B.", "C."])]
     results, left_out = ask(target, drafter, chats, False, options, lambda done, total: None)
-    assert left_out == 3 and len(results["plain", 0].texts) == 1 + 3
+    assert left_out == 3 and len(results[0].texts) == 1 + 3
     with pytest.raises(ValueError, match=r"Long: no question and 6 new tokens fit into the target's 512 positions"):
         evaluate_suite(
             target,

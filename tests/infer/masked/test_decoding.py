@@ -9,6 +9,7 @@ import torch
 
 from infer.config import DecodeOptions
 from infer.engine.sampling import gumbel_noise
+from infer.evaluation.masked import fewest_passes, trace
 from infer.masked.drafting import (
     Guess,
     Plan,
@@ -24,7 +25,6 @@ from infer.masked.drafting import (
     walk,
 )
 from infer.masked.engine import MaskedEngine
-from infer.masked.evaluate import fewest_passes, traced
 from infer.masked.habits import Habits, Rate
 from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedText
@@ -150,8 +150,8 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_statistics_add_up_and_no_way_beats_the_limit(model, cache):
     options = options_of(32, cache=cache, refresh=5, nodes=24)
-    steps = traced(model, PROMPTS[1], options)
-    assert len(steps.said) == 32 and steps.text.stats.rounds == 32
+    steps = trace(model, PROMPTS[1], options)
+    assert len(steps.guesses) == 32 and steps.text.stats.rounds == 32
     model_with_end = MaskedModel(model.model, None, MASK, False)
     ids = steps.text.ids
     model_with_end.end_ids = frozenset([ids[9]])

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 import train.run.tracking as tracking
+from infer.evaluation.results import Evaluation, MethodResult, write_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.hooks import finish_report
 from train.run.tracking import Tracker
 
 METHODS = [
-    {"name": "plain", "budget": 0, "tau": 1.0, "speedup": 1.0, "rounds": 9, "histogram": [9], "identical": True},
-    {"name": "chain", "budget": 3, "tau": 1.8, "speedup": 1.2, "rounds": 5, "histogram": [1, 4], "identical": True},
-    {"name": "ddtree", "budget": 16, "tau": 2.5, "speedup": 1.5, "rounds": 4, "histogram": [0, 4], "identical": True},
+    {"name": "plain", "budget": 0, "tau": 1.0, "speedup": 1.0, "rounds": 9, "histogram": [9]},
+    {"name": "chain", "budget": 3, "tau": 1.8, "speedup": 1.2, "rounds": 5, "histogram": [1, 4]},
+    {"name": "ddtree", "budget": 16, "tau": 2.5, "speedup": 1.5, "rounds": 4, "histogram": [0, 4]},
 ]
+REST = {"tau_prompt_mean": 1.0, "tokens": 10, "seconds": 0.1, "tokens_per_second": 100.0, "stage_seconds": {}}
 FIGURES = {
     "tau/plain": 1.0,
     "speedup/plain": 1.0,
@@ -26,6 +28,30 @@ FIGURES = {
     "tau/ddtree16": 2.5,
     "speedup/ddtree16": 1.5,
 }
+
+
+def evaluation_of(step: int, checkpoint: Path, more: float = 0.0) -> Evaluation:
+    """An evaluation with METHODS, the acceptance length of drafts larger by `more`."""
+    methods = [
+        MethodResult(**method | REST | {"tau": method["tau"] + more * bool(method["budget"])}, identical=True)
+        for method in METHODS
+    ]
+    return Evaluation(
+        step=step,
+        checkpoint=str(checkpoint),
+        methods=methods,
+        block_size=4,
+        samples=[],
+        accuracy=[],
+        target="t",
+        device="CPU",
+        dtype="float32",
+        prompts=2,
+        rows=1,
+        prompt_tokens=8,
+        max_new_tokens=9,
+        temperature=0.0,
+    )
 
 
 class Run:
@@ -54,12 +80,7 @@ def finished(tmp_path):
         (folder / "drafter" / "config.json").write_text(json.dumps({"step": step}))
         (folder / "drafter" / "model.safetensors").write_bytes(b"weights")
         (folder / "state" / "state.safetensors").write_bytes(b"not for others")
-        methods = [method | {"tau": method["tau"] + more * bool(method["budget"])} for method in METHODS]
-        methods = [method | {"tokens_per_second": 100.0} for method in methods]
-        evaluation = {"step": step, "checkpoint": str(folder), "methods": methods, "block_size": 4, "samples": []}
-        evaluation |= {"target": "t", "device": "CPU", "dtype": "float32", "prompts": 2, "rows": 1}
-        evaluation |= {"prompt_tokens": 8, "max_new_tokens": 9, "temperature": 0.0}
-        (folder / "evaluation" / "evaluation.json").write_text(json.dumps(evaluation))
+        write_result(folder / "evaluation" / "evaluation.json", evaluation_of(step, folder, more))
     return tmp_path / "run"
 
 
@@ -112,7 +133,7 @@ def test_a_failure_there_stops_nothing(finished, tracker, capsys):
     output = capsys.readouterr().out
     assert "wandb stopped working and is left out from here on: disk full" in output
     assert "report.html" in output  # the run ends as it would have without
-    broken.artifact(finished / "gone", {"step": 1, "methods": METHODS})
+    broken.artifact(finished / "gone", evaluation_of(1, finished))
     broken.close()
 
 
@@ -120,13 +141,16 @@ def test_offline_an_artifact_is_kept_for_later(tmp_path, repo):
     """wandb itself, without a network; in a process of its own: a second run in one process may write nothing."""
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"weights")
+    write_result(tmp_path / "evaluation.json", evaluation_of(3, tmp_path))
     script = f"""
 from pathlib import Path
+from infer.evaluation.results import Evaluation, read_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.tracking import Tracker
 config = TrainConfig(name="mine", tracking=TrackingConfig(wandb=True, artifacts=True))
 tracker = Tracker(config, Path({str(tmp_path)!r}), enabled=True)
-tracker.artifact(Path({str(tmp_path / "drafter")!r}), {{"step": 3, "methods": {METHODS!r}}})
+evaluation = read_result(Path({str(tmp_path / "evaluation.json")!r}), Evaluation)
+tracker.artifact(Path({str(tmp_path / "drafter")!r}), evaluation)
 tracker.close()
 """
     places = {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_DATA_DIR": str(tmp_path / "data")}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ import train.run.checkpoints as state
 import train.run.folder as run_folder
 import train.run.hooks as hooks
 import train.run.tracking as tracking
+from infer.evaluation.results import write_result
 from infer.utils.entry import Stopped
 from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
@@ -56,9 +58,7 @@ def left_by(run: Path) -> tuple:
     """Losses, the last checkpoint's bytes, what was evaluated."""
     last = checkpoints(run)[-1]
     files = [file.read_bytes() for file in sorted(last.rglob("*.safetensors"))]
-    evaluations = [
-        [(m["name"], m["tau"], m["rounds"]) for m in evaluation["methods"]] for evaluation in hooks.evaluations_of(run)
-    ]
+    evaluations = [[(m.name, m.tau, m.rounds) for m in evaluation.methods] for evaluation in hooks.evaluations_of(run)]
     return [[line[key] for key in KEYS] for line in read_log(run)], files, evaluations
 
 
@@ -107,15 +107,16 @@ def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, t
 
 def test_the_best_drafter_is_kept_and_old_states_are_not(small, run_here, monkeypatch):
     taus = {1: 1.5, 2: 4.0, 3: 1.2, 4: 1.1}
-    plain = hooks.written
+    plain = hooks.write_evaluation
 
     def written(out, *rest):
         result = plain(out, *rest)
-        result["methods"][-1]["tau"] = taus[result["step"]]
-        (out / "evaluation.json").write_text(json.dumps(result))
+        last = replace(result.methods[-1], tau=taus[result.step])
+        result = replace(result, methods=[*result.methods[:-1], last])
+        write_result(out / "evaluation.json", result)
         return result
 
-    monkeypatch.setattr(hooks, "written", written)
+    monkeypatch.setattr(hooks, "write_evaluation", written)
     run = run_here(small("optim.steps=4", "checkpoints=4", "keep_states=1"))
     assert (run / "checkpoints" / "best").readlink().name == "step-00000002"
     assert (run / "checkpoints" / "best" / "drafter" / "model.safetensors").is_file()
@@ -215,7 +216,7 @@ class TestEvaluations:
             assert f"evaluating step {step} failed, training goes on: {type(error).__name__}: {error}" in printed
             assert f"The evaluation at step {step} failed: {type(error).__name__}" in page
             assert "Traceback" in (run / f"checkpoints/step-{step:08d}/evaluation/failed.txt").read_text()
-        assert [evaluation["step"] for evaluation in hooks.evaluations_of(run)] == [4]
+        assert [evaluation.step for evaluation in hooks.evaluations_of(run)] == [4]
 
     def test_the_last_one_is_tried_again_by_the_same_command(self, small, run_here, monkeypatch, capfd):
         config = small("optim.steps=1", "guards.self_check=false")
@@ -224,7 +225,7 @@ class TestEvaluations:
             run = run_here(config)
         assert "No checkpoint could be evaluated" in capfd.readouterr().out
         run_here(config)
-        assert [evaluation["step"] for evaluation in hooks.evaluations_of(run)] == [1]
+        assert [evaluation.step for evaluation in hooks.evaluations_of(run)] == [1]
         assert not hooks.failures_of(run)
 
     def test_other_outputs_than_plain_decodings_are_the_runs_result(self, small, run_here, monkeypatch, capfd):

@@ -1,0 +1,172 @@
+"""What self speculative decoding saves on held-out prompts: the figures of SSD's sections 4.2, 5.1 and 5.2.
+
+Every number comes from decoding. Step-by-step decoding is the first method; its trace bounds what any drafts could
+save.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
+from infer.evaluation.evaluate import Measured, Progress, Variant, describe_device, measure, method_result
+from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
+from infer.masked.drafting import Guesses, Plan
+from infer.masked.engine import MaskedEngine
+from infer.masked.model import MaskedModel
+from infer.masked.sequence import MaskedText
+
+RANKS = 5  # likeliest tokens of a position that the limits consider (table 2)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A text that was written step by step, and what a draft could have known after each step."""
+
+    text: MaskedText
+    guesses: list[Guesses]
+
+
+def masked_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> DecodeOptions:
+    """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that all texts are equally
+    long."""
+    options = DecodeOptions(
+        method="ssd",
+        temperature=evaluation.temperature,
+        seed=evaluation.seed,
+        rows=evaluation.rows,
+        ignore_eos=True,
+        block_length=masked.block_length,
+        cache=masked.cache,
+        refresh=masked.refresh,
+    )
+    return replace(options, max_new_tokens=options.room(evaluation.max_new_tokens))
+
+
+def evaluate_masked(
+    model: MaskedModel,
+    prompts: Sequence[Sequence[int]],
+    options: DecodeOptions,
+    lengths: Sequence[int] = (1, 2, 3, 4, 5),
+    orders: Sequence[str] = ("greedy", "mixed", "tree", "guided"),
+    nodes: int = 16,
+    progress: Progress = lambda done, total: None,
+) -> Evaluation:
+    """Decode every prompt step by step and with drafts of every length and order. `options` are those that
+    `masked_options` makes; `nodes`: states a round of the trees with the longest drafts."""
+    measured = measure(model, None, masked_variants(options, lengths, orders, nodes), prompts, progress)
+    traces = [trace(model, prompt, options) for prompt in prompts]
+    steps = measured[0].total("written")
+    limits = {
+        str(length): [
+            1 - sum(fewest_passes(one, options, length, ranks) for one in traces) / steps
+            for ranks in range(1, RANKS + 1)
+        ]
+        for length in lengths
+    }
+    return Evaluation(
+        target=model.name,
+        device=describe_device(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        prompts=len(prompts),
+        rows=options.rows,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        accuracy=[],
+        methods=[masked_result(one, measured[0]) for one in measured],
+        samples=[],
+        masked=MaskedDetails(
+            options.block_length, options.cache, options.refresh, smallest_gaps(traces, options), limits
+        ),
+    )
+
+
+def masked_variants(options: DecodeOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Variant]:
+    """Return step by step, then drafts of every length: a chain, swapped drafts, trees of as many states as either;
+    then trees of `nodes` states with the longest drafts; then drafts whose length follows their probability."""
+    ssd = replace(options, method="ssd")
+    drafts = [
+        (order, length, 2 * length if order == "tree" else length + 1)  # states: as mixed, as greedy
+        for length in lengths
+        for order in orders
+    ]
+    trees = [order for order in orders if order in ("tree", "guided")]
+    drafts += [(order, max(lengths), nodes) for order in trees]
+    drafts += [(order, "auto", ssd.nodes) for order in ("greedy", *trees[-1:])]
+    return [Variant("steps", 1, replace(options, method="steps"))] + [
+        Variant(order, states, replace(ssd, order=order, draft_length=length, nodes=states))
+        for order, length, states in drafts
+    ]
+
+
+def masked_result(measured: Measured, plain: Measured) -> MethodResult:
+    """Return one row of the table; `tokens` are those before the first end token."""
+    options, rounds, tokens = measured.variant.options, measured.total("rounds"), measured.total("valid")
+    same = sum(text.writes == other.writes for text, other in zip(measured.texts, plain.texts, strict=True))
+    return replace(
+        method_result(measured, plain),
+        tau=measured.total("written") / rounds,
+        tokens=tokens,
+        tokens_per_second=tokens / measured.seconds,
+        identical=same == len(plain.texts),
+        same=same,
+        draft_length=None if options.method == "steps" else options.draft_length,
+        states=measured.total("states") / rounds,
+    )
+
+
+def trace(model: MaskedModel, prompt: Sequence[int], options: DecodeOptions) -> Trace:
+    """Decode step by step and note what a draft could have known. Slower than decoding: for limits, not for times."""
+    steps = replace(options, method="steps", rows=1)
+    engine = MaskedEngine(model, steps, len(prompt) + options.max_new_tokens, ranks=RANKS)
+    text, guesses = engine.submit(list(prompt), steps), []
+    while engine.busy:
+        engine.step()
+        guesses.append(dict(text.guesses))
+    return Trace(text, guesses)
+
+
+def full_steps(options: DecodeOptions) -> list[bool]:
+    """Return which steps of a text are full passes, which no draft may reach beyond."""
+    length = options.max_new_tokens
+    if options.cache == "none":
+        return [False] * length
+    full, since = [], options.refresh
+    for at in range(length):
+        full.append(at % options.block_length == 0 or since >= options.refresh)
+        since = 1 if full[-1] else since + 1
+    return full
+
+
+def fewest_passes(steps: Trace, options: DecodeOptions, draft_length: int, ranks: int) -> int:
+    """Return the fewest passes that SSD can take, whatever states it computes, when drafts are among the `ranks`
+    likeliest tokens of the pass before (section 5.1). Rounds may end anywhere, so this is a bound and no estimate."""
+    full, start, length = full_steps(options), len(steps.text.prompt), options.max_new_tokens
+    passes = [0] * (length + 1)
+    for at in reversed(range(length)):
+        passes[at] = 1 + passes[at + 1]
+        for drafted in range(1, draft_length + 1):
+            step = at + drafted - 1  # whose write is the next draft; the step after it needs a computed state
+            if at == 0 or step + 1 >= length or full[step + 1]:
+                break
+            position, token = steps.text.writes[step]
+            if token not in steps.guesses[at - 1][start + position].tokens[:ranks]:
+                break
+            passes[at] = min(passes[at], 1 + passes[step + 2])
+    return passes[0]
+
+
+def smallest_gaps(traces: Sequence[Trace], options: DecodeOptions) -> list[float]:
+    """Return how near a step ever came to a tie: between the two surest positions of a block (log-odds), and between
+    the two likeliest tokens of a position (log-probability). Rounding in another batch shape must stay below these."""
+    positions, tokens = math.inf, math.inf
+    for one in traces:
+        start = len(one.text.prompt)
+        left = list(range(start, start + options.max_new_tokens))
+        for guesses, (position, _) in zip(one.guesses, one.text.writes, strict=True):
+            open_ = [guesses[place] for place in Plan(left, start, options.block_length, 0).open(frozenset())]
+            tokens = min(tokens, *(guess.log_shares[0] - guess.log_shares[1] for guess in open_))
+            surest = sorted((guess.confidence for guess in open_), reverse=True)
+            positions = min([positions, *(a - b for a, b in zip(surest[:1], surest[1:], strict=False))])
+            left.remove(start + position)
+    return [positions, tokens]

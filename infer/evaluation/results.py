@@ -1,0 +1,213 @@
+"""What an evaluation found, as frozen dataclasses, and the one reader and writer of their JSON.
+
+A field that is None is left out of the JSON, and a key that no field has is ignored when reading.
+"""
+
+import json
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from infer.trees.methods import TREES, TreeMethod
+from infer.utils.files import atomic_write
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One decoded text, cut into what each round committed."""
+
+    prompt: str
+    completion: str
+    accepted: list[int]  # tokens committed round by round, the prefill's one first
+    pieces: list[list[str]]  # [text, "accepted" or "bonus"]
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What one method took on all prompts: a row of every table."""
+
+    name: str  # of the table of tree methods; for a masked model, the order of its drafts
+    budget: int  # drafted nodes a round; for a masked model, states
+    tau: float  # tokens committed a round, pooled over rounds
+    tau_prompt_mean: float  # the same, averaged over prompts
+    rounds: int
+    tokens: int  # for a masked model, those before the first end token
+    seconds: float  # wall-clock, prefill included
+    tokens_per_second: float
+    speedup: float  # plain decoding's seconds over this method's
+    histogram: list[int]  # [i]: rounds that committed i + 1 tokens
+    stage_seconds: dict[str, float]
+    identical: bool  # whether every text equals plain decoding's
+    ties: int | None = None  # prompts that differ from plain decoding at a tie of rounded logits
+    defects: int | None = None  # prompts that differ for any other reason
+    same: int | None = None  # texts that equal plain decoding's
+    decoding_speedup: float | None = None  # ratio of seconds a token without the prefill, averaged over texts
+    draft_length: int | str | None = None  # for a masked model: tokens drafted a round, or "auto"
+    states: float | None = None  # for a masked model: states computed a round, on average
+
+    @property
+    def tree(self) -> TreeMethod:
+        """The method's row in the table of tree methods; a plain one for a name that the table does not have."""
+        return TREES.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether the method is a tree that is measured with every node budget."""
+        return self.tree.by_budget
+
+    @property
+    def label(self) -> str:
+        """What reports call the method: plain, chain, DDTree 64."""
+        return f"{self.tree.label} {self.budget}" if self.by_budget else self.tree.label
+
+
+@dataclass(frozen=True)
+class MaskedDetails:
+    """What only the evaluation of a masked diffusion model has."""
+
+    block_length: int
+    cache: str
+    refresh: int
+    gaps: list[float]  # the nearest that any step came to a tie: between positions, between tokens
+    limits: dict[str, list[float]]  # draft length -> shares of the passes saved at most, by k likeliest tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What every method took on the same prompts. The first method is plain decoding; for a masked model, step by
+    step."""
+
+    target: str
+    device: str
+    dtype: str
+    prompts: int
+    rows: int  # prompts decoded side by side
+    prompt_tokens: int | None = None
+    max_new_tokens: int
+    temperature: float
+    block_size: int | None = None  # None for a masked model
+    accuracy: list[float]  # share of right guesses by drafted position
+    methods: list[MethodResult]
+    samples: list[Sample]
+    step: int | None = None  # of the training run
+    checkpoint: str | None = None
+    drafter: str | None = None
+    masked: MaskedDetails | None = None
+
+    @property
+    def plain(self) -> MethodResult:
+        return self.methods[0]
+
+    @property
+    def fastest(self) -> MethodResult:
+        """The method with the highest speedup, plain decoding aside."""
+        return max(self.methods[1:], key=lambda method: method.speedup)
+
+    @property
+    def best_tau(self) -> float:
+        """The highest acceptance length of any method: what marks the best checkpoint."""
+        return max(method.tau for method in self.methods)
+
+    @property
+    def same_output(self) -> bool:
+        """Whether every method wrote what plain decoding wrote."""
+        return all(method.identical for method in self.methods)
+
+    def step_reduction(self, method: MethodResult) -> float:
+        """The share of plain decoding's passes that a method saves (SSD's Step↓)."""
+        return 1 - method.rounds / self.plain.rounds
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """One question set at one temperature."""
+
+    settings: dict[str, object]  # everything that the figures depend on
+    set: str
+    title: str
+    temperature: float
+    questions: int
+    answers: int  # turns that were answered
+    left_out: int  # turns that do not fit into the target's positions
+    result: Evaluation
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """A suite's sets, temperature by temperature."""
+
+    suite: str
+    checkpoint: str
+    target: str
+    device: str
+    dtype: str
+    max_new_tokens: int
+    block_size: int
+    sets: list[SetResult]
+
+
+PARTS = {"methods": MethodResult, "samples": Sample, "masked": MaskedDetails, "result": Evaluation, "sets": SetResult}
+
+
+def write_result(path: Path, result: object) -> None:
+    """Write one of these dataclasses, or a dictionary of them, as JSON."""
+    atomic_write(path, json.dumps(to_json(result), indent=1) + "\n")
+
+
+def read_result(path: Path, kind: type[Result]) -> Result:
+    """Read what `write_result` wrote. Raises OSError, and ValueError for a file that holds something else."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")), kind)
+    except TypeError as error:
+        raise ValueError(f"{path} holds no {kind.__name__}: {error}") from error
+
+
+def to_json(value: object) -> object:
+    """Return dictionaries and lists for dataclasses, at any depth."""
+    if is_dataclass(value):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        known = {name: to_json(item) for name, item in named.items() if item is not None or name == "step"}
+        return known | (masked_keys(value) if named.get("masked") else {})
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, list) else value
+
+
+def from_json(data: dict, kind: type[Result]) -> Result:
+    """Return the dataclass that `to_json` made these dictionaries of."""
+    values = {field.name: data[field.name] for field in fields(kind) if field.name in data}
+    for name in values.keys() & PARTS.keys():
+        part = values[name]
+        many = isinstance(part, list)
+        values[name] = [from_json(item, PARTS[name]) for item in part] if many else from_json(part, PARTS[name])
+    return kind(**values)
+
+
+def masked_keys(evaluation: Evaluation) -> dict[str, object]:
+    """Return the other names under which the JSON of a masked model's evaluation has always held its figures."""
+    plain, details = evaluation.plain, evaluation.masked
+    ways = [
+        {
+            "name": method.name,
+            "draft_length": method.draft_length,
+            "states": method.states,
+            "passes": method.rounds,
+            "step_reduction": evaluation.step_reduction(method),
+            "histogram": method.histogram,
+            "seconds": method.seconds,
+            "tokens_per_second": method.tokens_per_second,
+            "speedup": method.speedup,
+            "differ": evaluation.prompts - method.same,
+        }
+        for method in evaluation.methods[1:]
+    ]
+    return to_json(details) | {
+        "model": evaluation.target,
+        "length": evaluation.max_new_tokens,
+        "steps": plain.rounds,
+        "valid": plain.tokens,
+        "tokens_per_second": plain.tokens_per_second,
+        "ways": ways,
+    }
