@@ -311,18 +311,3 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.continuity_weight={self.continuity_weight}: 0 or above")
         if self.samples < 0:
             raise ValueError(f"evaluation.samples={self.samples}: 0 or more")
-
-    def methods(self, block_size: int) -> list[tuple[str, int]]:
-        """(method, nodes) in the order of the table of tree methods."""
-        rows = [row for row in TREES.values() if row.evaluated and (self.continuity is not None or not row.ngrams)]
-        return [
-            (row.name, budget)
-            for row in rows
-            for budget in (self.budgets if row.by_budget else [row.most_nodes(block_size)])
-        ]
-
-    def engine(self, method: str, budget: int) -> EngineConfig:
-        """How one line of the table is decoded."""
-        continuity = self.continuity if TREES[method].ngrams else None
-        weight, compile = self.continuity_weight, self.compile
-        return EngineConfig(method, max(1, budget), continuity, weight, rows=self.rows, compile=compile)

@@ -6,7 +6,7 @@ Acceptance is never estimated from token accuracy: every number here comes from 
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -47,11 +47,6 @@ class Measured:
     def total(self, name: str) -> float:
         """Return the sum of a statistic over the texts."""
         return sum(getattr(text.stats, name) for text in self.texts)
-
-    @property
-    def tau(self) -> float:
-        """Acceptance length pooled over rounds."""
-        return tau(self.texts)
 
     def add_guesses(self, counts: torch.Tensor) -> None:
         """Add counts (L, 2) of guesses."""
@@ -110,11 +105,27 @@ def decode_all(
 
 
 def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
-    """Return the methods in the order of the table, plain decoding first."""
-    text = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": config.seed}
+    """Return the evaluated rows of the table of tree methods, in its order: plain decoding is the first."""
+    ngrams = config.continuity is not None
+    rows = [row for row in TREES.values() if row.evaluated and (ngrams or not row.ngrams)]
     return [
-        Variant(name, budget, DecodeOptions(**asdict(config.engine(name, budget)), **text))
-        for name, budget in config.methods(drafter.block_size)
+        Variant(
+            row.name,
+            budget,
+            DecodeOptions(
+                method=row.name,
+                budget=max(1, budget),
+                continuity=config.continuity if row.ngrams else None,
+                continuity_weight=config.continuity_weight,
+                rows=config.rows,
+                compile=config.compile,
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                seed=config.seed,
+            ),
+        )
+        for row in rows
+        for budget in (config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)])
     ]
 
 
@@ -183,7 +194,7 @@ def summarise(target: Target, drafter: Drafter, measured: list[Measured], config
     """Return the figures of an evaluation, with samples of the tree that has the highest acceptance length."""
     plain = measured[0]
     trees = [one for one in measured if TREES[one.variant.name].by_budget]
-    best = max(trees, key=lambda one: one.tau)
+    best = max(trees, key=lambda one: tau(one.texts))
     return Evaluation(
         target=target.name,
         device=describe_device(target.device),
@@ -206,7 +217,7 @@ def method_result(measured: Measured, plain: Measured) -> MethodResult:
     return MethodResult(
         name=measured.variant.name,
         budget=measured.variant.budget,
-        tau=measured.tau,
+        tau=tau(texts),
         tau_prompt_mean=measured.total("tau") / len(texts),
         rounds=measured.total("rounds"),
         tokens=tokens,

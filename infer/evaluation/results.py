@@ -187,23 +187,17 @@ def from_json(data: dict, kind: type[Result]) -> Result:
 
 def masked_keys(evaluation: Evaluation) -> dict[str, object]:
     """Return the other names under which the JSON of a masked model's evaluation has always held its figures."""
-    plain, details = evaluation.plain, evaluation.masked
+    plain = evaluation.plain
     ways = [
-        {
-            "name": method.name,
-            "draft_length": method.draft_length,
-            "states": method.states,
+        to_json(method)
+        | {
             "passes": method.rounds,
             "step_reduction": evaluation.step_reduction(method),
-            "histogram": method.histogram,
-            "seconds": method.seconds,
-            "tokens_per_second": method.tokens_per_second,
-            "speedup": method.speedup,
             "differ": evaluation.prompts - method.same,
         }
         for method in evaluation.methods[1:]
     ]
-    return to_json(details) | {
+    return to_json(evaluation.masked) | {
         "model": evaluation.target,
         "length": evaluation.max_new_tokens,
         "steps": plain.rounds,
