@@ -7,19 +7,27 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from data.rows import Part
 from infer.config import DecodeOptions
 from infer.main import COMMANDS
+from infer.utils.entry import prepare
 from train.config import TrainConfig
 
 SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
 
 
+def options_of(repo, group: str) -> list[str]:
+    """What may be chosen in a group of conf/, with and without a file."""
+    prepare("train", TrainConfig)
+    with initialize_config_dir(version_base=None, config_dir=str(repo / "conf")):
+        return GlobalHydra.instance().config_loader().get_group_options(group)
+
+
 def composed(repo, name: str, overrides: list[str]):
-    ConfigStore.instance().store(name=f"{name}_schema", node=SCHEMAS[name])
+    prepare(name, SCHEMAS[name])
     with initialize_config_dir(version_base=None, config_dir=str(repo / "conf")):
         config = compose(name, overrides)
     plain = OmegaConf.to_container(config, resolve=True)
@@ -53,8 +61,8 @@ def test_entry_configs_compose(repo, name):
 def test_every_group_option_composes(repo):
     count = 0
     for group in ("target", "drafter", "objective", "optim", "evaluation", "deepspeed", "tracking"):
-        for file in (repo / "conf" / group).glob("*.yaml"):
-            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={file.stem}", "target.path=x"])
+        for option in options_of(repo, group):
+            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={option}", "target.path=x"])
             count += 1
     composed(repo, "train", ["data=jsonl", f"data.path={repo / 'README.md'}"])
     for data in ("ultrachat", "sharegpt"):
@@ -64,8 +72,8 @@ def test_every_group_option_composes(repo):
         ("a.jsonl", "train", 2),
         ("b", "x", 1),
     ]
-    for file in (repo / "conf" / "decoding").glob("*.yaml"):
-        composed(repo, "generate", [f"decoding={file.stem}"])
+    for option in options_of(repo, "decoding"):
+        composed(repo, "generate", [f"decoding={option}"])
     assert count >= 14
     for file in (repo / "conf" / "suite").glob("*.yaml"):
         folder = [] if file.stem == "ddtree" else [f"suite.folder={repo}"]
@@ -90,7 +98,7 @@ def test_a_model_bundle_is_what_the_committed_file_says(repo, model):
 
 
 def test_model_bundles_differ_in_name_and_target_only(repo):
-    bundles = {file.stem for file in (repo / "conf" / "model").glob("*.yaml")}
+    bundles = set(options_of(repo, "model"))
     assert {"hf", "qwen3-8b", "qwen3-32b", "qwen3-coder-30b-a3b", "llama-3.1-8b"} <= bundles
     expected = OmegaConf.to_container(composed(repo, "train", ["+model=qwen3-4b"]))
     for bundle in sorted(bundles - {"hf"}):
@@ -145,6 +153,8 @@ def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:
         ("resume=maybe", "resume=maybe"),
         ("evaluation.budgets=[]", "budgets"),
         ("name=../x", "name=../x"),
+        ("hydra.run.dir=x", "hydra.run.dir"),
+        ("hydra/launcher=submitit", "hydra/launcher"),
     ],
 )
 def test_wrong_configuration_is_one_sentence_and_exit_2(repo, override, word):

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from infer.utils.redact import redact_text
 
-CONF = str(Path(__file__).resolve().parent.parent.parent / "conf")
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+# By group the option that has the dataclass's own defaults, and so no file.
+OWN_DEFAULTS = {
+    "decoding": "ddtree",
+    "deepspeed": "zero0",
+    "drafter": "dflash-small",
+    "objective": "annealed-kl",
+    "target": "embedded",
+    "tracking": "local",
+}
 _HYDRA_FLAGS = (
     "--cfg",
     "-c",
@@ -43,13 +52,14 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     Hydra's own flags (`--cfg job`, `--help`) work as usual.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
-        import hydra
-
-        prepare(name, schema)
-        hydra.main(version_base=None, config_path=CONF, config_name=name)(lambda cfg: None)()
-        return
     try:
+        if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
+            import hydra
+
+            refuse_hydra_settings(arguments)
+            prepare(name, schema)
+            hydra.main(version_base=None, config_path=str(CONF), config_name=name)(lambda cfg: None)()
+            return
         config = composed(name, schema, arguments)
         run(config)
     except (ValueError, FileNotFoundError) as error:
@@ -58,15 +68,32 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         fail(str(error), STOPPED)
 
 
+def refuse_hydra_settings(arguments: list[str]) -> None:
+    """Raise ValueError for `hydra.run.dir`, `hydra/launcher` and the like, which nothing here reads."""
+    for argument in arguments:
+        if argument.lstrip("+~").startswith(("hydra.", "hydra/")):
+            raise ValueError(f"{argument.split('=')[0]}: Hydra's own settings have no effect here, leave it out")
+
+
 def prepare(name: str, schema: type) -> None:
-    """Makes the schema known to Hydra, and the environment unknown: it holds keys, and configurations are logged."""
+    """Tell Hydra what has no file: the schema, the options with its defaults, and model=NAME for every target, which is
+    the bundle conf/model/hf.yaml with that target. Hide the environment: it holds keys, and configurations are logged.
+    """
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     def closed(*names: str) -> None:
         raise ValueError("a configuration does not read the environment: give the value itself")
 
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    if not (CONF / f"{name}.yaml").exists():
+        store.store(name=name, node={"defaults": [f"{name}_schema"]})
+    for group, option in OWN_DEFAULTS.items():
+        store.store(group=group, name=option, node={})
+    for target in {file.stem for file in (CONF / "target").glob("*.yaml")} - {"hf"}:
+        bundle = {"defaults": ["hf", {"override /target": target}], "name": target + "-${drafter.family}"}
+        store.store(group="model", name=target, node=bundle, package="_global_")
     OmegaConf.register_new_resolver("oc.env", closed, replace=True)
 
 
@@ -76,9 +103,10 @@ def composed(name: str, schema: type, arguments: list[str]):
     import hydra
     from omegaconf import OmegaConf
 
+    refuse_hydra_settings(arguments)
     prepare(name, schema)
     try:
-        with hydra.initialize_config_dir(version_base=None, config_dir=CONF):
+        with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
             config = hydra.compose(config_name=name, overrides=arguments)
         # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless
         plain = OmegaConf.to_container(config, resolve=True)

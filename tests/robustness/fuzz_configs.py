@@ -24,7 +24,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 
 from infer.main import COMMANDS
-from infer.utils.entry import CONF, entry, values
+from infer.utils.entry import CONF, OWN_DEFAULTS, entry, values
 
 SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
 SECRET = "secret-7f3a"
@@ -183,8 +183,8 @@ class Typist:
 
     def group(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
         group = self.dice.choice(GROUPS)
-        there = sorted(name.removesuffix(".yaml") for name in os.listdir(os.path.join(CONF, group)))
-        some = [*there, "nope", "../train", "/etc/passwd", "", "null", "[a,b]", "a" * 3000, "${name}"]
+        there = {file.stem for file in (CONF / group).glob("*.yaml")} | {OWN_DEFAULTS.get(group, "qwen3-8b")}
+        some = [*sorted(there), "nope", "../train", "/etc/passwd", "", "null", "[a,b]", "a" * 3000, "${name}"]
         return f"{self.dice.choice(['', '+', '~', '++'])}{group}={self.dice.choice(some)}", None
 
     def noise(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
