@@ -19,7 +19,7 @@ from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import DFlash, Engine, Target, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
-from infer.engine.sequence import STAGES, Text
+from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.evaluate import describe_device, synchronised_clock, tau
 
 SHOWN = ("draft", "build", "verify", "commit")
@@ -32,7 +32,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)  # of the last repeat
-    texts: list[Text] = field(default_factory=list)
+    texts: list[Sequence] = field(default_factory=list)
 
 
 def by_engine(
@@ -46,7 +46,7 @@ def by_engine(
     )
     options = TextOptions(max_new_tokens=args.new_tokens, ignore_eos=args.ignore_eos)
 
-    def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Text]]:
+    def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Sequence]]:
         before = dict(engine.seconds)
         texts = [engine.submit(prompt, options) for prompt in prompts]
         while engine.busy:
@@ -60,7 +60,7 @@ def by_engine(
 def by_transformers(target: Target, args, **settings: object) -> Callable:
     """Decodes prompt by prompt with Hugging Face's loop."""
 
-    def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Text]]:
+    def run(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float], list[Sequence]]:
         answers = []
         for prompt in prompts:
             ids = torch.tensor([prompt], device=target.device)

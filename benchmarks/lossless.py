@@ -15,8 +15,8 @@ import torch
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
+from infer.api import decode
 from infer.config import EngineConfig
-from infer.engine.engine import decode
 from infer.evaluation.evaluate import tau
 from infer.evaluation.lossless import find_difference
 

@@ -39,7 +39,7 @@ def rounding(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> f
     def logits(among: list) -> torch.Tensor:
         chosen = [frozenset(), *among]
         asked = engine.passes.asked(text, plan, chosen)
-        return engine.passes.run([Task(text, plan, chosen, asked)])[: len(asked[0])]
+        return engine.passes.logits([Task(text, plan, chosen, asked)])[: len(asked[0])]
 
     return (logits([]) - logits(states)).nan_to_num().abs().max().item()
 

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from infer.api import Generation, generate, stream
+    from infer.api import Generation, generate, open_engine, stream
     from infer.config import DecodeOptions, DrafterConfig, EngineConfig
     from infer.drafters.dart.model import DART
     from infer.drafters.dflash.model import DFlash
-    from infer.engine.engine import Engine, open_engine
+    from infer.engine.engine import Engine
     from infer.engine.sequence import DecodeStats
     from infer.formats.checkpoint import load_drafter, save_drafter
     from infer.masked.model import MaskedModel, load_masked
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from infer.targets.target import Target
 
 _NAMES = {  # by the module that defines them
-    "infer.api": ("Generation", "generate", "stream"),
+    "infer.api": ("Generation", "generate", "open_engine", "stream"),
     "infer.config": ("DecodeOptions", "DrafterConfig", "EngineConfig"),
     "infer.drafters.dart.model": ("DART",),
     "infer.drafters.dflash.model": ("DFlash",),
-    "infer.engine.engine": ("Engine", "open_engine"),
+    "infer.engine.engine": ("Engine",),
     "infer.engine.sequence": ("DecodeStats",),
     "infer.formats.checkpoint": ("load_drafter", "save_drafter"),
     "infer.masked.model": ("MaskedModel", "load_masked"),

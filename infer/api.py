@@ -1,18 +1,20 @@
 """What people call: text or token ids in, text, ids and statistics out; at once or piece by piece."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 
-from infer.config import DecodeOptions, TextOptions
+from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
-from infer.engine.engine import AnyEngine, decode, open_engine
-from infer.engine.sequence import DecodeStats, Processor, Text, TokenLogprob
-from infer.masked.model import AnyTarget
+from infer.engine.base import EngineBase
+from infer.engine.engine import Engine
+from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
+from infer.masked.engine import MaskedEngine
+from infer.masked.model import AnyTarget, MaskedModel
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
+Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Generation:
 def generate(
     target: AnyTarget,
     drafter: Drafter | None,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | abc.Sequence[Prompt],
     options: DecodeOptions | None = None,
-    processors: Sequence[Processor] = (),
-    clock: Callable[[], float] = time.perf_counter,
+    processors: abc.Sequence[Processor] = (),
+    clock: abc.Callable[[], float] = time.perf_counter,
     **overrides: object,
 ) -> Generation | list[Generation]:
     """Continues one prompt or many: a string, token ids, or chat messages ({"role": ..., "content": ...}), which go
@@ -62,9 +64,9 @@ def stream(
     drafter: Drafter | None,
     prompt: Prompt,
     options: DecodeOptions | None = None,
-    processors: Sequence[Processor] = (),
+    processors: abc.Sequence[Processor] = (),
     **overrides: object,
-) -> Iterator[str]:
+) -> abc.Iterator[str]:
     """Continues one prompt and yields its text as rounds commit it: the pieces joined are `generate(...).text`."""
     options = settings(options, overrides)
     ids = encode(target, prompt)
@@ -74,7 +76,7 @@ def stream(
     return _pieces(engine, text, TextStream(target, text))
 
 
-def _pieces(engine: AnyEngine, text: Text, pieces: "TextStream") -> Iterator[str]:
+def _pieces(engine: EngineBase, text: Sequence, pieces: "TextStream") -> abc.Iterator[str]:
     while engine.busy:
         engine.step()
         piece = pieces.next()
@@ -82,11 +84,51 @@ def _pieces(engine: AnyEngine, text: Text, pieces: "TextStream") -> Iterator[str
             yield piece
 
 
-class TextStream:
-    """The text of a `Text` that grows: `next()` gives what is new and certain. Held back are characters whose bytes are
-    not all there yet, and ends that may turn out to begin a stop string."""
+def open_engine(
+    target: AnyTarget,
+    drafter: Drafter | None,
+    options: EngineConfig,
+    capacity: int,
+    clock: abc.Callable[[], float] = time.perf_counter,
+) -> EngineBase:
+    """Return the engine that decodes this kind of model. Raises ValueError where options or drafter do not fit it."""
+    if not isinstance(target, MaskedModel):
+        return Engine(target, drafter, options, capacity, clock)
+    if drafter is not None:
+        raise ValueError(f"{target.name} is a masked diffusion model and drafts for itself: give None as its drafter")
+    return MaskedEngine(target, options, capacity, clock)
 
-    def __init__(self, target: AnyTarget, text: Text) -> None:
+
+def decode(
+    target: AnyTarget,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    options: DecodeOptions,
+    clock: abc.Callable[[], float] = time.perf_counter,
+    seeds: list[int] | None = None,
+    processors: abc.Sequence[Processor] = (),
+) -> list[Sequence]:
+    """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in the same order.
+    `seeds` gives every text a sampling seed of its own instead of options.seed."""
+    options.check()
+    if not prompts:
+        return []
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    engine = open_engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
+    texts = [
+        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
+        for i, prompt in enumerate(prompts)
+    ]
+    while engine.busy:
+        engine.step()
+    return texts
+
+
+class TextStream:
+    """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are characters whose bytes
+    are not all there yet, and ends that may turn out to begin a stop string."""
+
+    def __init__(self, target: AnyTarget, text: Sequence) -> None:
         if target.tokenizer is None:
             raise ValueError("this target has no tokenizer: there is no text to stream")
         self.target, self.text = target, text
@@ -166,7 +208,7 @@ def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
         raise ValueError(f"the prompt cannot be read: {error}") from error
 
 
-def generation(target: AnyTarget, text: Text) -> Generation:
+def generation(target: AnyTarget, text: Sequence) -> Generation:
     """A finished text as an answer."""
     words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
     return Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)

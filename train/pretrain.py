@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data.corpus import stdlib_documents
 from data.rows import DataConfig, training_rows
+from infer.api import decode
 from infer.config import DecodeOptions
-from infer.engine.engine import decode
 from infer.targets.loading import load_target
 from train.config import OptimConfig, PretrainConfig
 from train.optim import make_optimizer

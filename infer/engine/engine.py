@@ -7,24 +7,21 @@ B rows, M tree nodes, L drafted positions, W = max depth + 1, D hidden size, V v
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from infer.attention.kv_cache import KVCache
-from infer.config import MASKED_METHODS, DecodeOptions, EngineConfig, TextOptions
+from infer.config import MASKED_METHODS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, DraftState
+from infer.engine.base import EngineBase
 from infer.engine.budget import BudgetRule, calibrate
 from infer.engine.rejection import children_noise, decide
 from infer.engine.sampling import adjust, choose, condition_on_noise, round_noise, seen_at_nodes, seen_tokens
-from infer.engine.sequence import STAGES, Processor, Text, TokenLogprob, check_prompt, check_text, end_cancelled
+from infer.engine.sequence import Processor, Sequence, TokenLogprob
 from infer.engine.verify import Accepted, walk
-from infer.masked.engine import MaskedEngine
-from infer.masked.model import AnyTarget, MaskedModel
 from infer.ngrams.model import NGram
 from infer.targets.target import Target, pad_ids
 from infer.trees.tree import DraftTree, Proposal, root_only
@@ -32,14 +29,12 @@ from infer.trees.tree import DraftTree, Proposal, root_only
 PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
 
 
-class Engine:
-    """Writes texts side by side: every row with its own length, tree, acceptance and end; a row that ends makes room
-    for the next waiting text.
+class Engine(EngineBase):
+    """Decodes with a causal target: every row with its own tree and acceptance.
 
-    `capacity` is the number of positions a row may take, prompt and answer. A text does not depend on what is
-    written beside it (float32; lower precisions round differently in other batch shapes). The drafter may be None for
-    method "plain". Compiled, the first round of every new shape takes its time. `clock` times the stages; on CUDA pass
-    one that synchronises. Raises ValueError where options do not fit the drafter or the target.
+    A text does not depend on what is written beside it (float32; lower precisions round differently in other batch
+    shapes). The drafter may be None for methods that draft nothing. Compiled, the first round of every new shape takes
+    longer. Raises ValueError where options do not fit the drafter or the target.
     """
 
     def __init__(
@@ -48,15 +43,14 @@ class Engine:
         drafter: Drafter | None,
         options: EngineConfig,
         capacity: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        EngineConfig.check(options)
+        super().__init__(target, options, capacity, clock)
         if options.method in MASKED_METHODS:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
-        self.target, self.drafter, self.options, self.clock = target, drafter, options, clock
-        self.static = target.device.type == "cuda" if options.compile is None else options.compile
-        self.method, self.drafts = options.tree, options.drafts
+        self.drafter, self.method, self.drafts = drafter, options.tree, options.drafts
         self.build = self.method.load()
+        self.static = target.device.type == "cuda" if options.compile is None else options.compile
         if self.drafts and drafter is None:
             raise ValueError(
                 f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain"
@@ -72,59 +66,24 @@ class Engine:
             self.nodes = self.rule.largest if self.rule else options.budget
             if self.method.most_nodes is not None:
                 self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
-        self.rows, self.capacity = options.rows, capacity
-        self.seconds = dict.fromkeys(STAGES, 0.0)
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all texts. The caches are made anew: after an error nobody knows what they hold."""
+        super().reset()
         self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
         self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.drafts else None
         self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
-        self.fresh: tuple | None = None  # features that the drafter has not taken in yet
-        self.waiting: deque[Text] = deque()
-        self.writing: list[Text] = []  # in the order of the rows
-        self._began: dict[Text, tuple[float, dict[str, float]]] = {}
+        self.fresh: tuple | None = None  # features of committed nodes that the drafter has not been given yet
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.waiting or self.writing)
-
-    def check_text(self, options: TextOptions) -> None:
-        """Raises ValueError for options of a text that cannot be followed."""
-        check_text(options, self.target)
-
-    def submit(self, prompt: list[int], options: TextOptions, processors: Sequence[Processor] = ()) -> Text:
-        """Queues a text. Raises ValueError for options or lengths that make no sense."""
-        self.check_text(options)
-        check_prompt(prompt, options, self.capacity)
+    def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
         if processors and self.method.draws and options.temperature > 0:
             raise ValueError(
                 f"logits processors: a sampled {self.method.label} tree needs whole distributions; use another method"
             )
-        text = Text(prompt, options, processors)
-        self.waiting.append(text)
-        return text
+        return Sequence(prompt, options, processors)
 
-    @torch.inference_mode()
-    def step(self) -> list[Text]:
-        """Lets waiting texts in, runs one round for all rows, and returns the texts that grew or ended."""
-        changed = end_cancelled(self.waiting, self.writing)
-        self._release()
-        while free := min(self.rows - len(self.writing), len(self.waiting)):
-            changed += self._admit([self.waiting.popleft() for _ in range(free)])
-            self._release()
-        if self.writing:
-            changed += [text for text in self.writing if text not in changed]
-            self._round()
-            self._release()
-        return changed
-
-    def _admit(self, texts: list[Text]) -> list[Text]:
+    def _admit(self, texts: list[Sequence]) -> None:
         """Prefill: the prompts' features feed the first draft, their last positions yield the first bonus tokens."""
-        mark = self.clock()
-        for text in texts:
-            self._began[text] = mark, dict(self.seconds)
         self._update_context()
         prompts = [text.prompt for text in texts]
         with (
@@ -138,12 +97,9 @@ class Engine:
         noise = round_noise([text.options for text in texts], start, 1, logits.shape[-1])
         chosen = self._choose(tree, tree.ancestors(), logits, texts, noise, self._seen(texts))  # (B, 1)
         self._log_probabilities(logits, chosen, [1] * len(texts), texts)
-        self.writing += texts
         self.bonus = torch.cat([self.bonus, chosen[:, 0]])
         for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
-            text.take([token], self.target)
-        self.seconds["prefill"] += self.clock() - mark
-        return texts
+            text.append([token], self.target)
 
     def _prefill(self, prompts: list[list[int]], cache: KVCache, state: DraftState | None) -> torch.Tensor:
         """Runs the prompts through target and drafter; returns the final hidden state of each one's last token,
@@ -168,31 +124,21 @@ class Engine:
             self.fresh = None
 
     def _round(self) -> None:
-        """One round of all rows; their texts are up to date afterwards, finished rows still in place."""
-        mark = self.clock()
-
-        def lap(stage: str) -> None:
-            nonlocal mark
-            now = self.clock()
-            self.seconds[stage] += now - mark
-            mark = now
-
-        target, texts = self.target, self.writing
+        target, texts, mark = self.target, self.writing, self.clock()
         options = [text.options for text in texts]
-        vocabulary = target.head_weight.shape[0]
         start = self.cache.ends[: len(texts)]  # (B,) positions of the roots
-        noise = round_noise(options, start, self.length + 1, vocabulary)
+        noise = round_noise(options, start, self.length + 1, target.head_weight.shape[0])
         seen = self._seen(texts)
         proposal = Proposal(self.bonus, None)
         if self.drafts:
             self._update_context()
             proposal = self._propose(options, start, noise, seen)
-            lap("draft")
+            mark = self._lap("draft", mark)
         tree = self.build(proposal)
         if self.rule is not None:
             tree = tree.first(self.rule.nodes(tree))
         ancestors = tree.ancestors()  # (B, M, M)
-        lap("build")
+        mark = self._lap("build", mark)
 
         features = target.verify(tree, ancestors, self.cache, self.layers)
         logits = target.head(features.last)  # (B, M, V)
@@ -202,7 +148,7 @@ class Engine:
         else:
             chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
             accepted = walk(tree, chosen, ancestors)
-        lap("verify")
+        mark = self._lap("verify", mark)
 
         lengths = self._commit(tree, accepted, logits, chosen)
         self.bonus = accepted.bonus
@@ -210,7 +156,7 @@ class Engine:
             path = accepted.path[:, : max(lengths)]
             context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
             self.fresh = context, tree.tokens.gather(1, path), lengths, accepted.lengths
-        lap("commit")
+        self._lap("commit", mark)
 
     def _propose(
         self, options: list[TextOptions], start: torch.Tensor, noise: torch.Tensor | None, seen: torch.Tensor | None
@@ -248,7 +194,7 @@ class Engine:
             along = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
             self._log_probabilities(along, chosen.gather(1, path), lengths, self.writing)
         for text, (length, bonus, _, *tokens) in zip(self.writing, host, strict=True):
-            text.take([*tokens[: length - 1], bonus], self.target)
+            text.append([*tokens[: length - 1], bonus], self.target)
             text.drafted.append(tree.budget)
             text.stats.rounds += 1
         self._trace(tree, accepted, lengths)
@@ -266,25 +212,16 @@ class Engine:
                     rejected.append(tokens[node])
                 text.rejected.append(rejected)
 
-    def _release(self) -> None:
-        """Takes finished texts out; the last rows move into the holes."""
-        finished = [i for i, text in enumerate(self.writing) if text.finish is not None]
-        if not finished:
-            return
+    def _free(self, finished: list[Sequence]) -> None:
+        """The last rows move into the holes."""
         self._update_context()
-        now = self.clock()
-        for i in finished:
-            text = self.writing[i]
-            began, before = self._began.pop(text)
-            stats = text.stats
-            stats.tokens, stats.seconds = len(text.ids), now - began
-            stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
-            stats.histogram = [0] * (self.length + 1)
+        for text in finished:
+            text.stats.histogram = [0] * (self.length + 1)
             for commit in text.commits[1:]:
-                stats.histogram[commit - 1] += 1
-        alive = [i for i in range(len(self.writing)) if i not in finished]
+                text.stats.histogram[commit - 1] += 1
+        alive = [i for i, text in enumerate(self.writing) if text.finish is None]
         order = alive[:]
-        for hole in [i for i in finished if i < len(alive)]:
+        for hole in [i for i, text in enumerate(self.writing) if text.finish is not None and i < len(alive)]:
             order.insert(hole, order.pop())
         self.writing = [self.writing[i] for i in order]
         self.cache.keep(order)
@@ -292,7 +229,7 @@ class Engine:
             self.state.keep(order)
         self.bonus = self.bonus[torch.tensor(order, dtype=torch.long, device=self.bonus.device)]
 
-    def _seen(self, texts: list[Text]) -> torch.Tensor | None:
+    def _seen(self, texts: list[Sequence]) -> torch.Tensor | None:
         """The committed tokens of every row, (B, V), where a penalty asks for them."""
         if all(text.options.repetition_penalty == 1 for text in texts):
             return None
@@ -304,7 +241,7 @@ class Engine:
         tree: DraftTree,
         ancestors: torch.Tensor,
         logits: torch.Tensor,
-        texts: list[Text],
+        texts: list[Sequence],
         noise: torch.Tensor | None,
         seen: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -337,7 +274,7 @@ class Engine:
         return chosen
 
     def _log_probabilities(
-        self, logits: torch.Tensor, chosen: torch.Tensor, lengths: list[int], texts: list[Text]
+        self, logits: torch.Tensor, chosen: torch.Tensor, lengths: list[int], texts: list[Sequence]
     ) -> None:
         """Notes the target's own log-probabilities of the committed tokens `chosen` (B, W) from logits (B, W, V)."""
         if all(text.options.logprobs is None for text in texts):
@@ -352,46 +289,3 @@ class Engine:
             for i in range(lengths[row]):
                 ranked = zip(ids[row][i], top[row][i], strict=True)
                 text.logprobs.append(TokenLogprob(of_chosen[row][i], list(ranked)[: text.options.logprobs]))
-
-
-AnyEngine = Engine | MaskedEngine
-
-
-def open_engine(
-    target: AnyTarget,
-    drafter: Drafter | None,
-    options: EngineConfig,
-    capacity: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> AnyEngine:
-    """The engine that decodes this kind of model. Raises ValueError where options or drafter do not fit it."""
-    if not isinstance(target, MaskedModel):
-        return Engine(target, drafter, options, capacity, clock)
-    if drafter is not None:
-        raise ValueError(f"{target.name} is a masked diffusion model and drafts for itself: give None as its drafter")
-    return MaskedEngine(target, options, capacity, clock)
-
-
-def decode(
-    target: AnyTarget,
-    drafter: Drafter | None,
-    prompts: list[list[int]],
-    options: DecodeOptions,
-    clock: Callable[[], float] = time.perf_counter,
-    seeds: list[int] | None = None,
-    processors: Sequence[Processor] = (),
-) -> list[Text]:
-    """Decodes prompts (token ids, none empty), `options.rows` at a time, and returns them in their order. `seeds` gives
-    every text a sampling seed of its own instead of options.seed."""
-    options.check()
-    if not prompts:
-        return []
-    longest = max(map(len, prompts)) + options.max_new_tokens
-    engine = open_engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
-    texts = [
-        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
-        for i, prompt in enumerate(prompts)
-    ]
-    while engine.busy:
-        engine.step()
-    return texts

@@ -1,18 +1,28 @@
 """A text that is being written, round by round: its tokens so far, where it ends, and what it took."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from infer.config import TextOptions
-from infer.masked.model import AnyTarget
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
 
 # Hugging Face's: (ids (1, T), scores (1, V)) -> scores
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Processor = abc.Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(Protocol):
+    """What a sequence must know of the model that writes it."""
+
+    name: str
+    tokenizer: object | None
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
 
 
 @dataclass
@@ -47,13 +57,13 @@ class TokenLogprob:
 
 
 @dataclass(eq=False)
-class Text:
+class Sequence:
     """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing past the end;
     `commits` their counts round by round, the prefill's one first."""
 
     prompt: list[int]
     options: TextOptions
-    processors: Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
+    processors: abc.Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
     stats: DecodeStats = field(init=False)
     ids: list[int] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
@@ -66,8 +76,8 @@ class Text:
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
 
-    def take(self, new: list[int], target: AnyTarget) -> None:
-        """Adds a round's tokens up to the end of the text."""
+    def append(self, new: list[int], target: Model) -> None:
+        """Add a round's tokens up to the end of the text."""
         before = len(self.ids)
         self.ids += new
         found = text_end(self.ids, before, self.options, target)
@@ -78,15 +88,15 @@ class Text:
         self.commits.append(len(self.ids) - before)
 
 
-def check_text(options: TextOptions, target: AnyTarget) -> None:
-    """Raises ValueError for options that cannot be followed with this target."""
+def check_text(options: TextOptions, target: Model) -> None:
+    """Raise ValueError for options that this target cannot follow."""
     options.check()
     if options.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: load the target with load_target")
 
 
 def check_prompt(prompt: list[int], options: TextOptions, capacity: int) -> None:
-    """Raises ValueError for a prompt that is empty, or too long for an engine's rows of so many positions."""
+    """Raise ValueError for a prompt that is empty, or too long for an engine's rows of so many positions."""
     if not prompt:
         raise ValueError("every prompt needs at least one token")
     if len(prompt) + options.max_new_tokens > capacity:
@@ -96,19 +106,9 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int) -> None
         )
 
 
-def end_cancelled(waiting: deque[Text], writing: list[Text]) -> list[Text]:
-    """Ends the texts whose client went away, and takes them out of the queue; returns them."""
-    gone = [text for text in (*waiting, *writing) if text.cancelled]
-    for text in gone:
-        text.finish = "cancelled"
-        if text in waiting:
-            waiting.remove(text)
-    return gone
-
-
-def text_end(ids: list[int], first: int, options: TextOptions, target: AnyTarget) -> tuple[int, str] | None:
-    """Where a text ends, looking at its tokens from `first` on: (length to keep, reason) or None. An end token is kept,
-    a stop string's tokens up to the one that completes it (the text is cut before it later)."""
+def text_end(ids: list[int], first: int, options: TextOptions, target: Model) -> tuple[int, str] | None:
+    """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes on. An end token is
+    kept, a stop string's tokens up to the one that completes it (`answer_text` cuts the text before it)."""
     limit = min(len(ids), options.max_new_tokens)
     for i in range(first, limit):
         if ids[i] in target.end_ids and not options.ignore_eos:

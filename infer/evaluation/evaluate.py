@@ -5,16 +5,16 @@ Acceptance is never estimated from token accuracy: every number here comes from 
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
 
+from infer.api import open_engine
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.engine.engine import open_engine
-from infer.engine.sequence import STAGES, Text
+from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.results import Evaluation, MethodResult, Sample
 from infer.masked.model import AnyTarget
@@ -22,7 +22,7 @@ from infer.targets.target import Target, pad_ids
 from infer.trees.methods import TREES
 
 ROWS = 8  # texts side by side when right guesses are counted
-Progress = Callable[[int, int], None]  # (prompts done, prompts)
+Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Measured:
     """What one variant wrote, and how long it took."""
 
     variant: Variant
-    texts: list[Text] = field(default_factory=list)
+    texts: list[Sequence] = field(default_factory=list)
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `count_right_guesses`
@@ -53,7 +53,7 @@ class Measured:
         self.guesses = (counts.cpu() + torch.tensor(self.guesses or 0)).tolist()
 
     @staticmethod
-    def joined(shares: "Sequence[Measured]") -> "Measured":
+    def joined(shares: "abc.Sequence[Measured]") -> "Measured":
         """Join what several processes measured, each on its share of the prompts: share i holds prompts i, i + n,
         ..."""
         texts = [text for some in zip_longest(*(share.texts for share in shares)) for text in some if text is not None]
@@ -132,8 +132,8 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
 def measure(
     model: AnyTarget,
     drafter: Drafter | None,
-    variants: Sequence[Variant],
-    prompts: Sequence[Sequence[int]],
+    variants: abc.Sequence[Variant],
+    prompts: abc.Sequence[abc.Sequence[int]],
     progress: Progress = lambda done, total: None,
 ) -> list[Measured]:
     """Decode every prompt with every variant, as many at a time as the variant with the most rows. The variants take
@@ -142,7 +142,7 @@ def measure(
     rows = max(variant.options.rows for variant in variants)
     longest = max(map(len, prompts), default=0)
 
-    def run(chunk: Sequence[Sequence[int]], options: DecodeOptions, into: Measured) -> None:
+    def run(chunk: abc.Sequence[abc.Sequence[int]], options: DecodeOptions, into: Measured) -> None:
         began = clock()
         engine = open_engine(model, drafter, options, longest + into.variant.options.max_new_tokens, clock)
         into.texts += [engine.submit(list(prompt), options) for prompt in chunk]
@@ -164,7 +164,7 @@ def measure(
 
 
 @torch.inference_mode()
-def count_right_guesses(target: Target, drafter: Drafter, texts: list[Text], length: int) -> torch.Tensor:
+def count_right_guesses(target: Target, drafter: Drafter, texts: list[Sequence], length: int) -> torch.Tensor:
     """Count how often the drafter's likeliest token is the one that came, by drafted position: (L, 2) int64, right
     guesses and all. A block is drafted at every token of finished texts of at most `length` tokens, side by side. This
     is what DART's tables 3 and 4 call accuracy."""
@@ -230,13 +230,13 @@ def method_result(measured: Measured, plain: Measured) -> MethodResult:
     )
 
 
-def tau(texts: Sequence[Text]) -> float:
+def tau(texts: abc.Sequence[Sequence]) -> float:
     """Return the acceptance length pooled over rounds."""
     rounds = sum(text.stats.rounds for text in texts)
     return sum(text.stats.tokens - 1 for text in texts) / rounds if rounds else 1.0
 
 
-def sample(target: Target, text: Text) -> Sample:
+def sample(target: Target, text: Sequence) -> Sample:
     """Cut a decoded text into pieces: the prefill's first token, then each round's accepted drafts and bonus token."""
     decode = target.tokenizer.decode
     pieces, at = [], 0
@@ -250,7 +250,7 @@ def sample(target: Target, text: Text) -> Sample:
     return Sample(decode(text.prompt), decode(text.ids), text.commits, pieces)
 
 
-def synchronised_clock(device: torch.device) -> Callable[[], float]:
+def synchronised_clock(device: torch.device) -> abc.Callable[[], float]:
     """Return a clock that waits for the device's work before it is read. Seconds."""
     if device.type != "cuda":
         return time.perf_counter

@@ -17,7 +17,7 @@ import torch
 
 from infer.config import TextOptions
 from infer.engine.sampling import choose, round_noise, seen_tokens
-from infer.engine.sequence import Text, text_end
+from infer.engine.sequence import Sequence, text_end
 from infer.targets.target import Target
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def last_logits(target: Target, ids: list[int], single: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_output(target: Target, text: Text) -> Generator[None, None, Difference | None]:
+def check_output(target: Target, text: Sequence) -> Generator[None, None, Difference | None]:
     """Compare a finished text with the target's choice after each of its prefixes, a short pass at each `next`; return
     the first difference. A text without one is plain decoding's, which chooses from the same prefixes."""
     whole, first, options = text.prompt + text.ids, len(text.prompt), text.options
@@ -147,17 +147,17 @@ class OutputChecker:
     """Checks a share of finished texts, one short pass at a time, between the rounds of texts that are being written.
     Calls `on_checked(text, difference)` for every checked text."""
 
-    def __init__(self, target: Target, share: float, on_checked: Callable[[Text, Difference | None], None]) -> None:
+    def __init__(self, target: Target, share: float, on_checked: Callable[[Sequence, Difference | None], None]) -> None:
         self.target, self.share, self.on_checked = target, share, on_checked
-        self.waiting: deque[Text] = deque(maxlen=MOST_WAITING)
-        self.current: tuple[Text, Generator] | None = None
+        self.waiting: deque[Sequence] = deque(maxlen=MOST_WAITING)
+        self.current: tuple[Sequence, Generator] | None = None
         self.dice = random.Random()
 
     @property
     def busy(self) -> bool:
         return self.current is not None or bool(self.waiting)
 
-    def offer(self, text: Text) -> None:
+    def offer(self, text: Sequence) -> None:
         """Queue a finished text, by chance. The text must be one that the target would write again: greedy, or sampled
         with noise of its own seed."""
         if text.finish in ("stop", "length") and self.dice.random() < self.share:

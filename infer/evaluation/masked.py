@@ -14,7 +14,7 @@ from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
 from infer.masked.drafting import Guesses, Plan
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
-from infer.masked.sequence import MaskedText
+from infer.masked.sequence import MaskedSequence
 
 RANKS = 5  # likeliest tokens of a position that the limits consider (table 2)
 
@@ -23,7 +23,7 @@ RANKS = 5  # likeliest tokens of a position that the limits consider (table 2)
 class Trace:
     """A text that was written step by step, and what a draft could have known after each step."""
 
-    text: MaskedText
+    text: MaskedSequence
     guesses: list[Guesses]
 
 

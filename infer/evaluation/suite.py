@@ -5,7 +5,7 @@ every method's; sampled, every method's with the same seed).
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,7 @@ from typing import Protocol
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.engine.sequence import Text
+from infer.engine.sequence import Sequence
 from infer.evaluation.evaluate import Measured, Progress, describe_device, measure, summarise, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
@@ -43,11 +43,11 @@ def evaluate_suite(
     target: Target,
     drafter: Drafter,
     checkpoint: str,
-    suite: Sequence[Questions],
+    suite: abc.Sequence[Questions],
     options: SuiteOptions,
     evaluation: EvaluationConfig,
     out: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: abc.Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
 ) -> SuiteResult:
     """Ask every set at every temperature. Writes each set to out/sets as soon as it is done, and the whole to
@@ -157,7 +157,7 @@ def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -
     return tokenizer.apply_chat_template(messages, return_dict=True, **switches)["input_ids"]
 
 
-def seconds_per_token(texts: list[Text]) -> float:
+def seconds_per_token(texts: list[Sequence]) -> float:
     """Return the seconds a token without the prefill, averaged over answers: published speedups are ratios of these."""
     seconds = [(text.stats.seconds - text.stats.stage_seconds["prefill"]) / text.stats.tokens for text in texts]
     return max(sum(seconds) / len(seconds), 1e-9)  # answers of one token are all prefill

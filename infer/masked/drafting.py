@@ -63,7 +63,7 @@ class Plan:
         return (position - self.start) // self.block_length
 
 
-def read(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int) -> torch.Tensor:
+def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int) -> torch.Tensor:
     """What logits (P, V) say of their positions, with the noise (P, V) of a sampled text: (P, 1 + 2 * ranks) float64,
     still on the device. `as_guesses` knows what the columns are.
 
@@ -81,7 +81,7 @@ def read(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, r
 
 
 def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Guesses:
-    """Rows of `read`, on the host, as what is said of these positions."""
+    """Rows of `summarize`, on the host, as what is said of these positions."""
     ranks = len(rows[0]) // 2 if rows else 0
     return {
         position: Guess([int(token) for token in row[1 + ranks :]], row[1 : 1 + ranks], row[0])
@@ -89,7 +89,7 @@ def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Gue
     }
 
 
-def step(guesses: Guesses, choices: Sequence[int]) -> Write:
+def next_write(guesses: Guesses, choices: Sequence[int]) -> Write:
     """The write of one step: the position the model is surest of, the lower one of two equals."""
     position = max(choices, key=lambda position: (guesses[position].confidence, -position))
     return position, guesses[position].tokens[0]
@@ -115,12 +115,12 @@ def drafts(guesses: Guesses, plan: Plan, length: int | str) -> list[Write]:
     return chosen
 
 
-def chain(writes: Sequence[Write]) -> list[State]:
+def chain_states(writes: Sequence[Write]) -> list[State]:
     """The text, then one draft more each: length + 1 states (section 3.2.3)."""
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
-def mixed(writes: Sequence[Write], plan: Plan) -> list[State]:
+def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
     """The chain, and beside every state the one that takes the next draft but one first: 2 * length states (section
     5.2). Drafts of two blocks never swap."""
     swapped = [
@@ -128,10 +128,10 @@ def mixed(writes: Sequence[Write], plan: Plan) -> list[State]:
         for size, (sooner, later) in enumerate(zip(writes, writes[1:], strict=False))
         if plan.block(sooner[0]) == plan.block(later[0])
     ]
-    return chain(writes) + swapped
+    return chain_states(writes) + swapped
 
 
-def tree(
+def tree_states(
     guesses: Guesses, plan: Plan, length: int | str, nodes: int, habits: Habits | None = None, ranks: int = 2
 ) -> list[State]:
     """The `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's probability is
@@ -169,7 +169,7 @@ def order_shares(
         return []
     surest = max(guesses[position].confidence for position in choices)
     weights = {position: math.exp(guesses[position].confidence - surest) for position in choices}
-    beside = habits.next_to_last.value if habits and last is not None and last + 1 in weights else 0.0
+    beside = habits.follows_last.value if habits and last is not None and last + 1 in weights else 0.0
     rest = (1 - beside) / sum(weights.values())
     return [(position, rest * weight + beside * (position - 1 == last)) for position, weight in weights.items()]
 
@@ -188,33 +188,33 @@ def token_shares(
     return list(mixed_shares.items())
 
 
-def pick(
+def pick_states(
     guesses: Guesses, plan: Plan, order: str, length: int | str, nodes: int, habits: Habits | None = None
 ) -> list[State]:
     """The states of a round, the text as it is first."""
     if order in ("tree", "guided"):
-        return tree(guesses, plan, length, nodes, habits if order == "guided" else None)
+        return tree_states(guesses, plan, length, nodes, habits if order == "guided" else None)
     writes = drafts(guesses, plan, length)
-    return chain(writes) if order == "greedy" else mixed(writes, plan)
+    return chain_states(writes) if order == "greedy" else mixed_states(writes, plan)
 
 
 @dataclass(frozen=True)
-class Walked:
+class Steps:
     """What a round wrote, in order, and the computed state that the last write was chosen in."""
 
     writes: list[Write]
     last: int
 
 
-def walk(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> Walked:
+def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> Steps:
     """Goes step by step for as long as the state it comes to was computed. The last write is the model's own beyond
     what was drafted (Algorithm 1's extra token)."""
     index = {state: at for at, state in enumerate(states)}
     state, writes = frozenset(), []
     while True:
         at = index[state]
-        write = step(guesses[at], plan.open(state))
+        write = next_write(guesses[at], plan.open(state))
         writes.append(write)
         state = state | {write}
         if state not in index:
-            return Walked(writes, at)
+            return Steps(writes, at)

@@ -1,9 +1,9 @@
-"""What a text has shown of itself so far: which token follows which, and where the next one is written.
+"""Statistics of a text so far: which token follows which, and where the next one is written.
 
-A draft of a masked model does not know the tokens that are written before it in the same round, and so says of every
-position only what stands there on average. Neighbours decide much of that: what followed the same few tokens earlier in
-the text often does so again. Trees of drafts (`infer.masked.drafting.tree`) mix both. How far either is to be trusted is
-counted as the text goes on.
+A draft of a masked model does not depend on the tokens that are written before it in the same round, so it is an
+average over what they may be. Neighbours decide much of a token: what followed the same few tokens earlier in the text
+often follows them again. Trees of drafts (`infer.masked.drafting.tree_states`) mix both, and weigh them by how often
+each was right so far.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class Habits:
     """Of one text. `row` is what stands where: the prompt at first."""
 
     row: dict[int, int]
-    next_to_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
+    follows_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
     right: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(CONTEXT + 1)])  # by length of the context
     _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # the token last seen behind some tokens
     _last: int | None = None
@@ -49,7 +49,7 @@ class Habits:
             if length:
                 self.right[length].count(expected == token)
             if self._last is not None and self._last + 1 not in self.row:
-                self.next_to_last.count(position == self._last + 1)
+                self.follows_last.count(position == self._last + 1)
             self.row[position], self._last = token, position
             for near in range(position, position + CONTEXT + 1):
                 self._learn(near)

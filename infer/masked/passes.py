@@ -19,14 +19,14 @@ from infer.attention.masks import additive
 from infer.config import EngineConfig
 from infer.masked.drafting import LONGEST, Plan, State
 from infer.masked.model import MaskedModel
-from infer.masked.sequence import MaskedText
+from infer.masked.sequence import MaskedSequence
 
 
 @dataclass(frozen=True)
 class Task:
     """A text's part in a round: the states that are computed, the text as it is first, and what is asked of each."""
 
-    text: MaskedText
+    text: MaskedSequence
     plan: Plan
     states: Sequence[State]
     asked: Sequence[Sequence[int]]  # masked positions, state by state
@@ -48,11 +48,11 @@ class Rows:
     def __init__(self, model: MaskedModel, options: EngineConfig) -> None:
         self.model, self.block_length = model, options.block_length
 
-    def plan(self, text: MaskedText) -> Plan:
+    def plan(self, text: MaskedSequence) -> Plan:
         """A draft may go into later blocks, and leaves one mask for the last step."""
         return text.plan(self.block_length, min(LONGEST, len(text.masked) - 1))
 
-    def asked(self, text: MaskedText, plan: Plan, states: Sequence[State]) -> list[list[int]]:
+    def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
         """The masks that this round or the next one may write."""
         last = plan.masked[: 2 * (LONGEST + 1)][-1]
         window = [position for position in plan.masked if plan.block(position) <= plan.block(last)]
@@ -65,7 +65,7 @@ class Rows:
         lengths = dict.fromkeys(len(task.text.row) for task in tasks)
         return [[task for task in tasks if len(task.text.row) == length] for length in lengths]
 
-    def run(self, tasks: Sequence[Task]) -> torch.Tensor:
+    def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
         """Logits (Q, V) of everything asked for: task by task, state by state, in the order of the positions."""
         rows = [row for task in tasks for row in with_writes(task.text.row, task.states)]
         ids = pad_sequence(rows, batch_first=True)  # (all states, T)
@@ -111,7 +111,7 @@ class DualCache:
         self.width = options.block_length + int(model.shifted)  # K: a shifted block's outputs begin one position before
         self.buffer = model.cache(rows, capacity)
 
-    def plan(self, text: MaskedText) -> Plan:
+    def plan(self, text: MaskedSequence) -> Plan:
         """No state reaches the next full step."""
         length, refresh = self.options.block_length, self.options.refresh
         open_ = text.plan(length, 0).open(frozenset())
@@ -120,7 +120,7 @@ class DualCache:
             text.since = 0
         return text.plan(length, min(LONGEST, len(open_) - 1, refresh - text.since - 1))
 
-    def asked(self, text: MaskedText, plan: Plan, states: Sequence[State]) -> list[list[int]]:
+    def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
         """The masks of the block; of the text as it is those of the next block too, where a full step computes them."""
         window = plan.open(frozenset())
         following = plan.block(window[0]) + 1
@@ -132,7 +132,7 @@ class DualCache:
         both = [[task for task in tasks if task.text.full], [task for task in tasks if not task.text.full]]
         return [group for group in both if group]
 
-    def run(self, tasks: Sequence[Task]) -> torch.Tensor:
+    def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
         """Logits (Q, V) of everything asked for: task by task, state by state, in the order of the positions."""
         full, width, device = tasks[0].text.full, self.width, self.model.device
         begins = [self._begin(task) for task in tasks]

@@ -1,11 +1,11 @@
 """A text that a masked diffusion model writes: a row of prompt and masks, which its steps fill in any order."""
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 
 import torch
 
-from infer.engine.sequence import DecodeStats, Text
+from infer.engine.sequence import DecodeStats, Sequence
 from infer.masked.drafting import LONGEST, Guesses, Plan, Write
 from infer.masked.habits import Habits
 from infer.masked.model import MaskedModel
@@ -33,7 +33,7 @@ class MaskedStats(DecodeStats):
 
 
 @dataclass(eq=False)
-class MaskedText(Text):
+class MaskedSequence(Sequence):
     """A text and its row. `ids` are what is certain of the answer: its tokens up to the first mask. A written token is
     never written again, so that this grows and never changes."""
 
@@ -45,7 +45,6 @@ class MaskedText(Text):
     slot: int = 0  # of the engine's rows
     since: int = 0  # cache=dual: tokens written since the last full step
     full: bool = True  # cache=dual: whether the next step is one
-    began: float = 0.0  # by the engine's clock
 
     def __post_init__(self) -> None:
         self.stats = MaskedStats(len(self.prompt), histogram=[0] * (LONGEST + 1))
@@ -61,7 +60,7 @@ class MaskedText(Text):
         """How far a round may draft."""
         return Plan(self.masked, len(self.prompt), block_length, most)
 
-    def write(self, writes: Sequence[Write], model: MaskedModel) -> None:
+    def write(self, writes: abc.Sequence[Write], model: MaskedModel) -> None:
         """Takes in the writes of a round, (position in the row, token), in order."""
         start = len(self.prompt)
         positions, tokens = torch.tensor(writes, device=self.row.device).T
@@ -72,10 +71,4 @@ class MaskedText(Text):
         self.since += len(writes)
         self.writes += [(position - start, token) for position, token in writes]
         certain = self.masked[0] if self.masked else len(self.row)
-        self.take([self.habits.row[position] for position in range(start + len(self.ids), certain)], model)
-
-    def end(self, end_ids: frozenset[int], now: float) -> None:
-        """Counts what the finished text took."""
-        stats = self.stats
-        stats.tokens, stats.seconds = len(self.ids), now - self.began
-        stats.valid = next((at for at, token in enumerate(self.ids) if token in end_ids), len(self.ids))
+        self.append([self.habits.row[position] for position in range(start + len(self.ids), certain)], model)

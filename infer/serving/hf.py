@@ -3,7 +3,7 @@
 Everything around the decoding loop stays theirs: generation configs, logits processors, stopping criteria, streamers.
 """
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import replace
 from functools import partial
 
@@ -20,10 +20,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 from infer.config import EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.engine import Engine
-from infer.engine.sequence import Processor, Text
+from infer.engine.sequence import Processor, Sequence
 from infer.targets.target import Target
 
-# In this order `infer.engine.sampling.adjust` does the same for all rows and nodes at once. Value: its attribute, our option.
+# `infer.engine.sampling.adjust` does the same, in this order, for all rows and nodes at once: attribute, our option.
 KNOWN = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -42,7 +42,7 @@ def speculative(
     budget: int | str = 64,
     streamer=None,
     continuity: str | None = None,
-) -> Callable:
+) -> abc.Callable:
     """A decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
 
     Greedy output is what `generate` writes without it. Sampled output has the same distribution; its seeds come from
@@ -95,7 +95,9 @@ def _padded_call(processor: Processor, padding: torch.Tensor, ids: torch.Tensor,
     return processor(torch.cat([padding, ids], 1), scores)
 
 
-def _run(engine: Engine, texts: list[Text], prompts: torch.Tensor, criteria: Sequence[Callable], streamer) -> list:
+def _run(
+    engine: Engine, texts: list[Sequence], prompts: torch.Tensor, criteria: abc.Sequence[abc.Callable], streamer
+) -> list:
     """Decodes until every text has ended or a criterion has ended it; returns the kept new tokens of each."""
     lengths = dict.fromkeys(texts, 0)  # tokens that the criteria and the streamer have seen
     rows = dict(zip(texts, prompts, strict=True))
@@ -113,7 +115,7 @@ def _run(engine: Engine, texts: list[Text], prompts: torch.Tensor, criteria: Seq
     return [text.ids[: lengths[text]] for text in texts]
 
 
-def _settings(processors: Sequence[Processor]) -> tuple[dict[str, float], Sequence[Processor]]:
+def _settings(processors: abc.Sequence[Processor]) -> tuple[dict[str, float], abc.Sequence[Processor]]:
     """Text options that say the same as the processors, if there are such; else the processors themselves, which then
     see every node's true prefix, one after the other."""
     kinds = [type(processor) for processor in processors]

@@ -37,8 +37,7 @@ class Answer:
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callable[[Iterable[Row]], Iterator[Answer]]:
     """Answers by our engine, `options.rows` side by side, handed out in order."""
-    from infer.api import answer_text, encode
-    from infer.engine.engine import open_engine
+    from infer.api import answer_text, encode, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
 

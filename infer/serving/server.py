@@ -23,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from infer.api import TextStream, encode
 from infer.config import TextOptions
-from infer.engine.engine import AnyEngine
-from infer.engine.sequence import Text
+from infer.engine.base import EngineBase
+from infer.engine.sequence import Sequence
 from infer.evaluation.lossless import Difference, OutputChecker
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
@@ -52,7 +52,7 @@ class Ticket:
     options: TextOptions
     loop: asyncio.AbstractEventLoop
     pieces: "asyncio.Queue[Piece]" = field(default_factory=asyncio.Queue)
-    text: Text | None = None  # the engine thread's, like what was told of it so far
+    text: Sequence | None = None  # the engine thread's, like what was told of it so far
     tokens: int = 0
     rounds: int = 0
     cancelled: bool = False
@@ -89,12 +89,12 @@ class Metrics:
 class Worker(threading.Thread):
     """Runs the engine as long as there is something to write."""
 
-    def __init__(self, engine: AnyEngine, metrics: Metrics, verify: float) -> None:
+    def __init__(self, engine: EngineBase, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine, self.metrics = engine, metrics
         self.checker = OutputChecker(engine.target, verify, self._checked)
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self.open: dict[Text, tuple[Ticket, TextStream]] = {}
+        self.open: dict[Sequence, tuple[Ticket, TextStream]] = {}
 
     def run(self) -> None:
         while True:
@@ -111,7 +111,7 @@ class Worker(threading.Thread):
             if self.checker.busy:
                 self.checker.step()
 
-    def _checked(self, text: Text, difference: Difference | None) -> None:
+    def _checked(self, text: Sequence, difference: Difference | None) -> None:
         self.metrics.checked.labels("same" if difference is None else difference.cause).inc()
         if difference is not None:
             level = logging.INFO if difference.cause == "tie" else logging.ERROR
@@ -144,7 +144,7 @@ class Worker(threading.Thread):
         self.metrics.writing.set(len(self.engine.writing))
         self.metrics.waiting.set(len(self.engine.waiting))
 
-    def _tell(self, text: Text) -> None:
+    def _tell(self, text: Sequence) -> None:
         ticket, pieces = self.open[text]
         new, rounds = text.ids[ticket.tokens :], text.drafted[ticket.rounds :]
         rejected = text.rejected[-1] if text.rejected else None
@@ -166,7 +166,7 @@ class Worker(threading.Thread):
 class Service:
     """The event loop's side: the texts in work, from the moment they are let in until their request has ended."""
 
-    def __init__(self, engine: AnyEngine, options: ServerConfig) -> None:
+    def __init__(self, engine: EngineBase, options: ServerConfig) -> None:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.metrics = Metrics()
@@ -289,7 +289,7 @@ class Stream(StreamingResponse):
             self.after()
 
 
-def create_app(engine: AnyEngine, options: ServerConfig) -> FastAPI:
+def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
     """The application around an engine; starting it starts the engine's thread, stopping it ends the thread."""
     service = Service(engine, options)
     began = int(time.time())
@@ -370,6 +370,6 @@ async def disconnected(request: Request) -> None:
         await asyncio.sleep(0.1)
 
 
-def serve(engine: AnyEngine, options: ServerConfig) -> None:
+def serve(engine: EngineBase, options: ServerConfig) -> None:
     """Serves until interrupted."""
     uvicorn.Server(network(create_app(engine, options), options)).run()

@@ -8,6 +8,7 @@ import torch
 
 from data.rows import DataConfig
 from infer import save_drafter
+from infer.api import decode
 from infer.cli.compare import CompareCommand, run_name
 from infer.cli.compare import run as run_compare
 from infer.cli.models import load
@@ -16,8 +17,7 @@ from infer.cli.ngram import run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
 from infer.drafters.base import new_drafter
 from infer.drafters.bigram import Bigram
-from infer.engine.engine import decode
-from infer.engine.sequence import Text
+from infer.engine.sequence import Sequence
 from infer.evaluation.evaluate import count_right_guesses
 from infer.ngrams.model import NGram
 
@@ -118,7 +118,7 @@ def drafted(target, drafter, known: list[int], bonus: int) -> list[int]:
 def test_accuracy_is_that_of_blocks_drafted_one_by_one(make_tiny, family):
     """Texts of several lengths that follow the drafter's first guess two times out of three."""
     target, drafter = make_tiny(block_size=4, family=family)
-    texts = [Text(prompt, TextOptions()) for prompt in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3])]
+    texts = [Sequence(prompt, TextOptions()) for prompt in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3])]
     expected = torch.zeros(3, 2, dtype=torch.long)
     for text, length in zip(texts, (14, 7, 12), strict=True):
         text.ids = [7]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from infer import generate
+from infer.api import decode
 from infer.config import DecodeOptions
 from infer.drafters.bigram import Bigram
-from infer.engine.engine import decode
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
 

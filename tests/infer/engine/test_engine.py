@@ -162,10 +162,10 @@ def test_streams_are_the_answer_in_pieces(embedded):
 def test_streams_hold_back_half_characters(embedded):
     """Every token is one byte or more: characters of three bytes come whole."""
     from infer.api import TextStream
-    from infer.engine.sequence import Text
+    from infer.engine.sequence import Sequence
 
     ids = embedded.tokenizer("naïve → 日本語 ✓ x")["input_ids"]
-    text = Text([1], TextOptions())
+    text = Sequence([1], TextOptions())
     pieces = TextStream(embedded, text)
     seen = []
     for id in ids:

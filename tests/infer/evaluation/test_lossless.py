@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from infer.api import decode
 from infer.config import DecodeOptions, TextOptions
-from infer.engine.engine import decode
-from infer.engine.sequence import Text
+from infer.engine.sequence import Sequence
 from infer.evaluation.lossless import CHUNK, OutputChecker, check_output, find_difference
 
 PROMPTS = [[5, 6, 7], list(range(40)) + list(range(40)), [9]]
@@ -20,7 +20,7 @@ OPTIONS = [
 ]
 
 
-def verdict(target, text: Text):
+def verdict(target, text: Sequence):
     """What a check of a whole text says, and in how many passes."""
     check, passes = check_output(target, text), 0
     while True:

@@ -14,20 +14,20 @@ from infer.masked.drafting import (
     Guess,
     Plan,
     as_guesses,
-    chain,
+    chain_states,
     drafts,
-    mixed,
+    follow_steps,
+    mixed_states,
     order_shares,
-    pick,
-    read,
+    pick_states,
+    summarize,
     token_shares,
-    tree,
-    walk,
+    tree_states,
 )
 from infer.masked.engine import MaskedEngine
 from infer.masked.habits import Habits, Rate
 from infer.masked.model import MaskedModel
-from infer.masked.sequence import MaskedText
+from infer.masked.sequence import MaskedSequence
 
 MASK = 60
 
@@ -47,7 +47,7 @@ def options_of(length: int = 16, block_length: int = 8, **more) -> DecodeOptions
     return DecodeOptions(**settings)
 
 
-def fill(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> MaskedText:
+def fill(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> MaskedSequence:
     """One text, alone."""
     engine = MaskedEngine(model, replace(options, rows=1), len(prompt) + options.max_new_tokens)
     text = engine.submit(prompt, options)
@@ -184,15 +184,15 @@ def test_chain_and_swapped_drafts_are_the_papers():
     plan = Plan(range(4, 12), start=0, block_length=8, most=8)
     writes = drafts(guesses, plan, 5)
     assert [position for position, _ in writes] == [5, 7, 4, 6, 9]  # the first block by confidence, then the next one
-    assert [len(state) for state in chain(writes)] == [0, 1, 2, 3, 4, 5]
+    assert [len(state) for state in chain_states(writes)] == [0, 1, 2, 3, 4, 5]
     within = Plan(range(4, 12), start=4, block_length=8, most=8)
     for length in range(1, 6):
-        states = mixed(drafts(guesses, within, length), within)
+        states = mixed_states(drafts(guesses, within, length), within)
         assert len(states) == len(set(states)) == 2 * length  # 6, 8 and 10 for draft lengths 3, 4, 5 (table 3)
     a, b, c, d, e = drafts(guesses, plan, 5)
-    swapped = mixed([a, b, c, d, e], plan)[6:]
+    swapped = mixed_states([a, b, c, d, e], plan)[6:]
     assert swapped == [frozenset(x) for x in ([b], [a, c], [a, b, d])]  # d and e are in different blocks
-    assert pick({}, plan, "mixed", 4, 9) == [frozenset()]  # nothing is known yet: the text alone
+    assert pick_states({}, plan, "mixed", 4, 9) == [frozenset()]  # nothing is known yet: the text alone
 
 
 ODDS = [1.0, 4.0, 0.5, 2.0, 3.0, 9.0, -1.0, -2.0]
@@ -206,9 +206,9 @@ def test_a_walk_goes_on_where_two_orders_meet():
     def sure_of(write) -> dict[int, Guess]:
         return {x: Guess([token], [0.0], 9.0 if x == write[0] else 1.0) for x, token in (a, b, c)}
 
-    states = mixed([a, b], plan)
+    states = mixed_states([a, b], plan)
     found = [{frozenset(): sure_of(b), frozenset([b]): sure_of(a)}.get(state, sure_of(c)) for state in states]
-    walked = walk(states, found, plan)
+    walked = follow_steps(states, found, plan)
     assert walked.writes == [b, a, c] and states[walked.last] == {a, b}
 
 
@@ -235,7 +235,7 @@ def test_a_tree_has_the_likeliest_states():
                 if worth > -math.inf:
                     best[state] = max(worth, best.get(state, -math.inf))
     for nodes in (1, 2, 5, 12, 100):
-        states = tree(guesses, plan, 3, nodes)
+        states = tree_states(guesses, plan, 3, nodes)
         assert states[0] == frozenset() and len(states) == len(set(states)) == min(nodes, len(best))
         expected = sorted(best.values(), reverse=True)[:nodes]
         assert [best[state] for state in states] == pytest.approx(expected)
@@ -251,7 +251,7 @@ def test_habits_are_what_the_text_has_shown():
     habits.wrote([(6, 9), (7, 4), (9, 5)])  # expected; not expected (2); behind a mask
     assert habits.last == 9
     assert habits.right[2].value == 2 / 3 and habits.right[3].value == 1 / 3 and habits.right[1].value == 1 / 2
-    assert habits.next_to_last.value == 2 / 4  # once in advance; 7 stood behind 6; 9 did not stand behind 7
+    assert habits.follows_last.value == 2 / 4  # once in advance; 7 stood behind 6; 9 did not stand behind 7
     assert habits.expects(8, {}) == (0, 0)  # nothing ever followed a 4
     habits.wrote([(8, 7)])
     assert habits.expects(20, {19: 4}) == (1, 7) and habits.expects(20, {19: 7}) == (1, 5)
@@ -267,17 +267,17 @@ def test_a_guided_tree_follows_them_as_far_as_they_were_right():
     shares = order_shares(guesses, [7, 8, 9], 7, habits)
     assert [position for position, _ in shares] == [7, 8, 9]
     assert sum(share for _, share in shares) == pytest.approx(1) and shares[1][1] == pytest.approx(0.5 + 0.5 / 3)
-    habits.next_to_last, habits.right = Rate(99, 100), [Rate(99, 100)] * 4
+    habits.follows_last, habits.right = Rate(99, 100), [Rate(99, 100)] * 4
     habits._last = 6
     followed = [frozenset(), *(frozenset([(7, 2), (8, 3), (9, 1)][:size]) for size in (1, 2, 3))]
-    assert tree(guesses, plan, 3, 4, habits) == followed
-    assert tree(guesses, plan, 3, 4) != followed
+    assert tree_states(guesses, plan, 3, 4, habits) == followed
+    assert tree_states(guesses, plan, 3, 4) != followed
 
 
 def test_confidences_next_to_one_stay_apart():
     """As probabilities in float32 both are 1: which position comes first would be chance."""
     logits = torch.tensor([[[40.0, 1.0, 2.0], [41.0, 1.0, 2.0]]])  # (1, P, V)
-    guesses = as_guesses(read(logits[0], 0.0, None, 2).tolist(), [7, 8])
+    guesses = as_guesses(summarize(logits[0], 0.0, None, 2).tolist(), [7, 8])
     assert logits[0].softmax(-1).max(-1).values.tolist() == [1.0, 1.0]
     assert guesses[8].confidence - guesses[7].confidence == pytest.approx(1.0)
     assert guesses[7].tokens == [0, 2]

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infer import generate, stream
+from infer.api import open_engine
 from infer.cli.eval import EvalCommand
 from infer.cli.eval import run as run_eval
 from infer.cli.generate import GenerateCommand
 from infer.cli.generate import run as run_generate
 from infer.cli.models import load
 from infer.config import DecodeOptions, EngineConfig, EvaluationConfig, MaskedConfig, TargetConfig, TextOptions
-from infer.engine.engine import open_engine
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel, is_masked, load_masked
 from infer.serving.regenerate import Row, by_engine, options_of

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
-from infer.engine.engine import decode
 from infer.serving.hf import speculative
 from infer.targets.loading import load_target
 from infer.targets.support import LogitScale, refuse_unsupported
