@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.rows import files_of, single, training_rows
-from infer.drafters.base import Cost
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
 from infer.targets.loading import load_config, resolve_device, resolve_dtype, resolve_path
@@ -40,7 +39,11 @@ class Shape:
     length: int  # T
     anchors: int  # N
     block: int  # K
-    cost: Cost  # of the drafter's family
+    block_queries: int  # W
+    projected_queries: int  # of these; copies of one vector are projected once
+    input_size: int  # features that the drafter's query, key and value projections take
+    drafter_parameters: int
+    trains_head: bool
     tapped: int  # layers of the target whose outputs are features
     layers: int  # of the drafter
     hidden: int  # D
@@ -63,7 +66,7 @@ class Shape:
     @property
     def queries(self) -> int:
         """Q."""
-        return self.rows * self.anchors * self.cost.queries
+        return self.rows * self.anchors * self.block_queries
 
     @property
     def drafted(self) -> int:
@@ -71,34 +74,24 @@ class Shape:
         return self.rows * self.anchors * (self.block - 1)
 
     @property
-    def layer_matrices(self) -> int:
-        """Entries of the matrices of one drafter layer."""
-        return self.input_matrices + self.output_matrices
-
-    @property
     def input_matrices(self) -> int:
         """Entries of one layer's query, key and value projections."""
-        return self.cost.input_size * (self.width + 2 * self.kv_width)
+        return self.input_size * (self.width + 2 * self.kv_width)
 
     @property
     def output_matrices(self) -> int:
         """Entries of one layer's other matrices."""
         return self.hidden * (self.width + 3 * self.intermediate)
 
-    @property
-    def drafter_parameters(self) -> int:
-        norms = 2 * self.hidden + 2 * self.head_dim
-        shared = self.tapped * self.hidden**2 + 2 * self.hidden  # fc and the norms around the layers
-        return shared + self.layers * (self.layer_matrices + norms) + self.cost.own_parameters
-
 
 def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
     """The sizes of a run on a target, from its config.json; `rows` of a pass if they are not the whole step's."""
     from transformers import AutoModelForCausalLM
 
+    text, family = theirs.get_text_config(), FAMILIES[config.drafter.family].load()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
-    text = theirs.get_text_config()
+        drafter = family(family.config_for(config.drafter, None, text))
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     ends = {
         id(p): p.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()
@@ -107,14 +100,17 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
     share = (getattr(text, "num_experts_per_tok", None) or 0) / (getattr(text, "num_experts", None) or 1)
     everything = sum(counts.values())
     head_dim = head_size(text)
-    family = FAMILIES[config.drafter.family].load()
     return Shape(
         rows=rows or config.optim.batch,
         length=config.data.length,
         anchors=config.anchors,
         block=config.drafter.block_size,
-        cost=family.cost(config.drafter, text),
-        tapped=len(family.tapped_layers(config.drafter, text)),
+        block_queries=drafter.num_queries,
+        projected_queries=1 if drafter.projects_once else drafter.num_queries,
+        input_size=drafter.input_size,
+        drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        trains_head=drafter.lm_head is not None,
+        tapped=len(drafter.layer_ids),
         layers=config.drafter.layers,
         hidden=text.hidden_size,
         width=text.num_attention_heads * head_dim,
@@ -136,16 +132,16 @@ def step_operations(shape: Shape) -> dict[str, float]:
     s = shape
     target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
-    context = 6 * s.layers * 2 * s.cost.input_size * s.kv_width * s.context
+    context = 6 * s.layers * 2 * s.input_size * s.kv_width * s.context
     attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
-    projected = s.rows * s.anchors * s.cost.projected
+    projected = s.rows * s.anchors * s.projected_queries
     layers = 6 * s.layers * (s.input_matrices * projected + s.output_matrices * s.queries)
     drafter = features + context + layers + attention
     teacher = min(s.context, s.drafted)
     return {
         "target": target,
         "drafter": drafter,
-        "objective": 2 * s.hidden * s.vocabulary * ((3 if s.cost.trains_head else 2) * s.drafted + teacher),
+        "objective": 2 * s.hidden * s.vocabulary * ((3 if s.trains_head else 2) * s.drafted + teacher),
     }
 
 
@@ -170,7 +166,7 @@ def step_memory(
     features = weight * s.context * (s.tapped + 1) * s.hidden
     features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
     per_query = 5 * s.hidden + 4 * s.width + 4 * s.kv_width + 4 * s.intermediate
-    per_context = 4 * s.kv_width + s.cost.context_floats
+    per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)  # embeddings beside features, normalised and not
     layer = product * (s.queries * per_query + s.context * per_context)
     mask = 0 if cuda else 4 * s.queries * (s.length + s.queries // s.rows)
     kept = 4 * (3 * s.context + 6 * s.queries) * s.hidden + mask  # before the first and behind the last layer

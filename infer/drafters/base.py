@@ -3,23 +3,26 @@
 B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions), W
 queries of a block, D hidden size, F features of a position, H heads, E head size, V vocabulary.
 
-A family is a subclass of `Drafter`, named by a row of `infer.drafters.families`. It writes
+A family is a subclass of `Drafter` that a row of `infer.drafters.families` names. What it has besides what stands here
+(dflash/model.py is the one to read):
 
-- `default_layer_ids`, `own_config` and `read_config`: its part of config.json, made for a target and read back;
+- `default_layer_ids`, `own_config`: where it taps the target, and its own part of a new drafter's config.json;
+- `read` and `writers`: its layouts of config.json, to and fro;
 - `inputs` and `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
   each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first query stands
   `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
-- `make_state`, `update_context` and `block_states` for decoding: memory for texts, features of committed positions in,
-  states of a block out, which `draft` turns into marginals;
-- `cost` for `./launch.sh plan`, and where it can, `warm_start` from the target's own layers.
+- `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens of newly
+  committed positions in; states of a block out, which `draft` turns into marginals;
+- `warm_layers`, `warm_start`: which of the target's layers its own can start as; whether they compute the same.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +34,6 @@ from infer.attention.compile import Program, padded
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive
 from infer.config import DrafterConfig
-from infer.drafters.config_keys import Files, Reading
 from infer.drafters.families import FAMILIES, Family
 from infer.targets.support import head_size, key_heads, norm_eps, rope
 from infer.targets.target import Target
@@ -60,23 +62,18 @@ def default_mask_token(target: Target) -> int:
 
 def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """Return the keys of a drafter's config.json that all families share: sizes of the target and of the options."""
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
     return {
         "block_size": options.block_size,
         "num_target_layers": theirs.num_hidden_layers,
         "num_hidden_layers": options.layers,
         "layer_types": ["full_attention"] * options.layers,
-        "hidden_size": theirs.hidden_size,
-        "intermediate_size": theirs.intermediate_size,
-        "num_attention_heads": theirs.num_attention_heads,
         "num_key_value_heads": key_heads(theirs),
         "head_dim": head_size(theirs),
         "rms_norm_eps": norm_eps(theirs),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(rope(theirs).get("rope_theta", 1e4))},
-        "max_position_embeddings": theirs.max_position_embeddings,
-        "vocab_size": theirs.vocab_size,
         "tie_word_embeddings": False,
-        "bos_token_id": theirs.bos_token_id,
-        "eos_token_id": theirs.eos_token_id,
+        **{key: getattr(theirs, key) for key in (*same, "bos_token_id", "eos_token_id")},
     }
 
 
@@ -106,18 +103,6 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """Apply rotary positions to (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin signed."""
     low, high = states.chunk(2, dim=-1)
     return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a family's drafters take that their sizes do not say, for `train.plan`."""
-
-    queries: int  # W
-    projected: int  # of these, how many are projected one by one: copies of one vector are projected once
-    input_size: int  # features that the query, key and value projections take
-    own_parameters: int = 0  # beside fc, layers and norms
-    trains_head: bool = False
-    context_floats: int = 0  # kept for the backward pass at a context position and layer, beside keys and values
 
 
 class Attention(nn.Module):
@@ -175,15 +160,24 @@ class DraftState:
         self.cache.keep(order)
 
 
+class Place(NamedTuple):
+    """Where blocks are drafted in the memory."""
+
+    ends: torch.Tensor  # (B,) int64 cached positions before every block
+    rotary: tuple[torch.Tensor, torch.Tensor]  # cos and sin, (1, capacity, E) of all positions or (B, W, E) of blocks'
+    window: Window
+
+
 class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
     family: Family
-    anchor_offset = 0  # positions from a block's first query to the anchor, the bonus token
+    writers: dict[str, Callable]  # by export format: (drafter, target or None) -> config.json, tensors
+    anchor_offset = 0
     attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
     num_queries: int  # W
-    first_draft_slot: int  # of the W slots, the first one that drafts
-    writers: dict[str, Callable[["Drafter", Target | None], Files]] = {}  # by export format: those of the family's row
+    first_draft_slot: int  # of the W slots
+    projects_once = False  # training: all slots of a block but the first are alike and projected once
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -202,34 +196,10 @@ class Drafter(nn.Module):
         """The family's part of config.json."""
         return getattr(self.config, self.family.config_key)
 
-    @staticmethod
-    def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the tapped layers of a target with `target_layers` layers, for a drafter with `layers`."""
-        raise NotImplementedError
-
-    @staticmethod
-    def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
-        """Return the target's layers that a drafter with `layers` layers can start as."""
-        return range(0)
-
-    @classmethod
-    def own_config(cls, options: DrafterConfig, target: Target) -> dict:
-        """Return the family's part of a new drafter's config.json."""
-        raise NotImplementedError
-
-    @classmethod
-    def read_config(cls, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
-        """Read a config.json in one of the family's layouts, None if it is in none of them.
-
-        tensors: names of those that are stored; target_layers: how many layers the target has, for layouts that do not
-        say. Nothing is raised: faults are among the reading's problems.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def cost(cls, options: DrafterConfig, theirs: PretrainedConfig) -> Cost:
-        """Return what a drafter for a target with the config `theirs` takes."""
-        raise NotImplementedError
+    @property
+    def input_size(self) -> int:
+        """How many features its query, key and value projections take."""
+        return next(part for part in self.modules() if isinstance(part, Attention)).q_proj.in_features
 
     @classmethod
     def tapped_layers(cls, options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
@@ -241,11 +211,15 @@ class Drafter(nn.Module):
         return tuple(int(layer) for layer in ids)
 
     @classmethod
-    def config_for(cls, options: DrafterConfig, target: Target) -> Qwen3Config:
-        """Return the config.json of a new drafter for a target. Raises ValueError for options that do not fit it."""
+    def config_for(
+        cls, options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None
+    ) -> Qwen3Config:
+        """Return the config.json of a new drafter for a target; without one, of the same sizes for the target config
+        `theirs`. Raises ValueError for options that do not fit."""
         options.check()
-        own = cls.own_config(options, target)
-        return Qwen3Config(**cls.family.config_part(own), **target_sizes(options, target.config))
+        theirs = theirs if target is None else target.config
+        own = cls.own_config(options, theirs, target)
+        return Qwen3Config(**cls.family.config_part(own), **target_sizes(options, theirs))
 
     def fixed_options(self) -> dict:
         """Return the fields of `DrafterConfig` that this drafter's config.json decides."""
@@ -322,10 +296,6 @@ class Drafter(nn.Module):
         if warm:
             self.warm_start(target)
 
-    def warm_start(self, target: Target) -> bool:
-        """Start from the target's own layers, where they compute what ours do; return whether they do."""
-        return False
-
     def can_start_as(
         self, layer: nn.Module, weights: dict[str, torch.Tensor], theirs: nn.Module, target: Target, own: set[str]
     ) -> bool:
@@ -357,23 +327,6 @@ class Drafter(nn.Module):
         cache = KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
         return self.make_state(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]))
 
-    def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DraftState:
-        """Return the family's memory over an empty cache; angles: cos and sin of every position."""
-        return DraftState(cache, angles)
-
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: list[int],
-        state: DraftState,
-        on_device: torch.Tensor | None = None,
-    ) -> None:
-        """Add newly committed positions to the memory: their features (B, C, F) and tokens (B, C). `counts[b]` of them
-        are real, the rest is padding; `on_device` (B,) int64 is `counts` where it is on the device already."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
         """Draft one block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log
@@ -382,38 +335,16 @@ class Drafter(nn.Module):
         window = cache.window(self.num_queries)
         rows = len(window.slots)
         run = self.program(target, cache.static)
-        own = state.pass_inputs(rows)
-        (marginals,) = run(padded(bonus, rows), cache.ends[:rows], state.angles, window, *own)
+        place = Place(cache.ends[:rows], state.angles, window)
+        (marginals,) = run(padded(bonus, rows), place, *state.pass_inputs(rows))
         return marginals[: len(bonus)]
 
-    def _draft_pass(
-        self,
-        target: Target,
-        bonus: torch.Tensor,
-        ends: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        window: Window,
-        *own: object,
-    ) -> tuple[torch.Tensor]:
-        """All of `draft` that is computed: bonus tokens (B,) behind `ends` (B,) cached positions to marginals
-        (B, L, V)."""
-        positions = ends[:, None] + torch.arange(self.num_queries, device=ends.device)  # (B, W)
-        rotary = tuple(table[0, positions] for table in angles)  # (B, W, E) each
-        states = self.block_states(target, bonus, ends, rotary, window, *own)
+    def _draft_pass(self, target: Target, bonus: torch.Tensor, place: Place, *own: object) -> tuple[torch.Tensor]:
+        """All of `draft` that is computed: bonus tokens (B,) to marginals (B, L, V); own: `DraftState.pass_inputs`."""
+        positions = place.ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
+        rotary = tuple(table[0, positions] for table in place.rotary)  # (B, W, E) each
+        states = self.block_states(target, bonus, place._replace(rotary=rotary), *own)  # (B, W, D)
         return (self.marginals(target, self.last_norm(states[:, self.first_draft_slot :])),)
-
-    def block_states(
-        self,
-        target: Target,
-        bonus: torch.Tensor,
-        ends: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        window: Window,
-        *own: object,
-    ) -> torch.Tensor:
-        """Return the last layer's states of one block a row, (B, W, D): bonus tokens (B,) behind `ends` (B,) cached
-        positions, rotary (B, W, E) each; own: `DraftState.pass_inputs`."""
-        raise NotImplementedError
 
     def program(self, target: Target, static: bool) -> Callable[..., tuple[torch.Tensor]]:
         """Return the pass over a block for one target: as it is, or compiled."""

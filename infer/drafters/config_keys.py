@@ -89,14 +89,6 @@ class Reading:
         return Qwen3Config(**self.options)
 
 
-@dataclass(frozen=True)
-class Files:
-    """What an exported folder holds."""
-
-    config: dict[str, Any]  # config.json
-    weights: dict[str, torch.Tensor]  # model.safetensors
-
-
 @dataclass
 class Keys:
     """One level of a config.json; null counts as missing. Faults are added to `problems`."""
@@ -162,115 +154,108 @@ class Keys:
             if value is not None and value not in values:
                 self.note(key, f"is {value!r}, which this project's drafters do not have")
 
+    def transformer(self, layers: int | None) -> dict[str, Any]:
+        """Return the Qwen3 part of a config, checked; `layers`: the default of num_hidden_layers."""
+        self.plain()
+        hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        if self.raw.get("target_hidden_size") not in (None, hidden):
+            self.note("target_hidden_size", f"is {self.raw['target_hidden_size']}, expected hidden_size, {hidden}")
+        if self.raw.get("head_dim") is None and hidden and heads and hidden % heads:
+            self.note("head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads")
+        groups = self.number("num_key_value_heads", heads or 1)
+        if heads and groups and heads % groups:
+            self.note("num_key_value_heads", f"is {groups}, which does not divide num_attention_heads, {heads}")
+        options = {
+            "hidden_size": hidden,
+            "intermediate_size": self.number("intermediate_size"),
+            "num_hidden_layers": self.number("num_hidden_layers", layers),
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "head_dim": self.number("head_dim", (hidden or 1) // (heads or 1) or 1),
+            "vocab_size": self.number("vocab_size"),
+            "max_position_embeddings": self.number("max_position_embeddings", 32768),
+            "rms_norm_eps": self.real("rms_norm_eps", 1e-6),
+            "rope_parameters": self.rope(),
+            "tie_word_embeddings": False,
+        }
+        if options["head_dim"] and options["head_dim"] % 2:
+            self.note("head_dim", f"is {options['head_dim']}, expected an even number")
+        return options | self.sliding(options["num_hidden_layers"])
 
-def transformer(keys: Keys, layers: int | None) -> dict[str, Any]:
-    """Return the Qwen3 part of a config, checked; `layers`: the default of num_hidden_layers."""
-    keys.plain()
-    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-    if keys.raw.get("target_hidden_size") not in (None, hidden):
-        keys.note("target_hidden_size", f"is {keys.raw['target_hidden_size']}, expected hidden_size, {hidden}")
-    if keys.raw.get("head_dim") is None and hidden and heads and hidden % heads:
-        keys.note("head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads")
-    groups = keys.number("num_key_value_heads", heads or 1)
-    if heads and groups and heads % groups:
-        keys.note("num_key_value_heads", f"is {groups}, which does not divide num_attention_heads, {heads}")
-    options = {
-        "hidden_size": hidden,
-        "intermediate_size": keys.number("intermediate_size"),
-        "num_hidden_layers": keys.number("num_hidden_layers", layers),
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": keys.number("head_dim", (hidden or 1) // (heads or 1) or 1),
-        "vocab_size": keys.number("vocab_size"),
-        "max_position_embeddings": keys.number("max_position_embeddings", 32768),
-        "rms_norm_eps": keys.real("rms_norm_eps", 1e-6),
-        "rope_parameters": rope(keys),
-        "tie_word_embeddings": False,
-    }
-    if options["head_dim"] and options["head_dim"] % 2:
-        keys.note("head_dim", f"is {options['head_dim']}, expected an even number")
-    return options | sliding(keys, options["num_hidden_layers"])
+    def rope(self) -> dict[str, Any]:
+        """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from `rope_theta` and
+        `rope_scaling`."""
+        new, old = self.part("rope_parameters"), self.part("rope_scaling")
+        part = new if new.raw else old
+        theta = part.real("rope_theta", self.real("rope_theta", 10000.0))
+        kind = part.raw.get("rope_type", part.raw.get("type", "default"))
+        if kind not in ROPES:
+            part.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
+        for key in ROPES.get(kind, ()):
+            if part.raw.get(key) is None:
+                part.note(key, f"is missing, which {kind} needs")
+            part.real(key, 1.0)
+        rest = {key: value for key, value in part.raw.items() if key not in ("type", "rope_type", "rope_theta")}
+        return {"rope_type": kind, "rope_theta": theta} | (rest if kind != "default" else {})
 
+    def sliding(self, layers: int | None) -> dict[str, Any]:
+        """Return which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
+        types, on = self.raw.get("layer_types"), self.flag("use_sliding_window")
+        if layers is None:  # noted already
+            layers = len(types) if isinstance(types, list) else 1
+        if types is None:
+            first = self.number("max_window_layers", layers, 0) or 0
+            types = ["sliding_attention" if on and i >= first else "full_attention" for i in range(layers)]
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or any(kind not in known for kind in types) or len(types) != layers:
+            self.note("layer_types", f"is {types!r}, expected {' or '.join(known)} for each of {layers} layers")
+            types = ["full_attention"] * layers
+        options: dict[str, Any] = {"layer_types": types}
+        if "sliding_attention" in types:
+            options |= {"use_sliding_window": True, "sliding_window": self.number("sliding_window")}
+        return options
 
-def rope(keys: Keys) -> dict[str, Any]:
-    """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from `rope_theta` and
-    `rope_scaling`."""
-    new, old = keys.part("rope_parameters"), keys.part("rope_scaling")
-    part = new if new.raw else old
-    theta = part.real("rope_theta", keys.real("rope_theta", 10000.0))
-    kind = part.raw.get("rope_type", part.raw.get("type", "default"))
-    if kind not in ROPES:
-        part.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
-    for key in ROPES.get(kind, ()):
-        if part.raw.get(key) is None:
-            part.note(key, f"is missing, which {kind} needs")
-        part.real(key, 1.0)
-    rest = {key: value for key, value in part.raw.items() if key not in ("type", "rope_type", "rope_theta")}
-    return {"rope_type": kind, "rope_theta": theta} | (rest if kind != "default" else {})
+    @property
+    def architecture(self) -> str | None:
+        """The first name in `architectures`."""
+        named = self.raw.get("architectures")
+        return named[0] if isinstance(named, list) and named else None
 
+    def draft_vocabulary(self, tensors: Collection[str], options: dict[str, Any]) -> set[str]:
+        """Note in `options` how many tokens the drafter's own head knows, if not all; return the tensors that say
+        nothing new: `t2d` follows from `d2t`, which is not needed for a whole vocabulary."""
+        vocabulary = options["vocab_size"]
+        rows = self.number("draft_vocab_size", vocabulary or 1)
+        if vocabulary is None or rows == vocabulary:
+            return {"t2d", "d2t"}
+        if rows and rows > vocabulary:
+            self.note("draft_vocab_size", f"is {rows}, more than vocab_size, {vocabulary}")
+        options["draft_vocab_size"] = rows
+        return {"t2d"}
 
-def sliding(keys: Keys, layers: int | None) -> dict[str, Any]:
-    """Return which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
-    types, on = keys.raw.get("layer_types"), keys.flag("use_sliding_window")
-    if layers is None:  # noted already
-        layers = len(types) if isinstance(types, list) else 1
-    if types is None:
-        first = keys.number("max_window_layers", layers, 0) or 0
-        types = ["sliding_attention" if on and i >= first else "full_attention" for i in range(layers)]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or any(kind not in known for kind in types) or len(types) != layers:
-        keys.note("layer_types", f"is {types!r}, expected {' or '.join(known)} for each of {layers} layers")
-        types = ["full_attention"] * layers
-    options: dict[str, Any] = {"layer_types": types}
-    if "sliding_attention" in types:
-        options |= {"use_sliding_window": True, "sliding_window": keys.number("sliding_window")}
-    return options
+    def target_layers(self, target_layers: int | None) -> int | None:
+        """Return how many layers the target has, if the config says so, or the caller."""
+        return target_layers if self.raw.get("num_target_layers") is None else self.number("num_target_layers")
 
+    def tapped(self, key: str, layers: int | None, first: int = 0) -> list[int]:
+        """Return the target's layers under a key, where they are counted from `first`, counted from 0; `layers`: how
+        many the target has, if that is known."""
+        ids = self.numbers(key)
+        if ids is None:
+            if self.raw.get(key) is None:
+                self.note(key, "is missing")
+            return [0]
+        if min(ids) < first or (layers and max(ids) >= layers + first):
+            last = f" to {layers - 1 + first}" if layers else " on"
+            self.note(key, f"is {ids}: the target has layers {first}{last}")
+        return [i - first for i in ids]
 
-def architecture(raw: dict) -> str | None:
-    """Return the first name in `architectures`."""
-    named = raw.get("architectures")
-    return named[0] if isinstance(named, list) and named else None
-
-
-def draft_vocabulary(keys: Keys, tensors: Collection[str], options: dict[str, Any]) -> set[str]:
-    """Note in `options` how many tokens the drafter's own head knows, if not all; return the tensors that say nothing
-    new: `t2d` follows from `d2t`, which is not needed for a whole vocabulary."""
-    vocabulary = options["vocab_size"]
-    rows = keys.number("draft_vocab_size", vocabulary or 1)
-    if vocabulary is None or rows == vocabulary:
-        return {"t2d", "d2t"}
-    if rows and rows > vocabulary:
-        keys.note("draft_vocab_size", f"is {rows}, more than vocab_size, {vocabulary}")
-    options["draft_vocab_size"] = rows
-    return {"t2d"}
-
-
-def target_layer_count(keys: Keys, target_layers: int | None) -> int | None:
-    """Return how many layers the target has, if the config says so, or the caller."""
-    return target_layers if keys.raw.get("num_target_layers") is None else keys.number("num_target_layers")
-
-
-def tapped(keys: Keys, key: str, layers: int | None, first: int = 0) -> list[int]:
-    """Return the target's layers under a key, where they are counted from `first`, counted from 0; `layers`: how many
-    the target has, if that is known."""
-    ids = keys.numbers(key)
-    if ids is None:
-        if keys.raw.get(key) is None:
-            keys.note(key, "is missing")
-        return [0]
-    if min(ids) < first or (layers and max(ids) >= layers + first):
-        last = f" to {layers - 1 + first}" if layers else " on"
-        keys.note(key, f"is {ids}: the target has layers {first}{last}")
-    return [i - first for i in ids]
-
-
-def mask_token(keys: Keys, vocabulary: int | None) -> int:
-    """Return the id of the mask token, which must be in the vocabulary."""
-    mask = keys.number("mask_token_id", least=0)
-    if mask is not None and vocabulary and mask >= vocabulary:
-        keys.note("mask_token_id", f"is {mask}, the vocabulary has ids 0 to {vocabulary - 1}")
-    return mask or 0
+    def mask_token(self, vocabulary: int | None) -> int:
+        """Return the id of the mask token, which must be in the vocabulary."""
+        mask = self.number("mask_token_id", least=0)
+        if mask is not None and vocabulary and mask >= vocabulary:
+            self.note("mask_token_id", f"is {mask}, the vocabulary has ids 0 to {vocabulary - 1}")
+        return mask or 0
 
 
 def config_dict(config: Qwen3Config) -> dict:

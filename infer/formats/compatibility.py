@@ -5,6 +5,7 @@ What vLLM, SGLang and speculators ask for is taken from their sources of autumn 
 another architecture than ours (biases, attention sinks, quantised weights) is at fault for all, though some have it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ ENDS = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an engine would make of a folder."""
+    """An engine's verdict on a folder."""
 
     engine: str
     problems: list[str]  # none: it would load it
@@ -29,66 +30,50 @@ class Verdict:
 
 
 def check_folder(path: str | Path, target_layers: int | None = None) -> list[Verdict]:
-    """The engines' verdicts on a folder or hub id. Raises FileNotFoundError where there is no folder at all."""
+    """Return the engines' verdicts on a folder or hub id. Raises FileNotFoundError where there is no folder at all."""
     folder = open_folder(path)
     reading = read(folder, target_layers)
     return [
-        Verdict("vLLM (method dflash)", vllm(folder, reading)),
-        Verdict("SGLang (DFLASH)", sglang(folder, reading)),
-        Verdict("speculators, and vLLM through it", speculators(folder, reading)),
+        Verdict("vLLM (method dflash)", engine_problems(folder, reading, "dflash", vllm)),
+        Verdict("SGLang (DFLASH)", engine_problems(folder, reading, "dflash", sglang)),
+        Verdict("speculators, and vLLM through it", engine_problems(folder, reading, "speculators", speculators)),
         Verdict("blockdraft", find_problems(folder, reading)),
     ]
 
 
-def common(folder: Folder, reading: Reading, layout: str) -> list[str]:
-    """What all engines need of the public layout, or of speculators'."""
+def engine_problems(folder: Folder, reading: Reading, layout: str, own_problems: Callable) -> list[str]:
+    """Return what is at fault for an engine that reads a layout; `own_problems` adds what only that engine asks for."""
     problems = [*folder.problems]
     if reading.layout == layout:
-        return problems + reading.problems
-    if reading.problems and reading.layout in ("none", "dflash2"):
-        return problems + reading.problems
-    if folder.config:
-        found, named = reading.layout, folder.config.get("architectures")
-        problems.append(f"config.json: the layout is {found}'s (architectures {named}), expected that of {layout}")
+        problems += reading.problems
+        own_problems(Keys(folder.config, problems), folder, reading)
+    elif reading.layout in ("none", "dflash2"):
+        problems += reading.problems
+    else:
+        named = folder.config.get("architectures")
+        problems.append(
+            f"config.json: the layout is {reading.layout}'s (architectures {named}), expected that of {layout}"
+        )
     return problems
 
 
-def expected(reading: Reading) -> dict[str, tuple[int, ...]]:
-    """The tensors of the layout but for embedding and head."""
-    return {name: shape for name, shape in shapes(reading).items() if name not in ENDS}
-
-
-def vllm(folder: Folder, reading: Reading) -> list[str]:
+def vllm(keys: Keys, folder: Folder, reading: Reading) -> None:
     """vLLM's qwen3_dflash: every tensor must be known; embedding, head and d2t may be there."""
-    problems = common(folder, reading, "dflash")
-    if reading.layout != "dflash":
-        return problems
-    keys = Keys(folder.config, problems)
-    architectures(keys)
+    check_architectures(keys)
     if keys.part("dflash_config").raw.get("mask_token_id") is None:
         keys.note("dflash_config.mask_token_id", "is missing, which vLLM looks for there")
-    if folder.config.get("model_type") != "qwen3":
-        keys.note("model_type", f"is {folder.config.get('model_type')!r}, expected 'qwen3'")
-    window(keys, reading, "vLLM")
-    anchor(keys, reading, "vLLM")
-    if not reading.problems and folder.tensors:
-        pruned = "draft_vocab_size" in reading.options
-        wanted = {name: shape for name, shape in shapes(reading).items() if name not in ENDS or name in folder.tensors}
-        if pruned:
-            wanted = shapes(reading)
-        elif "d2t" in folder.tensors:
-            problems.append("d2t is stored, and draft_vocab_size says that the vocabulary is whole")
-        problems += tensor_problems(folder, wanted, {"t2d", "d2t"})
-    return problems
+    if keys.raw.get("model_type") != "qwen3":
+        keys.note("model_type", f"is {keys.raw.get('model_type')!r}, expected 'qwen3'")
+    check_window(keys, reading, "vLLM")
+    check_anchor(keys, reading, "vLLM")
+    if "d2t" in folder.tensors and "draft_vocab_size" not in reading.options and not reading.problems:
+        keys.problems.append("d2t is stored, and draft_vocab_size says that the vocabulary is whole")
+    check_tensors(keys, folder, reading, stored_ends(folder, reading), {"t2d", "d2t"})
 
 
-def sglang(folder: Folder, reading: Reading) -> list[str]:
+def sglang(keys: Keys, folder: Folder, reading: Reading) -> None:
     """SGLang's models/dflash: what it does not know it ignores, so that embedding, head and d2t would go unused."""
-    problems = common(folder, reading, "dflash")
-    if reading.layout != "dflash":
-        return problems
-    keys = Keys(folder.config, problems)
-    architectures(keys)
+    check_architectures(keys)
     part = keys.part("dflash_config")
     if keys.raw.get("block_size") is None and part.raw.get("block_size") is None:
         keys.note("block_size", "is missing")
@@ -99,64 +84,68 @@ def sglang(folder: Folder, reading: Reading) -> list[str]:
         part.note("use_swa", "is unknown to SGLang, which goes by layer_types alone")
     elif causal is not None and any((kind == "sliding_attention") != causal for kind in kinds):
         keys.note("causal", f"is {causal}: SGLang goes by layer_types alone")
-    window(keys, reading, "SGLang")
-    anchor(keys, reading, "SGLang")
-    if folder.tensors:
-        unused = sorted(ENDS & folder.tensors.keys())
-        if unused:
-            problems.append(f"SGLang takes the target's embedding and head and ignores {', '.join(unused)}")
-        if not reading.problems:
-            problems += tensor_problems(folder, expected(reading), ENDS)
-    return problems
+    check_window(keys, reading, "SGLang")
+    check_anchor(keys, reading, "SGLang")
+    unused = sorted(ENDS & folder.tensors.keys())
+    if unused:
+        keys.problems.append(f"SGLang takes the target's embedding and head and ignores {', '.join(unused)}")
+    check_tensors(keys, folder, reading, set(), ENDS)
 
 
-def speculators(folder: Folder, reading: Reading) -> list[str]:
+def speculators(keys: Keys, folder: Folder, reading: Reading) -> None:
     """speculators' DFlashSpeculatorConfig, and what vLLM makes of it."""
-    problems = common(folder, reading, "speculators")
-    if reading.layout != "speculators":
-        return problems
-    keys = Keys(folder.config, problems)
     part = keys.part("speculators_config")
     if not part.raw:
         keys.note("speculators_config", "is missing")
     else:
-        methods = part.raw.get("proposal_methods")
-        first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
-        if "speculative_tokens" not in first:
-            part.note("proposal_methods", "has no first entry with speculative_tokens")
-        elif not isinstance(first["speculative_tokens"], int) or first["speculative_tokens"] < 1:
-            part.note(
-                "proposal_methods[0].speculative_tokens", f"is {first['speculative_tokens']!r}, expected 1 or more"
-            )
-        if part.raw.get("default_proposal_method") not in [m.get("proposal_type") for m in methods or [] if m]:
-            part.note("default_proposal_method", "is the proposal_type of none of proposal_methods")
-        if part.raw.get("algorithm") != "dflash":
-            part.note("algorithm", f"is {part.raw.get('algorithm')!r}, expected 'dflash'")
-        verifier = part.part("verifier")
-        if not verifier.raw.get("name_or_path"):
-            verifier.note("name_or_path", "is missing")
-    window(keys.part("transformer_layer_config"), reading, "vLLM")
-    anchor(keys, reading, "vLLM")
-    if not reading.problems and folder.tensors:
-        pruned = "draft_vocab_size" in reading.options
-        wanted = shapes(reading) if pruned else expected(reading)
-        stored = {name: shape for name, shape in shapes(reading).items() if name in folder.tensors}
-        problems += tensor_problems(folder, wanted | stored, reading.unused)
-    return problems
+        check_speculators_config(part)
+    check_window(keys.part("transformer_layer_config"), reading, "vLLM")
+    check_anchor(keys, reading, "vLLM")
+    check_tensors(keys, folder, reading, stored_ends(folder, reading), reading.unused)
 
 
-def architectures(keys: Keys) -> None:
+def check_speculators_config(part: Keys) -> None:
+    """Note what is wrong with `speculators_config`."""
+    methods = part.raw.get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    tokens = first.get("speculative_tokens", 1)
+    if "speculative_tokens" not in first:
+        part.note("proposal_methods", "has no first entry with speculative_tokens")
+    elif not isinstance(tokens, int) or tokens < 1:
+        part.note("proposal_methods[0].speculative_tokens", f"is {tokens!r}, expected 1 or more")
+    if part.raw.get("default_proposal_method") not in [m.get("proposal_type") for m in methods or [] if m]:
+        part.note("default_proposal_method", "is the proposal_type of none of proposal_methods")
+    if part.raw.get("algorithm") != "dflash":
+        part.note("algorithm", f"is {part.raw.get('algorithm')!r}, expected 'dflash'")
+    verifier = part.part("verifier")
+    if not verifier.raw.get("name_or_path"):
+        verifier.note("name_or_path", "is missing")
+
+
+def check_architectures(keys: Keys) -> None:
     if keys.raw.get("architectures") != ["DFlashDraftModel"]:
         keys.note("architectures", f"is {keys.raw.get('architectures')}, expected exactly ['DFlashDraftModel']")
 
 
-def window(keys: Keys, reading: Reading, engine: str) -> None:
+def check_window(keys: Keys, reading: Reading, engine: str) -> None:
     """A Qwen3 config without use_sliding_window forgets its window when transformers reads it."""
     sliding = "sliding_attention" in reading.options.get("layer_types", [])
     if sliding and keys.raw.get("sliding_window") is not None and keys.raw.get("use_sliding_window") is not True:
         keys.note("use_sliding_window", f"is not true: {engine} would find no sliding_window")
 
 
-def anchor(keys: Keys, reading: Reading, engine: str) -> None:
+def check_anchor(keys: Keys, reading: Reading, engine: str) -> None:
     if reading.own.get("sample_from_anchor"):
         keys.note("sample_from_anchor", f"is true: {engine} drafts from the second slot on")
+
+
+def stored_ends(folder: Folder, reading: Reading) -> set[str]:
+    """Return the tensors of embedding and head that must be right: the stored ones, all for a draft vocabulary."""
+    return ENDS if "draft_vocab_size" in reading.options else ENDS & folder.tensors.keys()
+
+
+def check_tensors(keys: Keys, folder: Folder, reading: Reading, ends: set[str], unused: set[str]) -> None:
+    """Note what is wrong with the tensors, of those of embedding and head only with `ends`."""
+    if folder.tensors and not reading.problems:
+        wanted = {name: shape for name, shape in shapes(reading).items() if name not in ENDS or name in ends}
+        keys.problems += tensor_problems(folder, wanted, unused)

@@ -23,8 +23,8 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     if writer is None:
         formats, title = " or ".join(drafter.writers), drafter.family.title
         raise ValueError(f"format={format}: this is a {title} drafter, which can be exported with format={formats}")
-    files = writer(drafter, target)
-    write_folder(files.config, files.weights, out)
+    config, weights = writer(drafter, target)
+    write_folder(config, weights, out)
 
 
 def push(folder: Path, name: str) -> str:

@@ -1,6 +1,6 @@
 """Read a drafter's folder in our terms, whatever its layout: a family, a config, and the tensors that it must have.
 
-The families know their own layouts (`infer.drafters.base.Drafter.read_config`). All faults are noted, not the first
+The families know their own layouts (`read` of their classes). All faults are noted, not the first
 one only.
 """
 
@@ -20,7 +20,7 @@ def read(folder: Folder, target_layers: int | None = None) -> Reading:
     if not raw:
         return Reading("none", None, {}, [])
     for family in FAMILIES.values():
-        reading = family.load().read_config(raw, folder.tensors, target_layers)
+        reading = family.load().read(family, raw, folder.tensors, target_layers)
         if reading is not None:
             return reading
     known = ", ".join(f"['{family.architecture}']" for family in FAMILIES.values())

@@ -5,18 +5,7 @@ from collections.abc import Collection
 import torch
 
 from infer.drafters.base import Drafter
-from infer.drafters.config_keys import (
-    Files,
-    Keys,
-    Reading,
-    architecture,
-    config_dict,
-    draft_vocabulary,
-    known_tokens,
-    tapped,
-    target_layer_count,
-    transformer,
-)
+from infer.drafters.config_keys import Keys, Reading, config_dict, known_tokens
 from infer.drafters.families import Family
 from infer.targets.target import Target
 
@@ -27,25 +16,24 @@ def default_layer_ids(target_layers: int) -> list[int]:
 
 
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
-    """Read a config.json, see `infer.drafters.base.Drafter.read_config`. The published layout does not say which layers
-    are tapped: that follows from how many the target has."""
-    ours = family.config_key in raw
-    if not ours and "draft_length" not in raw and architecture(raw) != family.architecture:
+    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
+    target_layers: how many layers the target has, from which follows which ones the published layout taps."""
+    keys, ours = Keys(raw, []), family.config_key in raw
+    if not ours and "draft_length" not in raw and keys.architecture != family.architecture:
         return None
-    keys = Keys(raw, [])
-    options = transformer(keys, 1)
+    options = keys.transformer(1)
     if options["num_hidden_layers"] not in (1, None):
         keys.note("num_hidden_layers", f"is {options['num_hidden_layers']}, a DART drafter has 1")
     if "sliding_attention" in options["layer_types"]:
         keys.note("layer_types", "is sliding_attention, a DART drafter has full_attention")
-    layers = target_layer_count(keys, target_layers)
+    layers = keys.target_layers(target_layers)
     if ours:
         part = keys.part(family.config_key)
         for key in ("shifted", "qk_norm"):
             if part.flag(key) is None and key not in part.raw:
                 part.note(key, "is missing")
         own = {key: bool(part.flag(key)) for key in ("shifted", "qk_norm", "norm_twice") if key in part.raw}
-        own["target_layer_ids"] = tapped(part, "target_layer_ids", layers)
+        own["target_layer_ids"] = part.tapped("target_layer_ids", layers)
         options["block_size"] = keys.number("block_size", least=2)
     else:
         own = {"shifted": True, "qk_norm": False, "norm_twice": True}
@@ -54,13 +42,14 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
             keys.note("num_target_layers", "is missing: load_drafter(..., target_layers=<the target's layers>)")
         length = keys.number("draft_length")
         options["block_size"] = length and length + 2  # masks, the last item before them, and the bonus token
-    unused = draft_vocabulary(keys, tensors, options) | {"embed_tokens.weight"}  # the target's, whatever is stored
+    unused = keys.draft_vocabulary(tensors, options) | {"embed_tokens.weight"}  # the target's, whatever is stored
     options |= family.config_part(own) | {"num_target_layers": layers}
     return Reading("DART", family, options, keys.problems, unused)
 
 
-def write_published(drafter: Drafter, target: Target | None) -> Files:
-    """Write DART's published layout. Raises ValueError for drafters that differ from the authors' architecture."""
+def write_published(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
+    """Return config.json and tensors in DART's published layout. Raises ValueError for drafters that differ from the
+    authors' architecture."""
     config, own = drafter.config, drafter.own
     faults = []
     if own["qk_norm"]:
@@ -81,4 +70,4 @@ def write_published(drafter: Drafter, target: Target | None) -> Files:
         part.pop(key, None)
     part |= {"architectures": ["LlamaForCausalLMDart"], "model_type": "llama", "hidden_act": "silu"}
     part |= {"draft_length": config.block_size - 2, "draft_vocab_size": rows}
-    return Files(part, weights)
+    return part, weights

@@ -13,7 +13,7 @@ their keys and values are what decoding keeps.
 Tensor names and the order of features and embeddings are those of the authors' published checkpoints.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.attention.kv_cache import KVCache, Window
+from infer.attention.kv_cache import KVCache
 from infer.attention.masks import cached, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Cost, Drafter, DraftState, rotate
-from infer.drafters.config_keys import Reading
+from infer.drafters.base import Attention, Drafter, DraftState, Place, rotate
 from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
 from infer.targets.target import Target
@@ -95,10 +94,11 @@ class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
-
     family = FAMILIES["dart"]
     writers = {"dart": layouts.write_published}
+    read = staticmethod(layouts.read)
     attention_patterns = [(True, None)]
+    projects_once = True
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
@@ -120,29 +120,11 @@ class DART(Drafter):
         return range(first, first + 1)
 
     @classmethod
-    def own_config(cls, options: DrafterConfig, target: Target) -> dict:
+    def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dart_config`; queries and keys have norms where the target's have."""
-        ids = list(cls.tapped_layers(options, target.config))
-        norms = hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
+        ids = list(cls.tapped_layers(options, theirs))
+        norms = target is None or hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
         return {"target_layer_ids": ids, "shifted": options.shifted, "qk_norm": norms}
-
-    @classmethod
-    def read_config(cls, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
-        return layouts.read(cls.family, raw, tensors, target_layers)
-
-    @classmethod
-    def cost(cls, options: DrafterConfig, theirs: PretrainedConfig) -> Cost:
-        """Masks are projected once; the mask vector and the head are parameters of its own; in the context, embeddings
-        and items are kept, normalised and not."""
-        size = theirs.hidden_size
-        return Cost(
-            queries=options.block_size - options.shifted,
-            projected=1,
-            input_size=2 * size,
-            own_parameters=(2 + theirs.vocab_size) * size,
-            trains_head=True,
-            context_floats=8 * size,
-        )
 
     def fixed_options(self) -> dict:
         return super().fixed_options() | {"shifted": self.own["shifted"]}
@@ -261,8 +243,9 @@ class DART(Drafter):
         state: DARTState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Add features and tokens as `Drafter.update_context` says. Each token completes the item before it; the last
-        position's features wait for theirs."""
+        """Add the features (B, C, F) of newly committed positions and their tokens (B, C) to the memory. `counts[b]`
+        positions of row b are real, the rest is padding; `on_device` (B,) is `counts` where that is on the device
+        already. Each token completes the item before it; the last position's features wait for theirs."""
         cache = state.cache
         rows = len(features)
         real = torch.tensor(counts, device=features.device) if on_device is None else on_device
@@ -285,17 +268,10 @@ class DART(Drafter):
             cache.buffer.index_copy_(1, slots, both)
         cache.advance(counts, on_device)
 
-    def block_states(
-        self,
-        target: Target,
-        bonus: torch.Tensor,
-        ends: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        window: Window,
-        pending: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the states (B, W, D) of `Drafter.block_states`; pending (B, F): features of the last positions, which
-        are `ends` (B,)."""
+    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, pending: torch.Tensor) -> torch.Tensor:
+        """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,); pending (B, F): features of the last
+        positions, which are `place.ends`."""
+        ends, rotary, window = place
         layer, attention = self.midlayer, self.midlayer.self_attn
         steps = torch.arange(self.num_queries, device=ends.device)
         mask = cached(ends, (steps <= steps[:, None]).expand(len(ends), -1, -1), window.extent)

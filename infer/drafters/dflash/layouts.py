@@ -9,52 +9,41 @@ from collections.abc import Collection
 from typing import Any
 
 from infer.drafters.base import Drafter, target_embeddings
-from infer.drafters.config_keys import (
-    Files,
-    Keys,
-    Reading,
-    architecture,
-    config_dict,
-    draft_vocabulary,
-    known_tokens,
-    mask_token,
-    tapped,
-    target_layer_count,
-    transformer,
-)
+from infer.drafters.config_keys import Keys, Reading, config_dict, known_tokens
 from infer.drafters.families import Family
 from infer.targets.target import Target
 
 
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
-    """Read a config.json, see `infer.drafters.base.Drafter.read_config`."""
-    named = architecture(raw)
-    if named == "DFlash2DraftModel":
+    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
+    target_layers: how many layers the target has, for configs that do not say."""
+    keys = Keys(raw, [])
+    if keys.architecture == "DFlash2DraftModel":
         sentence = "architectures is ['DFlash2DraftModel']: its convolutions and candidate selector are not supported"
         return Reading("dflash2", family, {}, [f"config.json: {sentence}"])
     if "speculators_model_type" in raw:
-        return read_speculators(family, raw, tensors, target_layers)
-    if named in (family.architecture, "Qwen3DSparkModel"):
-        return read_public(family, raw, tensors, target_layers)
+        return read_speculators(family, keys, tensors, target_layers)
+    if keys.architecture in (family.architecture, "Qwen3DSparkModel"):
+        return read_public(family, keys, tensors, target_layers)
     return None
 
 
-def read_public(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading:
+def read_public(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> Reading:
     """Read the public layout, or DeepSpec's flat form."""
-    keys = Keys(raw, [])
+    raw = keys.raw
     flat = raw.get(family.config_key) is None and raw.get("target_layer_ids") is not None
     part = keys if flat else keys.part(family.config_key)
     if not flat:
         part.plain()
-    options = transformer(keys, None)
-    layers = target_layer_count(keys, target_layers)
+    options = keys.transformer(None)
+    layers = keys.target_layers(target_layers)
+    sized = part if raw.get("block_size") is None else keys
+    masked = keys if part.raw.get("mask_token_id") is None else part
     own: dict[str, Any] = {
-        "block_size": None,
-        "mask_token_id": mask_token(keys if part.raw.get("mask_token_id") is None else part, options["vocab_size"]),
-        "target_layer_ids": tapped(part, "target_layer_ids", layers),  # no formula: many published ones have others
+        "block_size": sized.number("block_size", least=2 - flat),
+        "mask_token_id": masked.mask_token(options["vocab_size"]),
+        "target_layer_ids": part.tapped("target_layer_ids", layers),  # no formula: many published ones have others
     }
-    where = part if raw.get("block_size") is None else keys
-    own["block_size"] = where.number("block_size", least=2 - flat)
     if part.raw.get("block_size") not in (None, own["block_size"]):
         part.note("block_size", f"is {part.raw['block_size']}, and {own['block_size']} outside")
     if part.raw.get("use_swa") and "sliding_attention" not in options["layer_types"]:  # all slide, and see all
@@ -72,25 +61,23 @@ def read_public(family: Family, raw: dict, tensors: Collection[str], target_laye
     return complete(reading, keys, own, tensors, layers)
 
 
-def read_speculators(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading:
+def read_speculators(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> Reading:
     """Read speculators' layout of DFlash drafters."""
-    keys = Keys(raw, [])
-    kind = raw["speculators_model_type"]
+    kind = keys.raw["speculators_model_type"]
     if kind != "dflash":
         keys.note("speculators_model_type", f"is {kind!r}, expected 'dflash'")
-    if not isinstance(raw.get("transformer_layer_config"), dict):
+    if not isinstance(keys.raw.get("transformer_layer_config"), dict):
         keys.note("transformer_layer_config", "is missing")
     part = keys.part("transformer_layer_config")
     keys.plain()
-    options = transformer(part, None)
-    layers = target_layer_count(keys, target_layers)
-    own: dict[str, Any] = {
-        "block_size": None,
-        "mask_token_id": mask_token(keys, options["vocab_size"]),
-        "target_layer_ids": tapped(keys, "aux_hidden_state_layer_ids", layers, first=1),
-    }
+    options = part.transformer(None)
+    layers = keys.target_layers(target_layers)
     anchor = keys.flag("sample_from_anchor")
-    own["block_size"] = keys.number("block_size", least=1 if anchor else 2)
+    own: dict[str, Any] = {
+        "block_size": keys.number("block_size", least=1 if anchor else 2),
+        "mask_token_id": keys.mask_token(options["vocab_size"]),
+        "target_layer_ids": keys.tapped("aux_hidden_state_layer_ids", layers, first=1),
+    }
     if anchor:
         own["sample_from_anchor"] = True
     if keys.flag("sliding_window_non_causal") and "sliding_attention" in options["layer_types"]:
@@ -105,17 +92,16 @@ def complete(
 ) -> Reading:
     """Complete a reading: embedding and head of the drafter's own, as vLLM takes them, and `dflash_config`."""
     options = reading.options
-    reading.unused |= draft_vocabulary(keys, tensors, options)
+    reading.unused |= keys.draft_vocabulary(tensors, options)
     options["has_embed_tokens"] = "embed_tokens.weight" in tensors
     options["has_lm_head"] = "draft_vocab_size" in options or "lm_head.weight" in tensors
     options |= reading.family.config_part(own) | {"block_size": own["block_size"], "num_target_layers": layers}
     return reading
 
 
-def write_public(drafter: Drafter, target: Target | None) -> Files:
-    """Write the public layout, without embedding and head. `target` is needed for a drafter that has copies of them.
-
-    Raises ValueError for drafters that this layout has no words for."""
+def write_public(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
+    """Return config.json and tensors in the public layout, without embedding and head. `target` is needed for a drafter
+    that has copies of them. Raises ValueError for drafters that this layout has no words for."""
     if drafter.own.get("sample_from_anchor"):
         raise ValueError(
             "format=dflash: its first slot drafts already (sample_from_anchor), which no engine reads there"
@@ -127,7 +113,7 @@ def write_public(drafter: Drafter, target: Target | None) -> Files:
             drafter.drop_copies(target)
         except ValueError as error:
             raise ValueError(f"format=dflash stores neither embedding nor head, and {error}") from error
-    return Files(config_dict(drafter.config), drafter.state_dict())
+    return config_dict(drafter.config), drafter.state_dict()
 
 
 def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]) -> dict:
@@ -163,9 +149,10 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
     }
 
 
-def write_speculators(drafter: Drafter, target: Target | None) -> Files:
-    """Write speculators' layout, with the embedding and the head that the drafter uses; `target.name` tells the engine
-    where to find the target. Raises ValueError for drafters that it has no words for."""
+def write_speculators(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
+    """Return config.json and tensors in speculators' layout, with the embedding and the head that the drafter uses;
+    `target.name` tells the engine where to find the target. Raises ValueError for drafters that this layout has no
+    words for."""
     if target is None:
         raise ValueError("format=speculators stores the target's embedding and head: give target.path")
     causal = drafter.own.get("causal")
@@ -177,4 +164,4 @@ def write_speculators(drafter: Drafter, target: Target | None) -> Files:
     if drafter.d2t is not None:
         weights["t2d"] = known_tokens(drafter.d2t, drafter.config.vocab_size)
     architectures = target.model.config.architectures or [type(target.model).__name__]
-    return Files(speculators_config(drafter, target.name, architectures), weights)
+    return speculators_config(drafter, target.name, architectures), weights

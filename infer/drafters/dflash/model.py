@@ -10,7 +10,6 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.attention.kv_cache import KVCache, Window
+from infer.attention.kv_cache import KVCache
 from infer.attention.masks import masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Cost, Drafter, DraftState, default_mask_token, rotate, target_embeddings
-from infer.drafters.config_keys import Reading
+from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, rotate, target_embeddings
 from infer.drafters.dflash import layouts
 from infer.drafters.families import FAMILIES
 from infer.targets.target import Target
@@ -90,6 +88,7 @@ class DFlash(Drafter):
 
     family = FAMILIES["dflash"]
     writers = {"dflash": layouts.write_public, "speculators": layouts.write_speculators}
+    read = staticmethod(layouts.read)
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
@@ -121,21 +120,14 @@ class DFlash(Drafter):
         return range(first, first + layers)
 
     @classmethod
-    def own_config(cls, options: DrafterConfig, target: Target) -> dict:
+    def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dflash_config`. Raises ValueError for a mask token outside the target's vocabulary."""
-        ids, vocabulary = cls.tapped_layers(options, target.config), target.config.vocab_size
-        mask = default_mask_token(target) if options.mask_token_id is None else options.mask_token_id
+        ids, mask, vocabulary = cls.tapped_layers(options, theirs), options.mask_token_id, theirs.vocab_size
+        if mask is None:
+            mask = default_mask_token(target) if target else 0
         if not 0 <= mask < vocabulary:
             raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}")
         return {"block_size": options.block_size, "mask_token_id": mask, "target_layer_ids": list(ids)}
-
-    @classmethod
-    def read_config(cls, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
-        return layouts.read(cls.family, raw, tensors, target_layers)
-
-    @classmethod
-    def cost(cls, options: DrafterConfig, theirs: PretrainedConfig) -> Cost:
-        return Cost(queries=options.block_size, projected=options.block_size, input_size=theirs.hidden_size)
 
     def fixed_options(self) -> dict:
         return super().fixed_options() | {"mask_token_id": self.mask_token_id}
@@ -243,8 +235,10 @@ class DFlash(Drafter):
         state: DFlashState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Add features (B, C, F) as `Drafter.update_context` says; tokens do not matter here. One projection serves all
-        layers: it computes what `Attention.keys_values` does in training, layer by layer."""
+        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions to the memory; their tokens
+        (B, C) do not matter here. `counts[b]` positions of row b are real, the rest is padding; `on_device` (B,) is
+        `counts` where that is on the device already. One projection serves all layers: it computes what
+        `Attention.keys_values` does in training, layer by layer."""
         cache = state.cache
         rows, width, _ = features.shape
         both = F.linear(self.context(features), state.projection)
@@ -258,16 +252,10 @@ class DFlash(Drafter):
         cache.buffer.index_copy_(1, slots.flatten(), both)
         cache.advance(counts, on_device)
 
-    def block_states(
-        self,
-        target: Target,
-        bonus: torch.Tensor,
-        ends: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        window: Window,
-        alike: bool,
-    ) -> torch.Tensor:
-        """Return the states (B, K, D) of `Drafter.block_states`; alike: whether every row sees all of the window."""
+    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, alike: bool) -> torch.Tensor:
+        """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,); alike: whether all rows see all
+        of the window."""
+        ends, rotary, window = place
         masks = [
             None if alike and pattern == (False, None) else visible(ends, self.num_queries, window.extent, *pattern)
             for pattern in self.attention_patterns
