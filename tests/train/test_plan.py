@@ -84,7 +84,7 @@ def test_memory_is_as_planned_within_ten_percent(repo, shape):
 
 
 def test_a_plan_needs_neither_weights_nor_a_network(repo):
-    command = [sys.executable, str(repo / "train" / "plan.py"), "+model=qwen3-8b", "target.shard=true"]
+    command = [sys.executable, str(repo / "infer" / "main.py"), "plan", "+model=qwen3-8b", "target.shard=true"]
     environment = os.environ | {"PYTHONPATH": str(repo), "HF_HUB_OFFLINE": "1", "NPROC": "8"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     for words in (
@@ -98,7 +98,7 @@ def test_a_plan_needs_neither_weights_nor_a_network(repo):
 
 
 def test_a_plan_refuses_what_the_run_would(repo):
-    command = [sys.executable, str(repo / "train" / "plan.py"), "optim.batch=3"]
+    command = [sys.executable, str(repo / "infer" / "main.py"), "plan", "optim.batch=3"]
     environment = os.environ | {"PYTHONPATH": str(repo), "NPROC": "2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "optim.batch=3" in done.stderr and "Traceback" not in done.stderr
