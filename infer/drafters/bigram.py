@@ -56,8 +56,7 @@ class Bigram:
 
     def check_target(self, target: Target) -> None:
         """Raise ValueError where the counts are of another tokenizer or vocabulary than the target's."""
-        if target.tokenizer is not None:
-            self.counts.check_digest(target.tokenizer_digest)
+        self.counts.check_digest(target.tokenizer_digest)
         vocabulary = len(target.head_weight)
         if self.vocabulary != vocabulary:
             raise ValueError(f"{self.counts.path}: counts {self.vocabulary} tokens, the target's head has {vocabulary}")
@@ -69,15 +68,7 @@ class Bigram:
     def state(self, rows: int, capacity: int, static: bool = False) -> NoState:
         return NoState()
 
-    def update_context(
-        self,
-        target: Target,
-        features: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: list[int],
-        state: NoState,
-        on_device: torch.Tensor | None = None,
-    ) -> None:
+    def update_context(self, *committed: object) -> None:
         """Do nothing: there is no context to remember."""
 
     def draft(self, target: Target, bonus: torch.Tensor, state: NoState) -> torch.Tensor:

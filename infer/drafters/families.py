@@ -65,17 +65,13 @@ def check_options(family: str, layers: int) -> None:
     if row is None:
         raise ValueError(f"drafter.family={family}: use {' or '.join(FAMILIES)}")
     if row.layers not in (None, layers):
-        plural = "s" * (row.layers > 1)
-        raise ValueError(
-            f"drafter.layers={layers}: a {row.title} drafter has {row.layers} layer{plural} (drafter={family} sets it)"
-        )
+        allowed = f"{row.layers} layer" + "s" * (row.layers > 1)
+        raise ValueError(f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)")
 
 
 def check_stage(family: str, stage: int) -> None:
     """Raise ValueError for a ZeRO stage that a family cannot be trained with."""
     stages = FAMILIES[family].zero_stages
     if stage not in stages:
-        allowed = ", ".join(map(str, stages[:-1])) + f" or {stages[-1]}"
-        raise ValueError(
-            f"drafter={family} needs weights whole that deepspeed.stage={stage} cuts up; use stage {allowed}"
-        )
+        allowed = ", ".join(map(str, stages))
+        raise ValueError(f"drafter={family} needs weights whole that deepspeed.stage={stage} cuts up: use {allowed}")

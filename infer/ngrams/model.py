@@ -177,13 +177,12 @@ class NGram:
         arrays = Arrays(*views[:-1], count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
         tokens = int(header["tokens"])
         model = cls(path, len(nodes), vocabulary, tokens, nodes, counted, int(sections[-1].sum()), arrays)
-        if digest is not None:
-            model.check_digest(digest)
+        model.check_digest(digest)
         return model
 
-    def check_digest(self, digest: str) -> None:
-        """Raise ValueError unless this is the digest of the tokenizer that the file was counted with."""
-        if digest != self.digest:
+    def check_digest(self, digest: str | None) -> None:
+        """Raise ValueError unless this is None or the digest of the tokenizer that the file was counted with."""
+        if digest not in (None, self.digest):
             raise ValueError(
                 f"{self.path}: counted with another tokenizer ({self.digest[:12]}..., this one is {digest[:12]}...); "
                 "count it again with this tokenizer"

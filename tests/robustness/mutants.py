@@ -54,7 +54,7 @@ MUTANTS = [
     ("labels off by one", "train/blocks.py", ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"), BLOCKS),
     (
         "positions of a block off by one",
-        "infer/drafters/dflash.py",
+        "infer/drafters/dflash/model.py",
         ("(positions.gather(1, anchors)[..., None] + steps)", "(positions.gather(1, anchors)[..., None] + steps + 1)"),
         BLOCKS,
     ),
@@ -122,14 +122,14 @@ MUTANTS = [
     ),
     (
         "DART: a mask sees the masks behind it",
-        "infer/drafters/dart.py",
-        ("self.attention_patterns = [(True, None)]", "self.attention_patterns = [(False, None)]"),
+        "infer/drafters/dart/model.py",
+        ("attention_patterns = [(True, None)]", "attention_patterns = [(False, None)]"),
         BLOCKS,
     ),
-    ("DART: an item holds its own token", "infer/drafters/dart.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),
+    ("DART: an item holds its own token", "infer/drafters/dart/model.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),
     (
         "DART: the last position is forgotten",
-        "infer/drafters/dart.py",
+        "infer/drafters/dart/model.py",
         ("state.pending[:rows] = ends\n", "pass\n"),
         BLOCKS,
     ),
@@ -212,7 +212,7 @@ MUTANTS = [
     ),
     (
         "speculators' layers are counted from 0",
-        "infer/formats/layouts.py",
+        "infer/drafters/config_keys.py",
         ("[i - first for i in ids]", "ids"),
         LAYOUTS,
     ),

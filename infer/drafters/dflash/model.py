@@ -218,7 +218,7 @@ class DFlash(Drafter):
                 block = checkpoint(through, layer, block, context, masks[pattern], use_reentrant=False)
             else:
                 block = through(layer, block, context, masks[pattern])
-        return self.norm(block)
+        return self.last_norm(block)
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions = [layer.self_attn for layer in self.layers]
