@@ -1,0 +1,38 @@
+"""The table of drafter families: its rows and the classes that they name agree, and options read it without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from infer.config import DrafterConfig
+from infer.drafters.base import Drafter
+from infer.drafters.families import FAMILIES, FORMATS
+from train.config import TrainConfig
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_and_its_class_agree(name):
+    family = FAMILIES[name]
+    drafter = family.load()
+    assert issubclass(drafter, Drafter) and drafter.family is family and family.name == name
+    assert drafter.writers.keys() == family.formats.keys() <= FORMATS.keys()
+
+
+def test_options_are_checked_by_the_table_before_torch_is_loaded(repo):
+    code = "import sys; from infer.config import DrafterConfig; DrafterConfig().check(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ValueError, match="drafter.family=medusa: use dflash or dart"):
+        DrafterConfig(family="medusa").check()
+    with pytest.raises(ValueError, match="drafter.layers=2: a DART drafter has 1 layer "):
+        DrafterConfig(family="dart").check()
+
+
+def test_a_family_allows_only_its_zero_stages():
+    config = TrainConfig(drafter=DrafterConfig(family="dart", layers=1))
+    config.deepspeed.stage = 3
+    with pytest.raises(ValueError, match="drafter=dart needs weights whole that deepspeed.stage=3 cuts up: use 0, 1, 2"):
+        config.check()
+    config.drafter = DrafterConfig()
+    config.check()
