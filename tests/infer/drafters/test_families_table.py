@@ -20,7 +20,9 @@ def test_a_row_and_its_class_agree(name):
 
 
 def test_options_are_checked_by_the_table_before_torch_is_loaded(repo):
-    code = "import sys; from infer.config import DrafterConfig; DrafterConfig().check(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from infer.config import DrafterConfig; DrafterConfig().check(); assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with pytest.raises(ValueError, match="drafter.family=medusa: use dflash or dart"):
@@ -32,7 +34,9 @@ def test_options_are_checked_by_the_table_before_torch_is_loaded(repo):
 def test_a_family_allows_only_its_zero_stages():
     config = TrainConfig(drafter=DrafterConfig(family="dart", layers=1))
     config.deepspeed.stage = 3
-    with pytest.raises(ValueError, match="drafter=dart needs weights whole that deepspeed.stage=3 cuts up: use 0, 1, 2"):
+    with pytest.raises(
+        ValueError, match="drafter=dart needs weights whole that deepspeed.stage=3 cuts up: use 0, 1, 2"
+    ):
         config.check()
     config.drafter = DrafterConfig()
     config.check()
