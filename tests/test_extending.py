@@ -1,0 +1,104 @@
+"""docs/extending.md: every toy in it, put into a copy of the repository, trained, measured and exported."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SECTIONS = {"A divergence": 2, "A tree": 2, "A drafter family": 3, "A target family": 1, "An evaluation set": 1}
+BLOCK = re.compile(r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+TRAIN = [
+    *("objective=reverse-kl", "drafter=corrected", "drafter.layers=1", "drafter.block_size=5", "name=toys"),
+    *("data=stdlib", "data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "optim.steps=2", "checkpoints=1"),
+    *("evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"),
+]
+SMALL = [option for option in TRAIN if option.startswith("evaluation.")]
+AFTER = f"""
+from infer.main import main
+
+best = "runs/toys/checkpoints/best"
+main(["eval", f"checkpoint={{best}}", "out=evaluation", "data=stdlib", *{SMALL!r}])
+main(["eval", f"checkpoint={{best}}", "out=riddles", "suite=ddtree", "suite.sets=[riddles]", "suite.folder=riddles",
+      "suite.temperatures=[0.0]", *{SMALL!r}])
+main(["compare", f"checkpoints=[{{best}}]", "out=comparison", "data=stdlib", *{SMALL!r}])
+main(["generate", f"checkpoint={{best}}", "decoding.method=comb", "decoding.max_new_tokens=4"])
+main(["export", f"checkpoint={{best}}", "format=corrected", "out=exported"])
+main(["plan", "+model=tiny-llama"])
+"""
+
+
+def blocks(section: str) -> list[tuple[str, ...]]:
+    """(path, before or after, line, text) of every code block with a path."""
+    return BLOCK.findall(section)
+
+
+def write(root: Path, path: str, where: str, line: str, text: str) -> None:
+    """Do what a reader of a block does: make the file, or insert the text at the line."""
+    file = root / path
+    if not where:
+        assert not file.exists()
+        file.write_text(text)
+        return
+    head, mark, tail = file.read_text().partition(f"\n{line}\n")
+    assert mark, f"{path} has no line {line}"
+    file.write_text(f"{head}\n{text}{line}\n{tail}" if where == "before" else f"{head}\n{line}\n{text}{tail}")
+
+
+@pytest.fixture(scope="module")
+def page(repo) -> dict[str, str]:
+    """The page's sections by title."""
+    parts = re.split(r"^## (.+)$", (repo / "docs" / "extending.md").read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def copy(repo, page, tmp_path_factory) -> Path:
+    """A copy of the repository with all toys."""
+    root = tmp_path_factory.mktemp("toys") / "copy"
+    for folder in ("train", "infer", "data", "conf"):
+        shutil.copytree(repo / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for section in page.values():
+        for block in blocks(section):
+            write(root, *block)
+    return root
+
+
+def run(root: Path, *command: str) -> str:
+    """Run Python in the copy; return what it printed."""
+    done = subprocess.run([sys.executable, *command], cwd=root, env=environment(root), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def environment(root: Path) -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": str(root)}
+
+
+def test_a_toy_is_as_few_files_as_the_page_says(page):
+    assert {title: len({path for path, *_ in blocks(page[title])}) for title in SECTIONS} == SECTIONS
+    for title in SECTIONS:
+        code = [line for _, _, _, text in blocks(page[title]) for line in text.splitlines() if line.strip()]
+        assert len(code) < 45, title
+
+
+def test_toys_go_through_training_eval_compare_and_export(copy):
+    run(copy, "train/main.py", *TRAIN)
+    (copy / "riddles").mkdir()
+    (copy / "riddles" / "riddles.jsonl").write_text(json.dumps({"riddle": "What has keys?"}) + "\n")
+    printed = run(copy, "-c", AFTER)
+    evaluation = json.loads((copy / "evaluation" / "evaluation.json").read_text())
+    assert [method["name"] for method in evaluation["methods"]].count("comb") == 1
+    assert all(method["identical"] for method in evaluation["methods"])
+    assert "comb" in (copy / "comparison" / "comparison.md").read_text()
+    assert "Riddles" in (copy / "riddles" / "suite.md").read_text()
+    assert json.loads((copy / "exported" / "config.json").read_text())["architectures"] == ["CorrectedDraftModel"]
+    assert "example/tiny-llama" in printed
+    losses = [json.loads(line) for line in (copy / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 2 and all(line["loss"] > 0 for line in losses)
