@@ -21,6 +21,7 @@ from infer.masked.model import AnyTarget
 from infer.targets.target import Target, pad_ids
 from infer.trees.methods import TREES
 
+SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile", "continuity_weight")  # with DecodeOptions
 ROWS = 8  # texts side by side when right guesses are counted
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
 
@@ -116,12 +117,7 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
                 method=row.name,
                 budget=max(1, budget),
                 continuity=config.continuity if row.ngrams else None,
-                continuity_weight=config.continuity_weight,
-                rows=config.rows,
-                compile=config.compile,
-                max_new_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                seed=config.seed,
+                **{name: getattr(config, name) for name in SHARED},
             ),
         )
         for row in rows
@@ -149,7 +145,7 @@ def measure(
         while engine.busy:
             engine.step()
         into.seconds += clock() - began
-        for stage, seconds in getattr(engine, "seconds", {}).items():
+        for stage, seconds in engine.seconds.items():
             into.stages[stage] += seconds
 
     for variant in variants:  # warm-up: first calls pay for allocations and kernels

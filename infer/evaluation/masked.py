@@ -6,7 +6,7 @@ save.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
 from infer.evaluation.evaluate import Measured, Progress, Variant, describe_device, measure, method_result
@@ -36,9 +36,7 @@ def masked_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> Decode
         seed=evaluation.seed,
         rows=evaluation.rows,
         ignore_eos=True,
-        block_length=masked.block_length,
-        cache=masked.cache,
-        refresh=masked.refresh,
+        **asdict(masked),
     )
     return replace(options, max_new_tokens=options.room(evaluation.max_new_tokens))
 

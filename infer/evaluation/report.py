@@ -25,8 +25,8 @@ def _axes(width: float, height: float, columns: int = 1):
 def histogram_figure(evaluation: Evaluation):
     """Draw the shares of rounds by tokens committed: the methods of one size, and the fastest tree."""
     figure, (ax,) = _axes(7, 3.6)
-    shown = [method for method in evaluation.methods if not method.by_budget and method.tree.drafts]
-    trees = [method for method in evaluation.methods if method.by_budget]
+    shown = [method for method in evaluation.methods if not method.tree.by_budget and method.tree.drafts]
+    trees = [method for method in evaluation.methods if method.tree.by_budget]
     shown += [max(trees, key=lambda method: method.speedup)] if trees else []
     width = 0.8 / max(1, len(shown))
     for i, method in enumerate(shown):
@@ -63,9 +63,9 @@ def _budget_curves(axes, evaluation: Evaluation, line: str = "-", prefix: str = 
     kinds: dict[str, list[MethodResult]] = {}
     for method in evaluation.methods:
         kinds.setdefault(method.name, []).append(method)
-    budgets = sorted({method.budget for method in evaluation.methods if method.by_budget})
+    budgets = sorted({method.budget for method in evaluation.methods if method.tree.by_budget})
     for ax, key, title in ((axes[0], "tau", "τ, tokens per round"), (axes[1], "speedup", "speed, plain decoding = 1")):
-        for methods in sorted(kinds.values(), key=lambda methods: not methods[0].by_budget):
+        for methods in sorted(kinds.values(), key=lambda methods: not methods[0].tree.by_budget):
             row, values = methods[0].tree, [getattr(method, key) for method in methods]
             if row.by_budget:
                 points = [method.budget for method in methods]
@@ -86,7 +86,7 @@ def steps_figure(evaluations: list[Evaluation]):
     last = evaluations[-1].methods
     for i, method in enumerate(last[1:], 1):
         taus = [evaluation.methods[i].tau for evaluation in evaluations]
-        shade = 0.35 + 0.65 * i / (len(last) - 1) if method.by_budget else 1
+        shade = 0.35 + 0.65 * i / (len(last) - 1) if method.tree.by_budget else 1
         ax.plot(steps, taus, "o-", color=method.tree.colour, alpha=shade, markersize=4)
         place = (steps[-1], taus[-1])
         ax.annotate(f" {method.label}", place, va="center", fontsize=8, color=method.tree.colour)

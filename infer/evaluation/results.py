@@ -53,14 +53,9 @@ class MethodResult:
         return TREES.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
 
     @property
-    def by_budget(self) -> bool:
-        """Whether the method is a tree that is measured with every node budget."""
-        return self.tree.by_budget
-
-    @property
     def label(self) -> str:
         """What reports call the method: plain, chain, DDTree 64."""
-        return f"{self.tree.label} {self.budget}" if self.by_budget else self.tree.label
+        return f"{self.tree.label} {self.budget}" if self.tree.by_budget else self.tree.label
 
 
 @dataclass(frozen=True)
@@ -97,10 +92,6 @@ class Evaluation:
     masked: MaskedDetails | None = None
 
     @property
-    def plain(self) -> MethodResult:
-        return self.methods[0]
-
-    @property
     def fastest(self) -> MethodResult:
         """The method with the highest speedup, plain decoding aside."""
         return max(self.methods[1:], key=lambda method: method.speedup)
@@ -117,7 +108,7 @@ class Evaluation:
 
     def step_reduction(self, method: MethodResult) -> float:
         """The share of plain decoding's passes that a method saves (SSD's Step↓)."""
-        return 1 - method.rounds / self.plain.rounds
+        return 1 - method.rounds / self.methods[0].rounds
 
 
 @dataclass(frozen=True)
@@ -187,7 +178,7 @@ def from_json(data: dict, kind: type[Result]) -> Result:
 
 def masked_keys(evaluation: Evaluation) -> dict[str, object]:
     """Return the other names under which the JSON of a masked model's evaluation has always held its figures."""
-    plain = evaluation.plain
+    plain = evaluation.methods[0]
     ways = [
         to_json(method)
         | {

@@ -5,7 +5,7 @@ every method's; sampled, every method's with the same seed).
 """
 
 import hashlib
-from collections import abc
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +13,6 @@ from typing import Protocol
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.engine.sequence import Sequence
 from infer.evaluation.evaluate import Measured, Progress, describe_device, measure, summarise, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
@@ -43,11 +42,11 @@ def evaluate_suite(
     target: Target,
     drafter: Drafter,
     checkpoint: str,
-    suite: abc.Sequence[Questions],
+    suite: Sequence[Questions],
     options: SuiteOptions,
     evaluation: EvaluationConfig,
     out: Path,
-    say: abc.Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
 ) -> SuiteResult:
     """Ask every set at every temperature. Writes each set to out/sets as soon as it is done, and the whole to
@@ -102,7 +101,7 @@ def evaluate_set(
         replace(
             method,
             same=sum(text.ids == other.ids for text, other in zip(one.texts, plain, strict=True)),
-            decoding_speedup=seconds_per_token(plain) / seconds_per_token(one.texts),
+            decoding_speedup=seconds_per_token(measured[0]) / seconds_per_token(one),
         )
         for method, one in zip(result.methods, measured, strict=True)
     ]
@@ -157,10 +156,11 @@ def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -
     return tokenizer.apply_chat_template(messages, return_dict=True, **switches)["input_ids"]
 
 
-def seconds_per_token(texts: list[Sequence]) -> float:
+def seconds_per_token(measured: Measured) -> float:
     """Return the seconds a token without the prefill, averaged over answers: published speedups are ratios of these."""
-    seconds = [(text.stats.seconds - text.stats.stage_seconds["prefill"]) / text.stats.tokens for text in texts]
-    return max(sum(seconds) / len(seconds), 1e-9)  # answers of one token are all prefill
+    every = [text.stats for text in measured.texts]
+    seconds = sum((stats.seconds - stats.stage_seconds["prefill"]) / stats.tokens for stats in every)
+    return max(seconds / len(every), 1e-9)  # answers of one token are all prefill
 
 
 def settings_of(

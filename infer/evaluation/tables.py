@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from infer.evaluation.published import CITATION, METHODS, Published, published
 from infer.evaluation.results import Evaluation, MethodResult, SetResult, SuiteResult
-from infer.trees.methods import TREES
 
 Figures = Sequence[float | None]
 DASH = "-"
@@ -47,7 +46,7 @@ def table(evaluation: Evaluation) -> str:
 
 def masked_table(evaluation: Evaluation) -> str:
     """Return the same for a masked model, then the limits (SSD's tables 3 and 2)."""
-    details, plain = evaluation.masked, evaluation.plain
+    details, plain = evaluation.masked, evaluation.methods[0]
     policy = "no cache" if details.cache == "none" else f"dual cache, refresh {details.refresh}"
     lines = [
         f"{evaluation.device}, {evaluation.dtype}: {evaluation.prompts} prompts, {evaluation.rows} at a time, "
@@ -87,7 +86,7 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
     for evaluation in evaluations.values():
         for method in evaluation.methods:
             mark = "" if method.identical else " (other output)"
-            name, nodes = method.tree.label, str(method.budget) if method.by_budget else DASH
+            name, nodes = method.tree.label, str(method.budget) if method.tree.by_budget else DASH
             cells = [f"{method.tau:.2f}", f"{method.tokens_per_second:.0f}", f"{method.speedup:.2f}x{mark}"]
             rows.setdefault((name, nodes), []).extend(cells)
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
@@ -119,9 +118,6 @@ def suite_table(suite: SuiteResult) -> str:
 def best_budgets(sets: list[SetResult], beside: list[Published | None]) -> str:
     """Return the paper's methods set by set, each with the budget of the highest speedup, and its figures beside
     ours."""
-    plain, chain, tree = (TREES[name].label for name in METHODS)
-    head = ["set", "answers", f"{plain} tokens/s", f"{chain} speedup", "paper", f"{chain} τ", "paper"]
-    head += [f"{tree} nodes", f"{tree} speedup", "paper", f"{tree} τ", "paper", "same"]
     rows, numbers = [], []
     for one, theirs in zip(sets, beside, strict=True):
         plain, chain, tree = (fastest_of(one.result.methods, name) for name in METHODS)
@@ -132,7 +128,9 @@ def best_budgets(sets: list[SetResult], beside: list[Published | None]) -> str:
         same = f"{min(method.same for method in one.result.methods)}/{one.answers}"
         rows.append([one.title, str(one.answers), *cells(numbers[-1], str(tree.budget)), same])
     rows.append(["**mean**", "", *cells(means(numbers), ""), ""])
-    return markdown(head, rows)
+    first, second, third = (method.tree.label for method in (plain, chain, tree))
+    head = ["set", "answers", f"{first} tokens/s", f"{second} speedup", "paper", f"{second} τ", "paper"]
+    return markdown([*head, f"{third} nodes", f"{third} speedup", "paper", f"{third} τ", "paper", "same"], rows)
 
 
 def fastest_of(methods: list[MethodResult], name: str) -> MethodResult:

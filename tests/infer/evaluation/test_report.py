@@ -144,3 +144,21 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path):
     (tmp_path / "evaluation.json").write_text("{}")
     with pytest.raises(ValueError, match=r"evaluation\.json holds no Evaluation: .*target"):
         read_result(tmp_path / "evaluation.json", Evaluation)
+
+
+def test_an_evaluation_of_an_earlier_commit_is_read_and_written_byte_by_byte(tmp_path):
+    """The keys of evaluation.json as commit 8ca1fa3 wrote them."""
+    method = {"name": "plain", "budget": 0, "tau": 1.0, "tau_prompt_mean": 1.0, "rounds": 3, "tokens": 4}
+    method |= {"seconds": 0.5, "tokens_per_second": 8.0, "speedup": 1.0, "histogram": [3]}
+    method |= {"stage_seconds": {"prefill": 0.1, "other": 0.4}, "identical": True}
+    data = {"target": "embedded", "device": "CPU", "dtype": "float32", "prompts": 1, "rows": 1, "prompt_tokens": 96}
+    data |= {"max_new_tokens": 128, "temperature": 0.0, "block_size": 8, "accuracy": [0.5, 0.25]}
+    data |= {"methods": [method, method | {"name": "ddtree", "budget": 4, "ties": 1, "defects": 0}]}
+    data |= {"samples": [{"prompt": "a", "completion": "bc", "accepted": [1, 1], "pieces": [["b", "bonus"]]}]}
+    for step in (1275, None):
+        text = json.dumps(data | {"step": step, "checkpoint": "runs/x/step-1", "drafter": "x"}, indent=1) + "\n"
+        (tmp_path / "old.json").write_text(text)
+        evaluation = read_result(tmp_path / "old.json", Evaluation)
+        assert (evaluation.step, evaluation.methods[1].label) == (step, "DDTree 4")
+        write_result(tmp_path / "new.json", evaluation)
+        assert (tmp_path / "new.json").read_text() == text
