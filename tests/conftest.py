@@ -1,20 +1,29 @@
-"""What every test stands on: no network, two threads, the repository's folder."""
+"""What every test stands on: no network, one thread a process, the repository's folder."""
 
 import importlib.util
+import itertools
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows that tests pack are nobody else's
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: pytest itself runs twice side by side
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+torch.set_num_threads(1)
 
 TINY = {  # what all tiny random models have in common
     "hidden_size": 32,
@@ -32,6 +41,88 @@ TINY = {  # what all tiny random models have in common
 def repo() -> Path:
     """The repository's root."""
     return Path(__file__).resolve().parent.parent
+
+
+class ForkServer:
+    """The client of fork_server.py: starts processes of the project's commands."""
+
+    def __init__(self, repo: Path) -> None:
+        self.repo, self.environment = repo, os.environ | {"PYTHONPATH": str(repo)}
+        command = [sys.executable, str(repo / "tests" / "fork_server.py")]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=self.environment, text=True, **pipes)
+
+    def ask(self, **request) -> int | None:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+class Command:
+    """A running command of one or more processes. When one of them fails, the others are killed."""
+
+    def __init__(self, server: ForkServer, output: Path, script: str, arguments: list[str], processes: int) -> None:
+        self.server, self.output, self.returncode = server, output, None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        cluster = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common = {"script": str(server.repo / script), "arguments": arguments, "output": str(output)}
+        self.running = []
+        for rank in range(processes):
+            environment = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            self.running.append(server.ask(**common, environment=environment))
+
+    def poll(self) -> int | None:
+        for process in list(self.running):
+            code = self.server.ask(poll=process)
+            if code is None:
+                continue
+            self.running.remove(process)
+            self.returncode = self.returncode or code
+            if code:
+                self.kill()
+        return None if self.running else self.returncode
+
+    def send_signal(self, number: int) -> None:
+        for process in self.running:
+            os.kill(process, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float = 240) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise TimeoutError(self.output.read_text())
+            time.sleep(0.02)
+        return self.returncode
+
+    def finish(self, code: int = 0) -> str:
+        """Wait for the end, which must have this exit code; return what was printed."""
+        assert self.wait() == code, self.output.read_text()
+        return self.output.read_text()
+
+
+@pytest.fixture(scope="session")
+def start_command(repo, tmp_path_factory) -> Iterator:
+    """(script, arguments, processes=1) -> a running `Command`: as `python script arguments`, but already imported."""
+    servers, folder, count = [], tmp_path_factory.mktemp("commands"), itertools.count()
+
+    def start(script: str, arguments: list[str], processes: int = 1) -> Command:
+        if not servers:
+            servers.append(ForkServer(repo))
+        return Command(servers[0], folder / f"{next(count)}.txt", script, arguments, processes)
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture(scope="session")

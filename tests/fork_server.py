@@ -1,0 +1,63 @@
+"""Starts the project's commands as forks of one process that has imported everything: a test does not wait for imports.
+
+Run by the fixture `start_command` in conftest.py, with which it speaks JSON, one request and one answer a line:
+
+    {"script": path, "arguments": [...], "environment": {...}, "output": path}   answer: the process id
+    {"poll": process id}                                                         answer: its exit code, null if it runs
+
+From its fork on, a process is what `python script arguments` is: its own environment, standard output and error in the
+file, the script run as `__main__`, the interpreter's own end.
+"""
+
+import json
+import os
+import runpy
+import sys
+
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what imports print is no answer
+
+# What a run imports before its first step. Nothing is called: no threads, no process group.
+import datasets  # noqa: E402, F401
+import matplotlib.pyplot  # noqa: E402, F401
+import transformers  # noqa: E402, F401
+
+import infer.main  # noqa: E402, F401
+import train.loop  # noqa: E402, F401
+
+if not os.path.exists("/dev/nvidiactl"):  # DeepSpeed looks at GPUs when imported; a process that did must not fork
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # noqa: F401
+
+
+def fork(request: dict) -> int:
+    """Return the new process's id; in the new process, 0."""
+    child = os.fork()
+    if child == 0:
+        os.environ.update(request["environment"])
+        sys.argv = [request["script"], *request["arguments"]]
+        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for descriptor, to in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+            os.dup2(descriptor, to)
+    return child
+
+
+def poll(process: int) -> int | None:
+    ended, status = os.waitpid(process, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def serve() -> str | None:
+    """Answer requests until there are no more. In a forked process, return the script to run."""
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        if "poll" in request:
+            answer = poll(request["poll"])
+        elif (answer := fork(request)) == 0:
+            return request["script"]
+        print(json.dumps(answer), file=ANSWERS, flush=True)
+    return None
+
+
+if __name__ == "__main__" and (script := serve()):
+    runpy.run_path(script, run_name="__main__")
