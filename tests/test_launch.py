@@ -163,14 +163,27 @@ def test_commands_start_their_scripts(launch, repo, tmp_path, arguments, script,
         assert not done.stdout and not done.stderr
 
 
+SIDE_BY_SIDE = ["--numprocesses=2", "--dist=worksteal"]
+
+
 def test_test_checks_style_then_runs_pytest(launch, repo, tmp_path):
     done, calls = launch("test", "-k", "tree and not slow", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [call[2:] for call in calls] == [
         [str(repo), "-m", "ruff", "check", "."],
         [str(repo), "-m", "ruff", "format", "--check", "."],
-        [str(repo), "-m", "pytest", "-k", "tree and not slow"],
+        [str(repo), "-c", "import xdist"],
+        [str(repo), "-m", "pytest", *SIDE_BY_SIDE, "-k", "tree and not slow"],
     ]
+
+
+def test_tests_run_in_one_process_where_the_plugin_is_missing(repo, tmp_path):
+    stub, record = tmp_path / "python", tmp_path / "record"
+    stub.write_text(f'#!/usr/bin/env bash\necho "$*" >>"{record}"\n[[ $1 != -c ]]\n')
+    stub.chmod(0o755)
+    environment = os.environ | {"LAUNCH_PYTHON": str(stub)}
+    assert subprocess.run(["bash", repo / "launch.sh", "test", "-x"], env=environment).returncode == 0
+    assert record.read_text().splitlines()[-1] == "-m pytest -x"
 
 
 def test_a_style_fault_stops_the_tests(repo, tmp_path):
@@ -185,7 +198,7 @@ def test_a_style_fault_stops_the_tests(repo, tmp_path):
 def test_ci_runs_the_tests(launch, repo, tmp_path):
     done, calls = launch(cwd=tmp_path, script=repo / ".ci" / "run")
     pytest_calls = [call[2:] for call in calls if call[3:5] == ["-m", "pytest"]]
-    whole = [str(repo), "-m", "pytest"]
+    whole = [str(repo), "-m", "pytest", *SIDE_BY_SIDE]
     assert done.returncode == 0 and pytest_calls == [whole, [*whole, "-m", "robustness"]]
 
 
