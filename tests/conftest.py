@@ -148,19 +148,26 @@ def embedded():
 
 @pytest.fixture(scope="session")
 def make_tiny():
-    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, family) ->
-    (target, drafter)."""
+    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, depth of
+    the target, family) -> (target, drafter)."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from infer.config import DrafterConfig
     from infer.drafters.base import new_drafter
     from infer.targets.target import Target
 
-    def make(dtype: torch.dtype = torch.float32, block_size: int = 4, seed: int = 0, layers: int = 2, **options):
+    def make(
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 4,
+        seed: int = 0,
+        layers: int = 2,
+        depth: int = 6,
+        **options,
+    ):
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=97,
-            num_hidden_layers=6,
+            num_hidden_layers=depth,
             max_position_embeddings=512,
             initializer_range=0.2,
             **TINY,

@@ -48,10 +48,12 @@ OPTIONS = [
     ("method", "compile"),
     [("plain", False), ("chain", False), ("ddtree", False), pytest.param("ddtree", True, marks=pytest.mark.slow)],
 )
-def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, compile):
+def test_rows_come_and_go_and_every_text_is_its_own(tiny, make_tiny, method, compile):
     """Texts of all kinds arrive while others are being written; some are given up. Each is what plain decoding writes
     for it alone, and the engine is empty in the end."""
     target, drafter = tiny
+    if compile:  # what is compiled is compiled once for each of the target's layers
+        target, drafter = make_tiny(seed=11, block_size=6, depth=2, layers=1, target_layer_ids=[0, 1])
     rows = 2 if compile else 4  # every number of rows, to the next power of two, is compiled for itself
     everything = prompts(14)
     alone = Engine(target, None, EngineConfig("plain", rows=1, compile=False), 80)

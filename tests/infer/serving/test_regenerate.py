@@ -1,10 +1,7 @@
 """Regenerated answers: the target's own, in order, none lost or doubled however often the run is killed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
@@ -73,15 +70,13 @@ def test_a_file_of_others_is_not_touched(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_nothing_is_lost_or_doubled(repo, tmp_path):
+def test_killed_at_random_nothing_is_lost_or_doubled(start_command, tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"{p}{i}"}) + "\n" for i, p in enumerate(PROMPTS * 4)))
-    command = [sys.executable, str(repo / "infer" / "main.py"), "regenerate", "data=jsonl"]
-    command += [f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
-    environment = os.environ | {"PYTHONPATH": str(repo)}
+    command = ["regenerate", "data=jsonl", f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
 
     def run(out, kill_after_lines: int | None) -> None:
-        process = subprocess.Popen([*command, f"out={out}"], env=environment, stderr=subprocess.DEVNULL)
+        process = start_command("infer/main.py", [*command, f"out={out}"])
         while kill_after_lines is not None and process.poll() is None:
             if out.exists() and out.read_bytes().count(b"\n") >= kill_after_lines:
                 process.send_signal(signal.SIGKILL)

@@ -2,9 +2,6 @@
 contradicts it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,17 +34,14 @@ def drafter_of(embedded) -> DFlash:
     return drafter
 
 
-def test_a_run_starts_from_exactly_those_weights_with_their_loss(repo, embedded, tmp_path):
+def test_a_run_starts_from_exactly_those_weights_with_their_loss(start_command, embedded, tmp_path):
     drafter = drafter_of(embedded)
     export_drafter(drafter, "speculators", embedded, tmp_path / "init")
     options = [f"drafter.init={tmp_path}/init", "drafter.layers=1", "drafter.block_size=6", "anchors=4", "name=tuned"]
     options += ["data=stdlib", "data.length=64", "data.limit=12", "optim.batch=2", "optim.name=adamw", "optim.lr=1e-30"]
     options += ["optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
     options += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"]
-    call = [sys.executable, str(repo / "train" / "main.py"), *options]
-    environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    start_command("train/main.py", options).finish()
     run = tmp_path / "tuned"
     saved = run / "checkpoints" / "best" / "drafter"
     weights = load_file(saved / "model.safetensors")  # a step of that size changes no bit

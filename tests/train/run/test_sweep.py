@@ -1,5 +1,6 @@
 """--multirun: every combination once, one table at the end, wrong ones before any starts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,16 +22,26 @@ def test_all_combinations_in_hydras_syntax():
 
 def multirun(repo, runs, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(repo / "train" / "main.py"), "--multirun", f"runs_dir={runs}", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(repo)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_a_sweep_ends_in_one_table(repo, tmp_path):
-    small = ["data=stdlib", "data.length=64", "data.limit=12", "anchors=4", "drafter.layers=1", "evaluation.prompts=1"]
+    file = tmp_path / "texts.jsonl"
+    rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = [
+        "data=jsonl",
+        f"data.path={file}",
+        "data.length=64",
+        "anchors=4",
+        "drafter.layers=1",
+        "evaluation.prompts=1",
+    ]
     small += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6", "evaluation.budgets=[4]", "optim.steps=3"]
-    done = multirun(repo, tmp_path, *small, "checkpoints=1", "objective.gamma=0.5,0.7")
+    done = multirun(repo, tmp_path / "runs", *small, "checkpoints=1", "objective.gamma=0.5,0.7")
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "embedded-dflash"
+    folder = tmp_path / "runs" / "embedded-dflash"
     table = (folder / "sweep.md").read_text().splitlines()
     assert len(table) == 4 and "τ DDTree 4" in table[0]
     for gamma in ("0.5", "0.7"):
