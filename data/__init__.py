@@ -1,1 +1,3 @@
-"""Text in, training examples and prompts out. Knows no model and no loop."""
+"""Text in, training rows, prompts and question sets out. Knows no model and no loop.
+Imports neither infer nor train.
+Start with rows.py (where rows come from), then chat.py (chat templates) and packing.py (tokens)."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from data.chat import tokenize_chat
-from data.rows import DataConfig, check_faults, identity, single, training_rows
+from data.rows import FORMAT, DataConfig, check_faults, single, source_digest, training_rows
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def raw_rows(config: DataConfig) -> "Dataset":
     features = Features({"prompt": Value("string"), "text": Value("string"), "messages": List(message)})
     try:
         return Dataset.from_generator(
-            training_rows, features=features, gen_kwargs={"config": config}, fingerprint=identity(config)
+            training_rows, features=features, gen_kwargs={"config": config}, fingerprint=source_digest(config)
         )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, ValueError):
@@ -102,16 +102,18 @@ def mixed_rows(config: DataConfig) -> "Dataset":
 
 
 def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
-    """The training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped and cached.
-    `digest` stands for the tokenizer in the cache's key (`infer.targets.target.tokenizer_digest`).
-    Raises ValueError when more than `bad_rows` rows do not go through the chat template, or there is nothing to
-    train on."""
+    """Return the training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped.
+
+    It is cached. The key is what shapes the rows: the data options, the sizes and times of files, FORMAT, and `digest`,
+    which stands for the tokenizer and its chat template (`infer.targets.target.tokenizer_digest`). Raises ValueError
+    when more than `bad_rows` rows do not go through the chat template, or there is nothing to train on."""
     from datasets import disable_progress_bars
 
     disable_progress_bars()
     raw = mixed_rows(config)
-    parts = [(identity(part), weight) for part, weight in single(config)]
-    key = hashlib.sha256(json.dumps([digest, parts, config.limit]).encode())
+    parts = [(source_digest(part), weight) for part, weight in single(config)]
+    shape = [FORMAT, digest, parts, config.limit, config.length, config.long]
+    key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
     processes = config.num_proc if config.num_proc > 1 else None
     tokenized = raw.map(
         tokenize,
@@ -120,11 +122,12 @@ def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
         remove_columns=raw.column_names,
         fn_kwargs={"tokenizer": tokenizer, "length": config.length, "long": config.long},
         num_proc=processes,
-        new_fingerprint=key.hexdigest()[:32],
+        new_fingerprint=f"{key}-tokenized",
     )
     faults = [fault for fault in tokenized.with_format(None)["fault"] if fault]
     check_faults(faults, len(raw), config.bad_rows)
-    tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault")
+    if faults:
+        tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
     packed = tokenized.map(
         pack,
         batched=True,
@@ -132,6 +135,7 @@ def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
         remove_columns=tokenized.column_names,
         fn_kwargs={"length": config.length},
         num_proc=processes,
+        new_fingerprint=f"{key}-packed",
     )
     if len(packed) == 0:
         raise ValueError(

@@ -8,6 +8,7 @@ messages.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from data.chat import normalise
@@ -49,11 +50,11 @@ class QuestionSet:
     title: str  # in the table
     count: int  # questions that the paper asked
     hub: str
-    configuration: str | None
-    split: str
     columns: tuple[str, ...]  # that the question needs
     ask: str | Callable[[dict], str | list[str]]  # a template over the columns, or a function: the turns' texts
-    files: tuple[str, ...] = ()  # of a hub repository that has no other way in than its files
+    split: str = "test"
+    configuration: str | None = None
+    files: tuple[str, ...] = ()  # of a hub repository that can only be read by its files
 
     def turns(self, row: dict) -> list[str]:
         """What the user says, turn by turn. Raises KeyError for a column that is not there."""
@@ -62,47 +63,31 @@ class QuestionSet:
 
 
 LIVECODEBENCH = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
+PROBLEM = "{problem}" + REASON
 SETS = (
-    QuestionSet(
-        "aime24", "AIME 2024", 30, "HuggingFaceH4/aime_2024", None, "train", ("problem",), "{problem}" + REASON
-    ),
-    QuestionSet("aime25", "AIME 2025", 30, "MathArena/aime_2025", None, "train", ("problem",), "{problem}" + REASON),
-    QuestionSet("alpaca", "Alpaca", 128, "tatsu-lab/alpaca", None, "train", ("instruction", "input"), instruction),
-    QuestionSet("gsm8k", "GSM8K", 128, "openai/gsm8k", "main", "test", ("question",), "{question}" + REASON),
-    QuestionSet("humaneval", "HumanEval", 164, "openai/openai_humaneval", None, "test", ("prompt",), PROGRAM),
+    QuestionSet("aime24", "AIME 2024", 30, "HuggingFaceH4/aime_2024", ("problem",), PROBLEM, "train"),
+    QuestionSet("aime25", "AIME 2025", 30, "MathArena/aime_2025", ("problem",), PROBLEM, "train"),
+    QuestionSet("alpaca", "Alpaca", 128, "tatsu-lab/alpaca", ("instruction", "input"), instruction, "train"),
+    QuestionSet("gsm8k", "GSM8K", 128, "openai/gsm8k", ("question",), "{question}" + REASON, configuration="main"),
+    QuestionSet("humaneval", "HumanEval", 164, "openai/openai_humaneval", ("prompt",), PROGRAM),
     QuestionSet(
         "livecodebench",
         "LiveCodeBench",
         128,
         "livecodebench/code_generation_lite",
-        None,
-        "train",  # what `datasets` calls rows that come from plain files
         ("question_content", "starter_code"),
         contest,
-        LIVECODEBENCH,
+        split="train",  # what `datasets` calls rows that come from plain files
+        files=LIVECODEBENCH,
     ),
-    QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", None, "test", ("problem",), "{problem}" + REASON),
-    QuestionSet("mbpp", "MBPP", 128, "google-research-datasets/mbpp", "sanitized", "test", ("prompt",), "{prompt}"),
+    QuestionSet("math500", "MATH-500", 128, "HuggingFaceH4/MATH-500", ("problem",), PROBLEM),
     QuestionSet(
-        "mt-bench",
-        "MT-Bench",
-        80,
-        "HuggingFaceH4/mt_bench_prompts",
-        None,
-        "train",
-        ("prompt",),
-        lambda row: row["prompt"],
+        "mbpp", "MBPP", 128, "google-research-datasets/mbpp", ("prompt",), "{prompt}", configuration="sanitized"
     ),
     QuestionSet(
-        "swe-bench",
-        "SWE-bench Lite",
-        128,
-        "princeton-nlp/SWE-bench_Lite",
-        None,
-        "test",
-        ("problem_statement",),
-        ISSUE,
+        "mt-bench", "MT-Bench", 80, "HuggingFaceH4/mt_bench_prompts", ("prompt",), itemgetter("prompt"), "train"
     ),
+    QuestionSet("swe-bench", "SWE-bench Lite", 128, "princeton-nlp/SWE-bench_Lite", ("problem_statement",), ISSUE),
 )
 BY_NAME = {one.name: one for one in SETS}
 
@@ -217,8 +202,8 @@ def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
     except (OSError, ValueError) as error:  # a ConnectionError is an OSError
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{one.title} ({one.hub}) cannot be had from the hub ({reason}): give suite.folder=<your copies>, or leave "
-            "it out by suite.sets=[...]"
+            f"{one.title} ({one.hub}) could not be read from the hub ({reason}): give suite.folder=<your copies>, or "
+            "leave it out by suite.sets=[...]"
         ) from error
     yield from ((f"{one.hub}, row {number}", row) for number, row in enumerate(rows.select_columns([*one.columns])))
 

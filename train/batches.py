@@ -62,7 +62,7 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     count = len(rows["ids"])
     jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.stack(jitter).to(rows["ids"].device))
-    return lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size)
+    return lay_out(rows, anchors, valid, config.drafter.block_size)
 
 
 class Prefetch:

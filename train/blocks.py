@@ -49,15 +49,10 @@ def draw_anchors(
     return anchors, valid
 
 
-def lay_out(
-    ids: torch.Tensor,
-    documents: torch.Tensor,
-    loss: torch.Tensor,
-    anchors: torch.Tensor,
-    valid: torch.Tensor,
-    block_size: int,
-) -> Blocks:
-    """The blocks behind anchors (B, N) of packed rows (B, T). Labels beyond the document's end are not supervised."""
+def lay_out(columns: dict[str, torch.Tensor], anchors: torch.Tensor, valid: torch.Tensor, block_size: int) -> Blocks:
+    """Return the blocks behind anchors (B, N) of packed rows with columns ids, documents and loss, (B, T) each. Labels
+    beyond the document's end are not supervised."""
+    ids, documents, loss = (columns[name] for name in ("ids", "documents", "loss"))
     rows, length = ids.shape
     ahead = anchors[..., None] + torch.arange(1, block_size, device=ids.device)  # (B, N, L)
     safe = ahead.clamp(max=length - 1)

@@ -3,6 +3,7 @@ stage and number of processes."""
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from infer.drafters.base import Drafter
 from train.config import TrainConfig
@@ -82,7 +83,7 @@ def take_step(engine) -> torch.Tensor:
 
 
 def _flats(engine) -> list[torch.Tensor]:
-    """The parameters that the optimiser itself sees: the drafter's, or this process's shares of them, in one piece."""
+    """The parameters that a sharded optimiser itself sees: this process's shares of the drafter's, in one piece."""
     if engine.zero_optimization_stage() == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
@@ -99,49 +100,62 @@ def _link(engine) -> None:
             lazy_init_hp_params_optimizer_state(group, flat, engine.basic_optimizer.state)
 
 
+def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
+    """Return every weight (its name) and what an unsharded optimiser keeps of it (name/exp_avg, ..., name/step), all
+    float32 on the host; `moments` is the optimiser's state."""
+    state = {}
+    for name, parameter in model.named_parameters():
+        state[name] = parameter.detach()
+        state |= {f"{name}/{key}": value for key, value in moments[parameter].items()}
+    return {name: value.to("cpu", torch.float32).clone() for name, value in state.items()}
+
+
+def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tensor]) -> None:
+    """Give an unsharded optimiser what `plain_state` took from another one; weights are left alone."""
+    named = dict(model.named_parameters())
+    for name, value in state.items():
+        if "/" in name:
+            owner, key = name.split("/")
+            moments[named[owner]][key] = (value if value.ndim == 0 else value.to(named[owner].device)).clone()
+
+
 def training_state(engine) -> dict[str, torch.Tensor]:
-    """Every weight (its name, float32) and what the optimiser knows of it (name/exp_avg, ..., name/step), whole and on
-    the host: in the first process, nothing in the others. All processes call it together."""
+    """Return the state of `plain_state`, whole whatever the ZeRO stage: in the first process, nothing in the others.
+    All processes call it together."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    sharded, first = engine.zero_optimization_stage() > 0, dist.get_rank() == 0
+    first, moments = dist.get_rank() == 0, engine.basic_optimizer.state
+    if engine.zero_optimization_stage() == 0:
+        return plain_state(engine.module, moments) if first else {}
     _link(engine)
-    states = engine.basic_optimizer.state
-    common = states[_flats(engine)[0]]  # with ZeRO: every share has the same keys, and is in the same step
+    common = moments[_flats(engine)[0]]  # every process's share has the same keys, and is in the same step
     state = {}
     for name, parameter in engine.module.named_parameters():
-        if sharded:
-            whole = {"": safe_get_full_fp32_param(parameter)}
-            for key, value in common.items():
-                whole[f"/{key}"] = value if value.ndim == 0 else safe_get_full_optimizer_state(parameter, key)
-        else:
-            whole = {"": parameter.detach(), **{f"/{key}": value for key, value in states[parameter].items()}}
+        whole = {name: safe_get_full_fp32_param(parameter)}
+        for key, value in common.items():
+            whole[f"{name}/{key}"] = value if value.ndim == 0 else safe_get_full_optimizer_state(parameter, key)
         if first:
-            state |= {name + key: value.to("cpu", torch.float32).clone() for key, value in whole.items()}
+            state |= {key: value.to("cpu", torch.float32).clone() for key, value in whole.items()}
     return state
 
 
 def restore(engine, state: dict[str, torch.Tensor]) -> None:
-    """Gives a fresh engine around the same weights what `training_state` took from another one, sharded or not."""
+    """Give a fresh engine around the same weights what `training_state` took from another one, sharded or not."""
     from deepspeed.utils import safe_set_full_optimizer_state
 
-    named, states = dict(engine.module.named_parameters()), engine.basic_optimizer.state
-    known: dict[str, dict[str, torch.Tensor]] = {name: {} for name in named}
-    for name, value in state.items():
-        if "/" in name:
-            parameter, key = name.split("/")
-            known[parameter][key] = value
+    moments = engine.basic_optimizer.state
     if engine.zero_optimization_stage() == 0:
-        for name, parameter in named.items():
-            for key, value in known[name].items():
-                states[parameter][key] = value.clone() if value.ndim == 0 else value.to(parameter.device).clone()
+        restore_moments(engine.module, moments, state)
         return
-    some = known[next(iter(named))]
+    named = dict(engine.module.named_parameters())
+    known = {name: value for name, value in state.items() if "/" in name}
+    of_first = f"{next(iter(named))}/"
+    some = {name.removeprefix(of_first): value for name, value in known.items() if name.startswith(of_first)}
     for flat in _flats(engine):
         for key, value in some.items():
-            states[flat][key] = value.clone() if value.ndim == 0 else torch.zeros_like(flat)
+            moments[flat][key] = value.clone() if value.ndim == 0 else torch.zeros_like(flat)
     _link(engine)
-    for name, parameter in named.items():
-        for key, value in known[name].items():
-            if value.ndim:
-                safe_set_full_optimizer_state(parameter, value.to(engine.device), key)
+    for name, value in known.items():
+        owner, key = name.split("/")
+        if value.ndim:
+            safe_set_full_optimizer_state(named[owner], value.to(engine.device), key)

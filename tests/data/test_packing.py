@@ -1,5 +1,6 @@
 """Documents to packed rows: nothing lost, nothing mixed, prompts without loss, held-out text unseen."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from data.corpus import is_held_out, stdlib_documents
 from data.packing import batch, mixed_rows, pack, packed_rows, row_index, tokenize
 from data.prompts import held_out_prompts
-from data.rows import DataConfig, Part, held_out_rows, read_rows
+from data.rows import FORMAT, DataConfig, Part, held_out_rows, read_rows, source_digest
 from infer.targets.target import tokenizer_digest
 
 
@@ -143,7 +144,7 @@ def test_a_mixture_takes_rows_by_weight(tokenizer, tmp_path):
     assert not set(held) & set(rows)
     hub = DataConfig(source="hub", path=str(tmp_path / "hub"), length=32)
     assert len(mixed_rows(hub)) == 392
-    with pytest.raises(ValueError, match="split nothere: cannot be had"):
+    with pytest.raises(ValueError, match="split nothere: could not be read"):
         mixed_rows(replace(hub, split="nothere"))
 
 
@@ -162,6 +163,29 @@ def test_rows_are_read_again_only_when_something_changed(tokenizer, tmp_path, mo
     assert packed_rows(config, tokenizer, tokenizer_digest(tokenizer))["ids"][:].tolist() != first["ids"][:].tolist()
 
 
+def test_a_change_of_what_rows_come_out_raises_the_format(tokenizer, tmp_path):
+    """The cache's key knows FORMAT, and not the code: where this digest changes, raise FORMAT and write it anew."""
+    chat = [{"role": "user", "content": "why? "}, {"role": "assistant", "content": "because"}]
+    rows = [{"text": "def f(x):\n    return x\n" * n} for n in range(1, 9)] + [{"prompt": "a = ", "response": "1\n"}]
+    file = write(tmp_path / "a.jsonl", [*rows, {"messages": chat}])
+    packed = packed_rows(DataConfig(source="jsonl", path=file, length=32), tokenizer, tokenizer_digest(tokenizer))
+    columns = {name: packed[name][:].tolist() for name in ("ids", "positions", "documents", "loss")}
+    digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+    assert (FORMAT, digest[:16]) == (1, "331b447db4a5ad6f")
+
+
+def test_the_key_of_cached_rows_is_what_shapes_them(tmp_path):
+    config = DataConfig(source="jsonl", path=write(tmp_path / "a.jsonl", [{"text": "word"}]))
+    same = [
+        replace(config, num_proc=4),
+        replace(config, length=64),
+        replace(config, long="drop"),
+    ]  # of packed rows only
+    others = [replace(config, limit=3), replace(config, bad_rows=3), replace(config, source="hub")]
+    assert {source_digest(one) for one in same} == {source_digest(config)}
+    assert source_digest(config) not in {source_digest(one) for one in others}
+
+
 @pytest.mark.parametrize("long, tokens", [("split", 100), ("truncate", 32), ("drop", 0)])
 def test_long_texts_are_split_truncated_or_dropped(tokenizer, long, tokens):
     ids = tokenizer("x = 1\n" * 200)["input_ids"][:99]
@@ -178,7 +202,7 @@ def test_tokenising_in_several_processes_gives_the_same_rows(tokenizer, tmp_path
     )
     one = DataConfig(source="jsonl", path=file, length=64)
     tokens = []
-    for config in (one, replace(one, num_proc=2, bad_rows=99)):  # another identity, so nothing is found in the cache
+    for config in (one, replace(one, num_proc=2, bad_rows=99)):  # another key, so nothing is found in the cache
         rows = packed_rows(config, tokenizer, tokenizer_digest(tokenizer))
         columns = zip(rows["ids"][:], rows["documents"][:], strict=True)
         tokens.append(sorted(token for ids, documents in columns for token in ids[documents >= 0].tolist()))

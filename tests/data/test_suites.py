@@ -125,7 +125,7 @@ def test_rows_of_the_hub_are_read_by_column(monkeypatch):
     assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **o: (_ for _ in ()).throw(ConnectionError("no network")))
-    with pytest.raises(ValueError, match=r"GSM8K \(openai/gsm8k\) cannot be had .*suite\.folder="):
+    with pytest.raises(ValueError, match=r"GSM8K \(openai/gsm8k\) could not be read .*suite\.folder="):
         load_suite(SuiteConfig("ddtree", sets=["gsm8k"]))
 
 

@@ -42,7 +42,7 @@ def jitter(rows: int, slots: int, seed: int = 0) -> torch.Tensor:
 
 def some_blocks(rows: dict[str, torch.Tensor], slots: int, seed: int = 0):
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(len(rows["ids"]), slots, seed))
-    return lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, K)
+    return lay_out(rows, anchors, valid, K)
 
 
 def config(divergence: str = "kl") -> TrainConfig:
@@ -167,7 +167,7 @@ def test_every_anchor_counts_once_however_many_slots_there_are():
     rows["loss"] = torch.zeros(1, 16, dtype=torch.bool)
     rows["loss"][0, 3:8] = True
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.full((1, 9), 0.5))
-    blocks = lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, K)
+    blocks = lay_out(rows, anchors, valid, K)
     assert valid.sum() == 4 and anchors[valid].tolist() == [3, 4, 5, 6]
     assert not blocks.supervised[~valid].any()
     assert blocks.supervised.sum((0, 2))[valid[0]].tolist() == [3, 3, 2, 1]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +36,7 @@ from infer.utils.files import atomic_write, sync
 from infer.utils.redact import redact
 from train.batches import seeded
 from train.config import OptimConfig
+from train.engine import plain_state, restore_moments
 from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
 from train.optim import make_optimizer
@@ -155,28 +156,20 @@ def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: Diffusio
 
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Writes weights and moments into one file, whole or as it was before whenever the process is killed."""
-    state = {}
-    for name, parameter in model.named_parameters():
-        state[name] = parameter.detach().clone()
-        state |= {f"{name}/{key}": value.detach().clone() for key, value in optimizer.state[parameter].items()}
+    """Write weights and moments into one file, atomically."""
     fresh = path.with_name(f".{path.name}")
-    save_file(state, fresh, metadata={"step": str(step)})
+    save_file(plain_state(model, optimizer.state), fresh, metadata={"step": str(step)})
     sync(fresh)
     fresh.replace(path)
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Gives model and optimiser what `save_state` wrote; returns the step to go on with."""
-    named = dict(model.named_parameters())
-    with safe_open(path, "pt") as file, torch.no_grad():
-        for key in file.keys():  # noqa: SIM118 (no dictionary)
-            name, _, moment = key.partition("/")
-            value = file.get_tensor(key)
-            if not moment:
-                named[name].copy_(value)
-            else:
-                optimizer.state[named[name]][moment] = value.to(named[name].device) if value.ndim else value
+    """Give model and optimiser what `save_state` wrote; return the step that it was saved after."""
+    state = load_file(path)
+    weights = {name: value for name, value in state.items() if "/" not in name}
+    model.load_state_dict(weights, strict=False)  # a tied head is in the file once
+    restore_moments(model, optimizer.state, state)
+    with safe_open(path, "pt") as file:
         return int(file.metadata()["step"])
 
 

@@ -97,7 +97,7 @@ def replay_pass(
         if name in rows:
             seen.look(f"stored {name}", rows[name])
     anchors, valid = rows.pop("anchors"), rows.pop("valid")
-    blocks = lay_out(rows["ids"], rows["documents"], rows["loss"], anchors, valid, config.drafter.block_size)
+    blocks = lay_out(rows, anchors, valid, config.drafter.block_size)
     kind = compute_dtype(config, target.device)
     with watched(drafter, seen):
         with torch.autocast(target.device.type, kind, enabled=kind != torch.float32):
