@@ -7,13 +7,13 @@ import json
 
 from jinja2 import TemplateError
 
-MARK = "ANSWERGOESHERE"  # stands for an answer while its place in a template is looked for
+MARK = "ANSWERGOESHERE"  # takes the place of an answer, to find where the template puts it
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # ShareGPT's names
 
 
 def normalise(row: object, answered: bool = True) -> dict:
-    """One row of any known format as {"prompt", "text", "messages"}; the last message is an answer if it is to be
-    `answered`, else the answer's place is empty: what is behind the last question is left out.
+    """Return one row of any known format as {"prompt", "text", "messages"}; the last message is an answer if it is to
+    be `answered`, else the answer's place is empty: what is behind the last question is left out.
 
     Formats: {"messages": [{"role", "content"}]}, with "response" behind them if the last one is the user's (what
     `./launch.sh regenerate` writes); ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"};
@@ -29,7 +29,7 @@ def normalise(row: object, answered: bool = True) -> dict:
         if messages[-1]["role"] != "assistant" and isinstance(row.get("response"), str):
             messages.append({"role": "assistant", "content": row["response"]})
         while messages and (messages[-1]["role"] == "assistant") != answered:
-            messages.pop()  # a question that nobody answered teaches nothing
+            messages.pop()  # a question without an answer has no loss
         if answered and not any(turn["role"] == "assistant" and turn["content"].strip() for turn in messages):
             raise ValueError("no answer of the assistant in the conversation")
         if not messages:
@@ -55,8 +55,8 @@ def _turn(turn: dict) -> dict[str, str]:
 
 
 def render(tokenizer, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as the template writes it, and where in it each answer stands: [start, end) in characters, from
-    behind the words that ask the assistant to speak to the end of the answer.
+    """Return the conversation as the template writes it, and the place of each answer in it: [start, end) in
+    characters, from behind the words that ask the assistant to speak to the end of the answer.
 
     Raises ValueError where the template does not show an answer as it is: its loss would fall on other tokens.
     """
@@ -87,7 +87,8 @@ def render(tokenizer, messages: list[dict[str, str]]) -> tuple[str, list[tuple[i
 
 
 def tokenize_chat(tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation, and which of them carry loss: the answers', and the special token that ends each."""
+    """Return the token ids of a conversation, and which of them carry loss: the answers', and the special token that
+    ends each."""
     text, spans = render(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, special = encoded["input_ids"], set(tokenizer.all_special_ids)

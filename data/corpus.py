@@ -1,4 +1,4 @@
-"""Where text comes from: documents in, tokens nowhere yet.
+"""Documents of the Python standard library, before tokenisation.
 
 The embedded default reads the source files of the Python standard library, which lie on every machine
 that has Python, so a first run needs no download. `jsonl` reads the user's own files.
@@ -25,14 +25,14 @@ class Document:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file serves validation: decided by a hash of its path inside the library, so that the
+    """Return whether a file serves validation: decided by a hash of its path inside the library, so that the
     same file is held out on every machine and for every version that has it."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
 def stdlib_documents(split: str) -> Iterator[Document]:
-    """Source files of the running Python's standard library, sorted by path.
+    """Yield the source files of the running Python's standard library, sorted by path.
 
     split: "train" or "held_out". Raises FileNotFoundError when the library has no sources here.
     """

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def tokenize(rows: dict[str, list], tokenizer, length: int, long: str = "split") -> dict[str, list]:
-    """A batch of rows to pieces of at most `length` tokens: {"ids": ..., "loss": ..., "fault": ...}; longer texts are
-    split, truncated or dropped.
+    """Turn a batch of rows into pieces of at most `length` tokens: {"ids": ..., "loss": ..., "fault": ...}; longer
+    texts are split, truncated or dropped.
 
-    The end-of-text token closes a text and carries loss; a prompt does not. Of a chat, the answers do, with what
-    ends them. A row that the chat template does not show as it is becomes a piece without tokens and its fault.
+    The end-of-text token closes a text and carries loss; a prompt does not. Of a chat, the answers do, with what ends
+    them. A row that the chat template does not show as it is becomes a piece without tokens and its fault.
     """
     pieces: dict[str, list] = {"ids": [], "loss": [], "fault": []}
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
@@ -50,7 +50,7 @@ def tokenize(rows: dict[str, list], tokenizer, length: int, long: str = "split")
 
 
 def pack(pieces: dict[str, list], length: int) -> dict[str, list]:
-    """Pieces, in order, into rows of exactly `length`; a piece that does not fit opens the next row."""
+    """Pack pieces, in order, into rows of exactly `length`; a piece that does not fit opens the next row."""
     rows: dict[str, list] = {"ids": [], "positions": [], "documents": [], "loss": []}
     room = 0
     for ids, loss in zip(pieces["ids"], pieces["loss"], strict=True):
@@ -70,7 +70,7 @@ def pack(pieces: dict[str, list], length: int) -> dict[str, list]:
 
 
 def raw_rows(config: DataConfig) -> "Dataset":
-    """One data set's training rows, read once into a memory-mapped cache of `datasets`."""
+    """Return one data set's training rows, read once into a memory-mapped cache of `datasets`."""
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
 
@@ -89,8 +89,8 @@ def raw_rows(config: DataConfig) -> "Dataset":
 
 
 def mixed_rows(config: DataConfig) -> "Dataset":
-    """The training rows of all data sets of a configuration: of each as many as its weight asks for, such that the
-    scarcest is used up; which ones is drawn once, whatever the run's seed."""
+    """Return the training rows of all data sets of a configuration, in numbers proportional to their weights, such that
+    the scarcest is used up. Which rows these are does not depend on the run's seed."""
     from datasets import concatenate_datasets
 
     parts = [(raw_rows(part), weight) for part, weight in single(config)]
@@ -146,8 +146,8 @@ def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
 
 
 def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
-    """Every training row whole, as token ids: what an n-gram model counts. Raises ValueError when more than `bad_rows`
-    rows do not go through the chat template."""
+    """Yield every training row, uncut, as token ids: what an n-gram model counts. Raises ValueError when more than
+    `bad_rows` rows do not go through the chat template."""
     rows, faults = mixed_rows(config), []
     for start in range(0, len(rows), 256):
         pieces = tokenize(rows[start : start + 256], tokenizer, sys.maxsize, "truncate")
@@ -157,7 +157,7 @@ def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
 
 
 def row_index(sample: int, rows: int, seed: int) -> int:
-    """Which row the `sample`-th draw of a run is: every epoch a fresh permutation, a pure function of its
+    """Return which row the `sample`-th draw of a run is: every epoch a fresh permutation, a pure function of its
     arguments, so that a resumed run needs no loader state."""
     epoch, offset = divmod(sample, rows)
     return int(_epoch_order(rows, seed, epoch)[offset])
@@ -171,5 +171,5 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> "torch.Tensor":
 
 
 def batch(dataset, first: int, count: int, seed: int) -> "dict[str, torch.Tensor]":
-    """Draws `first` .. `first + count - 1` of a run: each column (count, T)."""
+    """Return draws `first` .. `first + count - 1` of a run: each column (count, T)."""
     return dataset[[row_index(first + i, len(dataset), seed) for i in range(count)]]

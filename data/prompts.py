@@ -6,7 +6,7 @@ from data.rows import DataConfig, held_out_rows
 
 
 def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:
-    """`count` prompts that training never saw.
+    """Return `count` prompts that training never saw.
 
     A chat gives all before its last answer, a row with a prompt of its own that prompt (the last `tokens` tokens);
     plain text gives windows of `tokens` tokens, taken round-robin: one from the start of every text, then one from

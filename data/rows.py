@@ -67,7 +67,7 @@ class DataConfig:
     num_proc: int = 1
 
     def check(self) -> None:
-        """Raises ValueError for a source that cannot be read."""
+        """Raise ValueError for a source that cannot be read."""
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source}: use one of {', '.join(SOURCES)}")
         if self.source == "jsonl" and not self.path:
@@ -93,7 +93,7 @@ class DataConfig:
 
 
 def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
-    """The data sets that a configuration stands for, none of them a mixture, with their weights."""
+    """Return the data sets that a configuration stands for, none of them a mixture, with their weights."""
     if config.source != "mixture":
         return [(config, 1.0)]
     return [
@@ -112,7 +112,7 @@ def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that a path stands for."""
+    """Return the files that a path stands for."""
     if not Path(path).is_dir():
         return [Path(path)]
     return sorted(file for kind in ("jsonl", "jsonl.gz", "parquet") for file in Path(path).rglob(f"*.{kind}"))
@@ -168,8 +168,8 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def bounded_lines(file: TextIO) -> Iterator[str]:
-    """The lines of a file. One that is longer than LONGEST_LINE is never whole in memory: it is cut off, which leaves
-    no JSON of it."""
+    """Yield the lines of a file. One that is longer than LONGEST_LINE is cut off, so that it is never whole in memory;
+    it is then no valid JSON."""
     while line := file.readline(LONGEST_LINE):
         rest = line
         while len(rest) == LONGEST_LINE and not rest.endswith("\n"):
@@ -178,8 +178,8 @@ def bounded_lines(file: TextIO) -> Iterator[str]:
 
 
 def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
-    """Rows of one's own data, each once; loss is on "text" or on the assistant's messages, which end with an answer
-    or, if not `answered`, with a question. Only digests of the rows are kept in memory.
+    """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's messages, which end with an
+    answer or, if not `answered`, with a question. Only digests of the rows are kept in memory.
 
     Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError, naming file and
     line, when there are more than `bad_rows` of them, or no others.
@@ -211,7 +211,7 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
 
 
 def check_faults(faults: list[str], count: int, bad_rows: int) -> None:
-    """Reports rows that are left out. Raises ValueError if they are more than `bad_rows`."""
+    """Report rows that are left out. Raises ValueError if they are more than `bad_rows`."""
     if len(faults) > bad_rows:
         raise ValueError(f"{len(faults)} of {count} rows cannot be used, data.bad_rows={bad_rows} may be: {faults[0]}")
     if faults:
@@ -219,8 +219,8 @@ def check_faults(faults: list[str], count: int, bad_rows: int) -> None:
 
 
 def held_out_rows(config: DataConfig) -> Iterator[dict]:
-    """Rows that training never sees: the library's held-out files, or every 50th row of one's own; of a mixture, in
-    turns from all its parts."""
+    """Yield the rows that training never sees: the library's held-out files, or every 50th row of the user's own; of a
+    mixture, in turns from all its parts."""
     if config.source in ("embedded", "stdlib"):
         yield from (normalise({"text": document.text}) for document in _with_text("held_out"))
         return
@@ -235,7 +235,7 @@ def held_out_rows(config: DataConfig) -> Iterator[dict]:
 
 
 def training_rows(config: DataConfig) -> Iterator[dict]:
-    """Rows of one data set to train on."""
+    """Yield the rows of one data set to train on."""
     if config.source == "stdlib":
         rows = (normalise({"text": document.text}) for document in _with_text("train"))
     elif config.source == "embedded":
@@ -250,7 +250,7 @@ def _with_text(split: str) -> Iterator:
 
 
 def questions(config: DataConfig) -> Iterator[dict]:
-    """All rows as questions, whatever has been answered to them."""
+    """Yield all rows as questions, whatever their answers."""
     for part, _ in single(config):
         own = part.source in ("jsonl", "hub")
         yield from islice(read_rows(part, answered=False) if own else training_rows(part), config.limit)

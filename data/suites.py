@@ -57,7 +57,7 @@ class QuestionSet:
     files: tuple[str, ...] = ()  # of a hub repository that can only be read by its files
 
     def turns(self, row: dict) -> list[str]:
-        """What the user says, turn by turn. Raises KeyError for a column that is not there."""
+        """Return what the user says, turn by turn. Raises KeyError for a missing column."""
         asked = self.ask.format_map(row) if isinstance(self.ask, str) else self.ask(row)
         return [asked] if isinstance(asked, str) else asked
 
@@ -115,7 +115,7 @@ class SuiteConfig:
     thinking: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for a suite that cannot be asked, before anything is loaded."""
+        """Raise ValueError for a suite that cannot be asked, before anything is loaded."""
         if self.name is None:
             if self.folder is not None or self.sets:
                 raise ValueError(
@@ -154,7 +154,8 @@ class Questions:
 
 
 def load_suite(config: SuiteConfig) -> list[Questions]:
-    """The sets of a checked configuration. Raises ValueError, naming set, file and line, for what cannot be read."""
+    """Return the sets of a checked configuration. Raises ValueError, naming set, file and line, for what cannot be
+    read."""
     if config.name == "ddtree":
         chosen = [one for one in SETS if not config.sets or one.name in config.sets]
         return [public_questions(one, config.folder, config.limit) for one in chosen]
@@ -174,7 +175,7 @@ def load_suite(config: SuiteConfig) -> list[Questions]:
 
 
 def public_questions(one: QuestionSet, folder: str | None, limit: int | None) -> Questions:
-    """One of the ten sets, from local files or from the hub; at most as many questions as the paper asked."""
+    """Return one of the ten sets, from local files or from the hub; at most as many questions as the paper asked."""
     chats = []
     for where, row in hub_rows(one) if folder is None else local_rows(folder, one.name):
         if isinstance(row, dict) and "turns" in row:
@@ -190,7 +191,7 @@ def public_questions(one: QuestionSet, folder: str | None, limit: int | None) ->
 
 
 def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
-    """(where, row) of a set of the hub: data only, no code that comes with it."""
+    """Yield (where, row) of a set of the hub: data only, no code that comes with it."""
     from datasets import load_dataset
 
     try:
@@ -209,13 +210,13 @@ def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
 
 
 def local_rows(folder: str, name: str) -> Iterator[tuple[str, object]]:
-    """(where, row) of a set's local files, in the files' order."""
+    """Yield (where, row) of a set's local files, in the files' order."""
     for file in set_files(folder, name):
         yield from file_records(file)
 
 
 def set_files(folder: str, name: str) -> list[Path]:
-    """A set's files: <folder>/<name>.jsonl, .jsonl.gz, .json or .parquet, or those in <folder>/<name>/. Raises
+    """Return a set's files: <folder>/<name>.jsonl, .jsonl.gz, .json or .parquet, or those in <folder>/<name>/. Raises
     ValueError where there are none."""
     for ending in ENDINGS:
         if (Path(folder) / f"{name}{ending}").is_file():
@@ -227,8 +228,8 @@ def set_files(folder: str, name: str) -> list[Path]:
 
 
 def own_chat(where: str, row: object) -> Chat:
-    """A row of one's own: {"turns": [texts]}, or what data/chat.py takes. Answers in it are not used: the model gives
-    its own. Raises ValueError for any other row."""
+    """Return a row of the user's own as a chat: {"turns": [texts]}, or what data/chat.py takes. Answers in it are not
+    used: the model gives its own. Raises ValueError for any other row."""
     try:
         if isinstance(row, ValueError):
             raise ValueError(f"no JSON ({row})")
@@ -247,12 +248,12 @@ def own_chat(where: str, row: object) -> Chat:
 
 
 def said(texts: Iterable[str]) -> Chat:
-    """What the user says, turn by turn, as a chat."""
+    """Return the user's texts, turn by turn, as a chat."""
     return [[{"role": "user", "content": text}] for text in texts]
 
 
 def by_turns(messages: list[dict[str, str]]) -> Chat:
-    """Messages without the assistant's, a turn up to each of the user's."""
+    """Split messages into turns, each up to a message of the user's, without the assistant's."""
     turns, turn = [], []
     for message in messages:
         if message["role"] != "assistant":
@@ -264,7 +265,8 @@ def by_turns(messages: list[dict[str, str]]) -> Chat:
 
 
 def spec_bench_group(where: str, row: object) -> str:
-    """The subtask of a Spec-Bench row ({"question_id", "category", "turns"}). Raises ValueError where it has none."""
+    """Return the subtask of a Spec-Bench row ({"question_id", "category", "turns"}). Raises ValueError where it has
+    none."""
     category = row.get("category") if isinstance(row, dict) else None
     if not isinstance(category, str) or "turns" not in row:
         raise ValueError(f"{where}: a row of Spec-Bench has question_id, category and turns")
@@ -272,8 +274,8 @@ def spec_bench_group(where: str, row: object) -> str:
 
 
 def sample(chats: list[Chat], limit: int | None) -> list[Chat]:
-    """At most `limit` of the chats: those that `datasets` gives by shuffle(seed=0).select(range(limit)), which is how
-    the published figures were measured."""
+    """Return at most `limit` of the chats: those that `datasets` gives by shuffle(seed=0).select(range(limit)), which
+    is how the published figures were measured."""
     if limit is None or len(chats) <= limit:
         return chats
     import numpy as np

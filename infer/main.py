@@ -49,10 +49,16 @@ COMMANDS = {
     ),
     "check": Command("infer.cli.check:CheckCommand", "infer.cli.check:run", "say which engines would load a drafter"),
     "features": Command(
-        "train.config:FeaturesConfig", "train.features:run", "store the target's features, to train without it"
+        "train.config:FeaturesConfig",
+        "train.features:store_features",
+        "store the target's features, to train without it",
     ),
-    "replay": Command("train.config:ReplayConfig", "train.safety.replay:run", "compute a skipped training step again"),
-    "plan": Command("train.config:TrainConfig", "train.plan:run", "estimate what a training run takes", conf="train"),
+    "replay": Command(
+        "train.config:ReplayConfig", "train.safety.replay:print_replay", "compute a skipped training step again"
+    ),
+    "plan": Command(
+        "train.config:TrainConfig", "train.plan:print_plan", "estimate what a training run takes", conf="train"
+    ),
     "pretrain": Command("train.config:PretrainConfig", "train.pretrain:pretrain", "make the embedded target anew"),
     "diffusion": Command(
         "train.masked.config:DiffusionConfig",

@@ -29,8 +29,8 @@ def seeded(*parts: int) -> torch.Generator:
 
 
 def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
-    """The packed rows: one process of each machine makes them, the others find them in the cache. Raises ValueError,
-    naming the cache, if it is damaged or cannot be written."""
+    """Return the packed rows: one process of each machine makes them, the others find them in the cache. Raises
+    ValueError, naming the cache, if it is damaged or cannot be written."""
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
 
@@ -50,15 +50,15 @@ def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
 
 
 def first_draw(config: TrainConfig, step: int, turn: int, rank: int, world: int) -> int:
-    """The first of the draws that a process makes in one pass of a step: a pure function, so that resuming needs no
-    more, and which rows a step has does not depend on how they are spread."""
+    """Return the number of the first draw of a process's pass: a pure function, so that resuming needs
+    no state, and a step has the same rows however they are spread over processes."""
     count, _ = micro_batch(config, world)
     return step * config.optim.batch + (turn * world + rank) * count
 
 
 def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
-    """Anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them. Anchors belong to a
-    draw, not to a batch: the same ones come out however the rows are spread over processes and micro-steps."""
+    """Draw anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them. Anchors belong
+    to a draw, not to a batch: the same ones come out however the rows are spread over processes and micro-steps."""
     count = len(rows["ids"])
     jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], torch.stack(jitter).to(rows["ids"].device))
@@ -66,8 +66,8 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
 
 
 class Prefetch:
-    """The rows of steps `first` .. `last - 1`, in order, read while the steps before are computed. What goes wrong in
-    the thread comes out of the call that waits for it; the process does not wait for the thread when it ends."""
+    """The rows of steps `first` .. `last - 1`, in order, read while the steps before are computed. An error in the
+    thread is raised by the call that waits for it; the process does not wait for the thread when it ends."""
 
     def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned
@@ -79,7 +79,7 @@ class Prefetch:
         try:
             for step in range(first, last):
                 self.ready.put(self._read(step))
-        except BaseException as error:  # noqa: BLE001  the thread ends; whoever waits must hear of it
+        except BaseException as error:  # noqa: BLE001  the thread ends; the caller that waits gets the error
             self.ready.put(error)
 
     def _read(self, step: int) -> StepRows:
@@ -93,7 +93,7 @@ class Prefetch:
         return read
 
     def __call__(self) -> StepRows:
-        """The rows of the next step. Raises Stopped, with the reason, if they cannot be read."""
+        """Return the rows of the next step. Raises Stopped, with the reason, if they cannot be read."""
         rows = self.ready.get()
         if isinstance(rows, BaseException):
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]

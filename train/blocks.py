@@ -1,4 +1,4 @@
-"""Where a drafter is trained: anchors, the blocks behind them, their labels, weights and teacher rows.
+"""The positions that a drafter is trained at: anchors, the blocks after them, their labels and teacher rows.
 
 B rows, T packed length, N anchor slots, K block size, L = K - 1 drafted positions, H heads, E head size.
 """
@@ -28,7 +28,7 @@ class Blocks:
 def draw_anchors(
     loss: torch.Tensor, documents: torch.Tensor, jitter: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor positions (B, N) int64, sorted, and whether each slot is used (B, N), from jitter (B, N) in [0, 1).
+    """Return anchor positions (B, N) int64, sorted, and whether each slot is used (B, N), from jitter (B, N) in [0, 1).
 
     An anchor's token and its successor both carry loss; these two and the token before them belong to one document,
     since a bonus token always follows a prompt. Slot j draws uniformly from the
@@ -80,10 +80,10 @@ def block_mask(
     causal: bool = False,
     window: int | None = None,
 ) -> "torch.Tensor | BlockMask":
-    """The prefix-shared mask of blocks of `width` that see what comes before their starts (B, N), from queries N*width
-    to keys T + N*width: for FlexAttention on CUDA; the same predicate, dense and
-    additive in the attention's `dtype`, elsewhere (SDPA would turn a boolean mask into such a one
-    in every layer, and keep each for the backward pass)."""
+    """Return the prefix-shared mask of blocks of `width`, which see the context before their starts (B, N): from
+    queries N*width to keys T + N*width: for FlexAttention on CUDA; the same predicate, dense and additive in the
+    attention's `dtype`, elsewhere (SDPA would turn a boolean mask into such a one in every layer, and keep each for the
+    backward pass)."""
     mask_mod = block_mask_mod(starts, documents, width, causal, window)
     rows, slots = starts.shape
     queries, keys = slots * width, documents.shape[1] + slots * width

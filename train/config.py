@@ -33,7 +33,7 @@ class ObjectiveConfig:
     chunk_rows: int = 256
 
     def check(self) -> None:
-        """Raises ValueError for an objective that does not exist."""
+        """Raise ValueError for an objective that does not exist."""
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"objective.divergence={self.divergence}: use one of {', '.join(DIVERGENCES)}")
         if self.weights not in WEIGHTS:
@@ -81,7 +81,7 @@ class OptimConfig:
     precision: str = "auto"
 
     def check(self) -> None:
-        """Raises ValueError for settings that cannot train."""
+        """Raise ValueError for settings that cannot train."""
         if self.name not in ("adamw", "muon"):
             raise ValueError(f"optim.name={self.name}: use adamw or muon")
         if not self.lr > 0:
@@ -117,7 +117,7 @@ class DeepSpeedConfig:
     offload: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for combinations that DeepSpeed does not have."""
+        """Raise ValueError for combinations that DeepSpeed does not have."""
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"deepspeed.stage={self.stage}: 0, 1, 2 or 3")
         if self.offload and self.stage == 0:
@@ -138,7 +138,7 @@ class TrackingConfig:
     artifacts: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for artifacts without a place to go."""
+        """Raise ValueError for artifacts without a place to go."""
         if self.artifacts and not self.wandb:
             raise ValueError("tracking.artifacts=true needs tracking=wandb")
 
@@ -159,7 +159,7 @@ class GuardsConfig:
     stall_minutes: float = 30.0
 
     def check(self) -> None:
-        """Raises ValueError for limits that nothing could keep."""
+        """Raise ValueError for limits that nothing could keep."""
         if self.most_skipped < 1:
             raise ValueError(f"guards.most_skipped={self.most_skipped}: at least 1")
         if not self.spike > 1:
@@ -182,7 +182,7 @@ class ReplayConfig:
     device: str = "auto"
 
     def check(self) -> None:
-        """Raises ValueError for a step that no run has; whether this one has it is seen when it is looked for."""
+        """Raise ValueError for a step that no run has; whether this one has it is seen when it is looked for."""
         if self.step is not None and self.step < 1:
             raise ValueError(f"step={self.step}: steps are counted from 1")
 
@@ -207,7 +207,7 @@ class FeaturesConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raises ValueError, one sentence, for what cannot be stored."""
+        """Raise ValueError, one sentence, for what cannot be stored."""
         for part in ("target", "drafter", "data"):
             getattr(self, part).check()
         if not self.out:
@@ -220,7 +220,7 @@ class FeaturesConfig:
 
 
 def check_embedded(data: DataConfig, target: TargetConfig) -> None:
-    """Raises ValueError where a foreign target would learn from what the embedded one wrote."""
+    """Raise ValueError where a foreign target would learn from what the embedded one wrote."""
     if data.source == "embedded" and target.path != "embedded":
         raise ValueError(
             "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
@@ -278,7 +278,7 @@ class TrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def check(self) -> None:
-        """Raises ValueError, one sentence, for anything that could not work."""
+        """Raise ValueError, one sentence, for anything that could not work."""
         parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "guards", "tracking")
         for part in parts:
             getattr(self, part).check()
@@ -370,7 +370,7 @@ class PretrainConfig:
     answer_tokens: int = 160
 
     def check(self) -> None:
-        """Raises ValueError for a recipe that cannot run."""
+        """Raise ValueError for a recipe that cannot run."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")

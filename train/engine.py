@@ -11,7 +11,7 @@ from train.optim import make_optimizer
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """What the drafter's products are computed in; its weights, gradients and moments are float32 always."""
+    """Return the dtype of the drafter's products; its weights, gradients and moments are always float32."""
     name = config.optim.precision
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
@@ -19,8 +19,8 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
-    """(rows of a process's pass, passes of a step), such that `world` processes together take `optim.batch` rows a
-    step.
+    """Return (rows of a process's pass, passes of a step), such that `world` processes together take `optim.batch` rows
+    a step.
 
     Raises ValueError where the rows cannot be shared evenly.
     """
@@ -36,7 +36,7 @@ def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
 
 
 def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
-    """DeepSpeed around drafter and optimiser. The target stays outside: it has no training state."""
+    """Put DeepSpeed around drafter and optimiser. The target stays outside, because it has no training state."""
     import deepspeed
 
     rows, passes = micro_batch(config, dist.get_world_size())
@@ -65,16 +65,16 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
 
 
 def take_step(engine) -> torch.Tensor:
-    """After a backward pass: the optimiser's step, if it is the last pass of one. Returns the gradient's norm before
+    """Take the optimiser's step after a backward pass, if that was the step's last. Return the gradient's norm before
     clipping, () (NaN where there was no step). Where the norm is not finite, weights and moments stay as they were, in
     all processes: with sharded states DeepSpeed sees to it."""
     sharded, last = engine.zero_optimization_stage() > 0, engine.is_gradient_accumulation_boundary()
     norm, optimizer = None, engine.basic_optimizer
     if last and not sharded:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)  # DeepSpeed tells it of sharded gradients only
+        norm = torch.nn.utils.get_total_norm(gradients)  # DeepSpeed knows it of sharded gradients only
         if not torch.isfinite(norm):
-            optimizer.step = lambda: None  # the engine counts the step and drops the gradients as ever
+            optimizer.step = lambda: None  # the engine counts the step and drops the gradients as always
     engine.step()
     vars(optimizer).pop("step", None)
     if norm is None and not (sharded and last and engine.optimizer.overflow):
@@ -83,14 +83,15 @@ def take_step(engine) -> torch.Tensor:
 
 
 def _flats(engine) -> list[torch.Tensor]:
-    """The parameters that a sharded optimiser itself sees: this process's shares of the drafter's, in one piece."""
+    """Return the parameters that a sharded optimiser itself sees: this process's shares of the drafter's, in one
+    piece."""
     if engine.zero_optimization_stage() == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
 
 
 def _link(engine) -> None:
-    """Tells DeepSpeed where in its flat shares the moments of each parameter lie. It does so itself after the first
+    """Tell DeepSpeed where in its flat shares the moments of each parameter lie. It does so itself after the first
     group of parameters was stepped for the first time: too early for the other groups."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 

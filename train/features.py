@@ -1,4 +1,4 @@
-"""Stored features: what the target says of the training rows, computed once, so that training needs no target.
+"""Stored features: the target's hidden states of the training rows, computed once, so that training needs no target.
 
     <out>/manifest.json   what was stored (target, tokenizer, layers, data), and every shard with its rows' checksums
     <out>/shard-00000.safetensors
@@ -8,7 +8,7 @@
 n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then listed: a run that
 was stopped goes on after the last listed one.
 
-Nothing is believed: the manifest carries its own SHA-256; a shard's size is compared when the folder is opened, which
+Everything is checked: the manifest carries its own SHA-256; a shard's size is compared when the folder is opened, which
 costs nothing; and every row is compared with its CRC-32 whenever it is read, about a second a gigabyte, in the
 thread that reads ahead. A digest of whole shards would have to read them all before the first step.
 """
@@ -43,7 +43,7 @@ def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
-    """The features that came with a batch of stored rows: context (B, T, K*D), last (B, T, D), in `dtype`."""
+    """Return the features of a batch of stored rows: context (B, T, K*D), last (B, T, D), in `dtype`."""
 
     def whole(name: str) -> torch.Tensor:
         states = rows[name]
@@ -68,7 +68,7 @@ def weights_digest(path: str) -> str:
 
 
 def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:
-    """What stored features depend on; training from them is refused where one of these is another."""
+    """Return what stored features depend on; training from them is refused if one of these differs."""
     known = {
         "target": {
             "path": config.target.path,
@@ -90,7 +90,7 @@ def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
 
 @torch.no_grad()
 def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
-    """Stores the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a
+    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a
     stopped run left. Raises ValueError when the folder holds features of something else."""
     out, known = Path(config.out), dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
@@ -148,19 +148,19 @@ def checksum(row: dict[str, torch.Tensor]) -> int:
 
 
 def manifest_digest(manifest: dict) -> str:
-    """SHA-256 of what a manifest says."""
+    """Return the SHA-256 of a manifest without its own digest."""
     said = {key: value for key, value in manifest.items() if key != "sha256"}
     return json_digest(said)
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Writes the manifest with its own digest, whole or not at all."""
+    """Write the manifest with its own digest, atomically."""
     with disk(f"{MANIFEST} of {folder}"):
         atomic_write(folder / MANIFEST, json.dumps(manifest | {"sha256": manifest_digest(manifest)}) + "\n")
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest, checked for what everything else relies on. Raises ValueError or FileNotFoundError."""
+    """Return the manifest, after checking what everything else relies on. Raises ValueError or FileNotFoundError."""
     file = folder / MANIFEST
     if not file.is_file():
         raise FileNotFoundError(f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one")
@@ -181,8 +181,8 @@ def read_manifest(folder: Path) -> dict:
 
 
 class StoredRows:
-    """The rows of a features folder, by number: what `data.packing.batch` draws from. Nothing but what is asked for is
-    read into memory."""
+    """The rows of a features folder, by number: what `data.packing.batch` draws from. Only the rows that are asked
+    for are read into memory."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -200,7 +200,7 @@ class StoredRows:
         self._open: dict[int, object] = {}  # shards that were read from
 
     def check(self, expected: dict) -> None:
-        """Raises ValueError, naming what differs, unless the features are what `dependencies` says that a run needs."""
+        """Raise ValueError, naming what differs, unless the features are what `dependencies` says that a run needs."""
         for key, value in expected.items():
             if self.manifest.get(key) != value:
                 raise ValueError(
@@ -233,7 +233,7 @@ class StoredRows:
         return {name: value.long() if value.dtype == torch.int32 else value for name, value in batch.items()}
 
 
-def run(config: FeaturesConfig) -> None:
+def store_features(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
     from rich.progress import Progress
 

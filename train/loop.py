@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 
 def block_loss(drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, config: TrainConfig) -> RowLoss:
-    """The objective on a batch's blocks, G = B * N of them.
+    """Compute the objective on a batch's blocks, G = B * N of them.
 
-    drafter: the drafter, or the engine around it; rows: columns (B, T), and stored features if there are.
+    drafter: the drafter, or the engine around it; rows: columns (B, T), with stored features if there are any.
     """
     if "context" in rows:
         features = stored_features(rows, target.dtype)
@@ -63,7 +63,7 @@ def block_loss(drafter, target: Target, rows: dict[str, torch.Tensor], blocks: B
 def draft_states(
     drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, features: Features
 ) -> torch.Tensor:
-    """The drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's dtype."""
+    """Return the drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's dtype."""
     module: Drafter = getattr(drafter, "module", drafter)
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
@@ -84,7 +84,7 @@ def score(
     features: Features,
     config: TrainConfig,
 ) -> RowLoss:
-    """The objective on drafted states (B*N*L, D), block by block; `head` (V, D) is the drafter's."""
+    """Compute the objective on drafted states (B*N*L, D), block by block; `head` (V, D) is the drafter's."""
     weights = position_weights(config.objective, blocks.supervised.shape[-1]).to(drafted.device) * blocks.supervised
     return divergence(
         drafted,
@@ -308,7 +308,7 @@ def finish(run: Run, progress: Progress, tracker: Tracker) -> None:
 
 
 def seconds_at_full_rate(run: Run) -> float:
-    """The seconds that a step's work would take at this machine's rate of large matrix products."""
+    """Return the seconds that a step's work would take at this machine's rate of large matrix products."""
     operations = step_operations(shape_of(run.config, run.target.config))
     if run.stored is not None:
         operations.pop("target")

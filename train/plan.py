@@ -1,4 +1,4 @@
-"""What a training run will take, before anything is loaded: parameters, operations, memory, disk, time.
+"""The cost of a training run, before anything is loaded: parameters, operations, memory, disk, time.
 
 `./launch.sh plan [the overrides of the run]`. All follows from the target's config.json and the run's configuration.
 
@@ -85,7 +85,8 @@ class Shape:
 
 
 def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
-    """The sizes of a run on a target, from its config.json; `rows` of a pass if they are not the whole step's."""
+    """Return the sizes of a run on a target, from its config.json; `rows` of a pass if they are not the whole
+    step's."""
     from transformers import AutoModelForCausalLM
 
     text, family = theirs.get_text_config(), FAMILIES[config.drafter.family].load()
@@ -201,14 +202,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> f
 
 
 def total_steps(config: TrainConfig, rows: float) -> int:
-    """Optimiser steps of a run over so many packed rows."""
+    """Return the optimiser steps of a run over a number of packed rows."""
     if config.optim.steps is not None:
         return config.optim.steps
     return max(1, round(config.optim.epochs * rows / config.optim.batch))
 
 
 def target_config(config: TrainConfig) -> "PretrainedConfig":
-    """The target's config.json: from its folder; else the sizes that conf/target/ knows it by; else from the hub."""
+    """Return the target's config.json: from its folder, else made of the sizes in conf/target/, else from the hub."""
     from transformers import AutoConfig
 
     options = config.target
@@ -218,7 +219,7 @@ def target_config(config: TrainConfig) -> "PretrainedConfig":
 
 
 def estimated_tokens(config: TrainConfig) -> float | None:
-    """About how many tokens the training rows have, four bytes each; None where they are not on this machine yet."""
+    """Estimate how many tokens the training rows have, four bytes each; None where they are not on this machine yet."""
     size = 0.0
     for data, _ in single(config.data):
         if data.source == "hub":
@@ -230,8 +231,8 @@ def estimated_tokens(config: TrainConfig) -> float | None:
     return size / 4
 
 
-def run(config: TrainConfig) -> None:
-    """Prints the plan."""
+def print_plan(config: TrainConfig) -> None:
+    """Print the plan."""
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     theirs = target_config(config)
     refuse_unsupported(theirs)

@@ -62,7 +62,7 @@ class DiffusionConfig:
     held_out: int = 32
 
     def check(self) -> None:
-        """Raises ValueError, one sentence, for a run that cannot work."""
+        """Raise ValueError, one sentence, for a run that cannot work."""
         if not self.start:
             raise ValueError("start=<folder or hub id>: which causal model shall it begin as?")
         if not self.sources or any(source not in ("stdlib", "embedded", "jsonl", "hub") for source in self.sources):

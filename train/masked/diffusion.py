@@ -49,8 +49,9 @@ TRAINING, HELD_OUT, COLD_START = range(3)
 
 
 def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
-    """The model to train, on its device in float32, and its tokenizer; the model's config carries `mask_token_id` and
-    `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for the mask."""
+    """Return the model to train, on its device in float32, and its tokenizer; the model's config carries
+    `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for
+    the mask."""
     start = load_target(config.start, "float32", config.device)
     if start.config.model_type not in NATIVE:
         raise ValueError(
@@ -83,8 +84,8 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
 
 
 def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """`config.held_out` packed rows that training never sees, evenly spread over the held-out text: each column (B, T).
-    Raises ValueError if there are none."""
+    """Return `config.held_out` packed rows that training never sees, evenly spread over the held-out text: each column
+    (B, T). Raises ValueError if there are none."""
     data = config.sets()[0]
     rows = list(held_out_rows(data))
     columns = {name: [row[name] for row in rows] for name in ("prompt", "text", "messages")}
@@ -98,8 +99,8 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
 
 
 def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, tokenizer) -> dict:
-    """Bounds of the held-out negative log-likelihood, in nats a token and a byte, with documents noised whole and, if
-    the configuration has a block length, block by block; always under the same noise."""
+    """Return bounds of the held-out negative log-likelihood, in nats a token and a byte, with documents noised whole
+    and, if the configuration has a block length, block by block; always under the same noise."""
     shifted, mask = model.config.masked_diffusion["shifted"], model.config.mask_token_id
     rows = {name: column.to(model.device) for name, column in learnable(rows, shifted, mask).items()}
     size = sum(len(tokenizer.decode(ids[keep]).encode()) for ids, keep in zip(rows["ids"], rows["loss"], strict=True))
@@ -124,19 +125,19 @@ def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: Dif
 
 
 def products(model: nn.Module, config: DiffusionConfig) -> torch.autocast:
-    """The precision of a pass."""
+    """Return the autocast context of a pass."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
 
 
 def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, torch.Tensor]:
-    """The rows of a step, as many of every data set: a pure function of seed and step."""
+    """Return the rows of a step, equally many of every data set: a pure function of seed and step."""
     share = config.batch // len(sets)
     parts = [batch(rows, step * share, share, config.seed) for rows in sets]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, step: int) -> float:
-    """Forward and backward of one step; returns the loss in nats a token: with weighting=elbo, an estimate of the
+    """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo, an estimate of the
     bound. The noise is a pure function of seed and step."""
     shifted, mask = model.config.masked_diffusion["shifted"], model.config.mask_token_id
     generator = seeded(config.seed, TRAINING, step)
@@ -174,7 +175,7 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
-    """Writes an ordinary model folder aside and puts it in the place of the last one."""
+    """Write an ordinary model folder beside the previous one, then replace that."""
     fresh, old = folder.with_name(f".{folder.name}"), folder.with_name(f".{folder.name}-old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -189,7 +190,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
 
 
 def open_folder(config: DiffusionConfig, out: Path) -> None:
-    """Makes the run's folder. Raises ValueError if it holds a run of another configuration."""
+    """Make the run's folder. Raises ValueError if it holds a run of another configuration."""
     options, text = out / "options.json", json.dumps(redact(asdict(config)), indent=1) + "\n"
     if options.exists() and options.read_text() != text:
         theirs, ours = json.loads(options.read_text()), json.loads(text)

@@ -34,11 +34,11 @@ class Draws:
     coins: torch.Tensor  # (B, T) uniform in [0, 1): a token of that block is covered if its coin is below t
 
     def select(self, rows: torch.Tensor) -> "Draws":
-        """Those of some rows (R,)."""
+        """Return those of some rows (R,)."""
         return Draws(self.levels[rows], self.blocks[rows], self.coins[rows])
 
     def to(self, device: torch.device) -> "Draws":
-        """The same on another device."""
+        """Return the same on another device."""
         return Draws(self.levels.to(device), self.blocks.to(device), self.coins.to(device))
 
 
@@ -52,8 +52,8 @@ class Noised:
 
 
 def draw_noise(documents: torch.Tensor, generator: torch.Generator) -> Draws:
-    """Draws for rows of documents (B, T), on the CPU. The levels of a batch are evenly spread over (0, 1] (MDLM's
-    low-discrepancy sampler): each is uniform, and together they vary less than independent ones."""
+    """Draw the noise of rows of documents (B, T), on the CPU. The levels of a batch are evenly spread over (0, 1]
+    (MDLM's low-discrepancy sampler): each is uniform, and together they vary less than independent ones."""
     rows, length = documents.shape
     slots = int(documents.max()) + 1 if documents.numel() else 0
     offsets = torch.rand(1, slots, generator=generator)
@@ -63,7 +63,7 @@ def draw_noise(documents: torch.Tensor, generator: torch.Generator) -> Draws:
 
 
 def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tensor, mask_token_id: int) -> Noised:
-    """Covers, in every document, one block of the tokens that may be learnt, as the draws say, and all that follows it.
+    """Cover, in every document, one block of the tokens that may be learnt, as the draws say, and all that follows it.
 
     rows: packed `ids`, `positions`, `documents` and `loss`, each (B, T). block_length: (B,) tokens to learn in a block
     of each row; a row's length or more noises its documents whole. Tokens that may not be learnt (prompts) stay clear
@@ -93,14 +93,15 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
 
 
 def learnable(rows: dict[str, torch.Tensor], shifted: bool, mask_id: int) -> dict[str, torch.Tensor]:
-    """The rows without loss where no model of the kind has a prediction: on mask tokens that a text quotes, and, if it
-    is shifted, on a document's first token, which is given (in Dream, too, the output before a token predicts it)."""
+    """Return the rows without loss where such a model has no prediction: on mask tokens that a text quotes, and, if the
+    model is shifted, on a document's first token, which is given (in Dream, too, the output before a token predicts
+    it)."""
     known = rows["loss"].bool() & (rows["ids"] != mask_id)
     return rows | {"loss": known & (rows["positions"] > 0) if shifted else known}
 
 
 def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, shifted: bool, mask_id: int) -> torch.Tensor:
-    """The estimate of the bound in nats, summed over the rows: () with gradient; divide by `noised.tokens` for nats a
+    """Estimate the bound in nats, summed over the rows: () with gradient; divide by `noised.tokens` for nats a
     token. The model never predicts the mask token (MDLM section 3.2.3: zero masking probabilities).
 
     model: a Hugging Face causal language model, run over noised ids (B, T) with every token seeing its document.

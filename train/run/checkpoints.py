@@ -37,12 +37,12 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first, whole or not."""
+    """Return the run's checkpoint folders, oldest first, damaged ones included."""
     return sorted((run / "checkpoints").glob("step-*"))
 
 
 def rolling(run: Path) -> list[Path]:
-    """The training states between them, oldest first, whole or not."""
+    """Return the rolling training states, oldest first, damaged ones included."""
     return sorted((run / "checkpoints").glob("rolling-*"))
 
 
@@ -56,7 +56,7 @@ def _digest(path: Path) -> dict:
 
 
 def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
-    """Saves a checkpoint: the training state and the drafter (in `dtype`); returns the finished folder. Called by every
+    """Save a checkpoint: the training state and the drafter (in `dtype`); return the finished folder. Called by every
     process. Raises Stopped in all of them if it cannot be written; nothing half-written is left then."""
     state = training_state(engine)
     config = engine.module.config
@@ -70,7 +70,7 @@ def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> 
 
 
 def save_rolling(run: Path, step: int, engine) -> Path:
-    """Saves the training state only, in the place of the rolling one before. As `save` otherwise."""
+    """Save the training state only, in place of the previous rolling one. Otherwise as `save`."""
     state = training_state(engine)
 
     def write() -> Path:
@@ -86,7 +86,8 @@ def save_rolling(run: Path, step: int, engine) -> Path:
 def _write(
     final: Path, step: int, state: dict[str, torch.Tensor], drafter: tuple[Qwen3Config, torch.dtype] | None
 ) -> Path:
-    """The folder `final` with a training state, a drafter if its configuration and dtype are given, and a manifest."""
+    """Write the folder `final` with a training state, a drafter if its configuration and dtype are given, and a
+    manifest."""
     partial = final.parent / f".{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -114,8 +115,8 @@ def _write(
 
 
 def tidy(run: Path, step: int, keep_states: int) -> None:
-    """Removes the states that the one of `step` makes superfluous; after a kill in the middle of it, the next start
-    does. What is newer is damaged, and stays until it is written anew."""
+    """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it, the next start
+    does. Newer checkpoints are damaged; they are kept until overwritten."""
     for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-keep_states]:
         shutil.rmtree(old / "state", ignore_errors=True)
     for old in rolling(run):
@@ -152,7 +153,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint or rolling state, or None, and a sentence about every newer one that was skipped."""
+    """Return the newest undamaged checkpoint or rolling state, or None, and a sentence about every newer one."""
     skipped = []
     for folder in sorted((*checkpoints(run), *rolling(run)), key=step_of, reverse=True):
         problem = find_damage(folder)
@@ -163,12 +164,13 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's training state, as `train.engine.training_state` took it. Its files were checked by `newest`."""
+    """Return a checkpoint's training state, as `train.engine.training_state` took it. Its files were checked by
+    `newest`."""
     return load_file(folder / "state" / STATE)
 
 
 def mark_best(run: Path, best: Path) -> None:
-    """Points checkpoints/best at the best checkpoint, atomically."""
+    """Point checkpoints/best at the best checkpoint, atomically."""
     link = run / "checkpoints" / "best"
     fresh = link.with_name(".best")
     fresh.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from train.config import TrainConfig
 from train.run.checkpoints import remove_partial
 from train.safety.processes import disk
 
-# what may be another when a run goes on: nothing here changes what is learnt, beyond rounding
+# what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
 FREE += ("guards", "optim.micro", "compile", "recompute", "target.shard", "target.device")
 
@@ -31,12 +31,12 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def plain(config: TrainConfig) -> dict:
-    """The resolved configuration as JSON knows it, without secrets: what is written and compared."""
+    """Return the resolved configuration as JSON, without secrets: what is written and compared."""
     return json.loads(json.dumps(redact(asdict(config))))
 
 
 def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
-    """The dotted keys under which two configurations are not the same."""
+    """Return the dotted keys under which two configurations differ."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys((*wanted, *known))
         return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
@@ -45,7 +45,7 @@ def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Holds the folder for this process; the kernel lets go of it however the process ends. Raises ValueError when
+    """Lock the folder for this process; the kernel releases the lock however the process ends. Raises ValueError when
     another run has it."""
     with (run / "lock").open("a+") as file:
         try:
@@ -68,7 +68,7 @@ def _sign(file: IO[str]) -> None:
 
 
 def refuse_another(config: TrainConfig, run: Path) -> None:
-    """Raises ValueError when the folder holds a run of another configuration, or any run and resume=never."""
+    """Raise ValueError when the folder holds a run of another configuration, or any run and resume=never."""
     file = run / "config.json"
     if not file.exists():
         return

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, a line now and then elsewhere."""
+"""What a user sees during a run: a live bar on a terminal, a line every 15 seconds elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ QUIET = 15.0  # seconds between lines where there is no terminal
 
 
 class Progress:
-    """The bar of a run. All methods do nothing on other processes than the first."""
+    """The bar of a run. Only the first process shows anything."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self.console = Console(highlight=False, quiet=not enabled)

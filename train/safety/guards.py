@@ -36,7 +36,7 @@ MOST_KEPT = 20  # skipped steps that are written down; the later ones are counte
 
 
 class Spikes:
-    """Losses far above those before them."""
+    """Finds losses far above those before them."""
 
     def __init__(self, config: TrainConfig, rows: int, known: list[dict]) -> None:
         """`rows` of the training set; `known` are the lines of metrics.jsonl so far: a resumed run sees what an
@@ -46,7 +46,7 @@ class Spikes:
         self.recent: deque[float] = deque(losses, maxlen=WINDOW)
 
     def __call__(self, line: dict) -> str | None:
-        """A sentence, if this step's loss is one."""
+        """Return a sentence if this step's loss is a jump."""
         loss, step = line["loss"], line["step"]
         if loss is None:
             return None
@@ -64,7 +64,7 @@ class Spikes:
 
 
 class Skips:
-    """Steps in a row that were skipped."""
+    """Counts skipped steps in a row, and stores what they were computed from."""
 
     def __init__(self, run: Path, config: TrainConfig) -> None:
         self.run, self.config = run, config
@@ -72,7 +72,7 @@ class Skips:
         self.weights: str | None = None  # folder of the first of them, relative to <run>/skipped
 
     def __call__(self, line: dict, drawn: StepRows, engine) -> str:
-        """After a step that was skipped, by every process: a sentence about it. Raises Stopped after too many."""
+        """Return a sentence about a skipped step; every process calls it. Raises Stopped after too many."""
         self.in_a_row = self.in_a_row + 1 if line["step"] == self.last + 1 else 1
         if self.in_a_row == 1:
             self.weights = None
@@ -91,7 +91,7 @@ class Skips:
         )
 
     def _keep(self, line: dict, drawn: StepRows, engine) -> bool:
-        """Writes the step down, unless there are enough such."""
+        """Store the step, unless MOST_KEPT are stored already."""
         folder = self.run / "skipped" / f"step-{line['step']:08d}"
         others = first_only(lambda: sorted(path.name for path in folder.parent.glob("step-*") if path != folder))
         if len(others) >= MOST_KEPT:
@@ -107,7 +107,7 @@ class Skips:
             columns = rows | {"anchors": blocks.anchors, "valid": blocks.valid}
             tensors |= {f"{i}/{name}": value.cpu().contiguous() for name, value in columns.items()}
         with disk(f"{folder}"):
-            os.makedirs(folder, exist_ok=True)  # there already, but on another machine
+            os.makedirs(folder, exist_ok=True)  # the first process made it, perhaps on another machine
             save_readable(tensors, folder / f"rows-{dist.get_rank()}.safetensors")
         record = line | {"seed": self.config.seed, "processes": dist.get_world_size()}
         record |= {"draws": [draw for draw, _ in drawn]}  # of the first process

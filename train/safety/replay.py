@@ -31,7 +31,7 @@ class Seen:
     lines: list[str] = field(default_factory=list)
 
     def look(self, name: str, value: torch.Tensor) -> None:
-        """Notes a tensor with such values."""
+        """Record a tensor that has such values."""
         if value.is_floating_point() and not value.isfinite().all():
             bad = ~value.isfinite()
             kinds = f"{int(value.isnan().sum())} NaN, {int(value.isinf().sum())} infinite"
@@ -41,7 +41,7 @@ class Seen:
 
 @contextmanager
 def watched(drafter: nn.Module, seen: Seen) -> Iterator[None]:
-    """Looks at what every layer puts out, and at the gradient that comes back to it."""
+    """Check every layer's output, and the gradient of that output."""
 
     def hook(name: str):
         def look(module: nn.Module, inputs: tuple, output: object) -> None:
@@ -63,7 +63,7 @@ def watched(drafter: nn.Module, seen: Seen) -> Iterator[None]:
 
 
 def config_of(record: dict) -> TrainConfig:
-    """The run's configuration, as a skipped step keeps it. Raises ValueError if it is of another version."""
+    """Return the run's configuration from a skipped step's record. Raises ValueError if it is of another version."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -74,7 +74,7 @@ def config_of(record: dict) -> TrainConfig:
 
 
 def passes(folder: Path) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The rows of every pass of every process, with the name of the pass."""
+    """Yield the name and the rows of every pass of every process."""
     for file in sorted(folder.glob("rows-*.safetensors")):
         tensors = load_file(file)
         for turn in sorted({int(name.split("/")[0]) for name in tensors}):
@@ -88,7 +88,7 @@ def passes(folder: Path) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 def replay_pass(
     drafter: Drafter, target: Target, rows: dict[str, torch.Tensor], config: TrainConfig, seen: Seen
 ) -> tuple[float, float]:
-    """Loss and weight of one pass; its gradients are added to the drafter's."""
+    """Return loss and weight of one pass; its gradients are added to the drafter's."""
     from train.loop import block_loss
     from train.objective import position_weights
 
@@ -109,7 +109,7 @@ def replay_pass(
 
 
 def replay(options: ReplayConfig) -> dict:
-    """Computes the step again; returns its loss, gradient norm and what was not finite. Raises ValueError where there
+    """Compute the step again; return its loss, gradient norm and what was not finite. Raises ValueError where there
     is no such step, FileNotFoundError where the weights are gone."""
     from train.features import StoredRows
     from train.loop import load_frozen
@@ -147,7 +147,7 @@ def replay(options: ReplayConfig) -> dict:
     return {"step": record["step"], "loss": loss / total, "grad_norm": norm, "norms": norms, "seen": seen.lines}
 
 
-def run(options: ReplayConfig) -> None:
+def print_replay(options: ReplayConfig) -> None:
     found = replay(options)
     wide = max(map(len, found["norms"]))
     print(f"{'gradient of':<{wide}}  norm")

@@ -1,4 +1,4 @@
-"""Before the first step: is what will be computed what was meant?
+"""Check before the first step that training computes what was meant.
 
 A few blocks of the first batch are computed alone, without anything that makes training fast: their document alone
 through target and drafter, a mask written out, the divergence as its formula says. The training step's own numbers
@@ -34,7 +34,7 @@ LARGEST, AVERAGE = 1e-4, 0.05
 
 
 class SelfCheck:
-    """Takes the slow numbers from a drafter that is in no engine yet; called with the fast ones, compares."""
+    """Compute slow numbers from a drafter that is in no engine yet, and compare them with the fast ones when called."""
 
     @torch.no_grad()
     def __init__(self, drafter: Drafter, target: Target, dataset, config: TrainConfig) -> None:
@@ -50,7 +50,7 @@ class SelfCheck:
         self.expected = torch.stack([self.alone(drafter, target, b, n, config) for b, n in self.some])  # (3, L)
 
     def alone(self, drafter: Drafter, target: Target, b: int, n: int, config: TrainConfig) -> torch.Tensor:
-        """The divergences of one block, (L,); 0 where nothing is learnt."""
+        """Return the divergences of one block, (L,); 0 at positions without loss."""
         rows, anchor = self.rows, int(self.blocks.anchors[b, n])
         begin, end = self.document(b, anchor)
         ids, positions = rows["ids"][b : b + 1, begin:end], torch.arange(end - begin, device=target.device)[None]
@@ -71,7 +71,7 @@ class SelfCheck:
 
     @staticmethod
     def mask(start: int, length: int, width: int, causal: bool, window: int | None) -> torch.Tensor:
-        """Who sees whom: a block that begins at `start`, and its document of `length` positions, (1, 1, W, T + W)."""
+        """Return the mask of a block that begins at `start` in a document of `length` positions, (1, 1, W, T + W)."""
         block, context = start + torch.arange(width), torch.arange(length)
         before = (context < start).expand(width, -1)
         inside = torch.ones(width, width, dtype=torch.bool)
@@ -80,13 +80,13 @@ class SelfCheck:
         return (seen if window is None else seen & (distance < window))[None, None]
 
     def document(self, b: int, anchor: int) -> tuple[int, int]:
-        """Where the document of a position begins and ends."""
+        """Return where the document of a position begins and ends."""
         documents = self.rows["documents"][b]
         found = (documents == documents[anchor]).nonzero()[:, 0]
         return int(found[0]), int(found[-1]) + 1
 
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
-        """From states (L, D) of a block whose document has `ids` (T,) and `features`."""
+        """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and `features`."""
         head, out = drafter.head_weight(target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
         formula = DIVERGENCES[config.objective.divergence].formula
         for t in range(len(hidden)):
@@ -98,8 +98,8 @@ class SelfCheck:
         return out
 
     def __call__(self, fast: RowLoss) -> str:
-        """Compares with the fast numbers of `rows` and `blocks`; returns a sentence. Raises Stopped where they
-        differ."""
+        """Compare with the training step's numbers of `rows` and `blocks`; return a sentence. Raises Stopped where
+        they differ."""
         slots = self.blocks.anchors.shape[1]
         found = torch.stack([fast.rows[b * slots + n] for b, n in self.some])  # (3, L)
         error = (found - self.expected).abs() / self.expected.abs().clamp(min=1)
