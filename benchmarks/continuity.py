@@ -24,11 +24,11 @@ from infer.engine.engine import Engine
 from infer.evaluation.evaluate import describe_device
 from infer.ngrams.model import NGram
 from infer.trees import guided
-from infer.trees.continuity import continuity, guided_ddtree
+from infer.trees.continuity import AUTHORS, BEAM, RANKS, continuity, guided_ddtree, judge, likeliest, of_row
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal
 
-LENGTH, RANKS, BEAM = 8, 25, 20
+LENGTH = 8
 
 
 class Recorder:
@@ -80,22 +80,23 @@ def main() -> None:
     print(f"{'tree':<22}{'nodes':>6}{'search':>9}{'again':>8}{'whole':>8}")
     for budget in args.budgets:
         times: dict[str, list[float]] = {}
-        nodes, kept = np.empty((3, budget), np.int64), np.empty(budget, np.float32)
-        scores = np.empty(budget)
+        nodes, kept, scores = np.empty((3, budget), np.int64), np.empty(budget, np.float32), np.empty(budget)
         for ids, marginals in drafter.rounds:
-            top, tokens = (side[0].numpy() for side in marginals.topk(RANKS, dim=-1))
-            end, bonus = np.array(ids[-model.order + 1 :]), torch.tensor(ids[-1:])
-            common = model.arrays, model.tokens, model.order
+            bonus, end = torch.tensor(ids[-1:]), np.array(ids[-model.order + 1 :])
+            proposal = Proposal(bonus, marginals, budget, model, [ids], ends=target.end_ids)
+            tokens, guide = likeliest(proposal, AUTHORS.unigrams), of_row(likeliest(proposal, True), 0)
+            beamed, judged = of_row(tokens, 0), of_row(judge(tokens, AUTHORS, target.end_ids), 0)
+            common = model.arrays, model.order
             for name, runs in {
                 "continuity": (
-                    lambda: guided.beam(*common, top, tokens, end, BEAM, nodes, kept),  # noqa: B023
-                    lambda: continuity(Proposal(bonus, marginals, budget, model, [ids])),  # noqa: B023
+                    lambda: guided.beam(*common, AUTHORS.epsilon, beamed, judged, end, BEAM, nodes, kept),  # noqa: B023
+                    lambda: continuity(proposal),  # noqa: B023
                 ),
                 "DDTree + continuity": (
-                    lambda: guided.best_first(*common, 1.0, top, tokens, end, nodes, scores),  # noqa: B023
-                    lambda: guided_ddtree(Proposal(bonus, marginals, budget, model, [ids])),  # noqa: B023
+                    lambda: guided.best_first(*common, 1.0, guide, end, nodes, scores),  # noqa: B023
+                    lambda: guided_ddtree(proposal),  # noqa: B023
                 ),
-                "DDTree": (None, lambda: ddtree(Proposal(bonus, marginals, budget))),  # noqa: B023
+                "DDTree": (None, lambda: ddtree(proposal)),  # noqa: B023
             }.items():
                 for column, run in zip(("search", "again", "whole"), (runs[0], runs[0], runs[1]), strict=True):
                     if run is not None:

@@ -181,6 +181,7 @@ class Engine(EngineBase):
             self.options.width,
             getattr(self.drafter, "conditional", None),
             draws,
+            self.target.end_ids,
         )
 
     def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:

@@ -5,6 +5,10 @@ The model lies in the host's memory, so the trees are built there: on a GPU a ro
 the K likeliest tokens of every position.
 """
 
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
 import numpy as np
 import torch
 
@@ -12,24 +16,49 @@ from infer.trees import guided
 from infer.trees.ddtree import node_count
 from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 
+Columns = TypeVar("Columns", guided.Candidates, guided.Judged)
 RANKS, BEAM = 25, 20  # DART appendix D: tokens looked at a position, prefixes that are gone on with
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What DART's appendix D leaves open about a token's score."""
+
+    epsilon: float  # added to its probability under the drafter, and to that under the n-gram model
+    renormalised: bool  # the drafter's probabilities are those among the likeliest tokens of the position
+    unigrams: bool  # a token never seen behind any suffix of the path has its share of the corpus, instead of 0
+
+
+AUTHORS = Scoring(epsilon=1e-10, renormalised=True, unigrams=False)
+SMOOTHED = Scoring(epsilon=1e-5, renormalised=False, unigrams=True)
+
+
 def continuity(proposal: Proposal) -> DraftTree:
-    """DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals (B, L, V), and of all
-    prefixes seen the `budget` best, in descending order of score. log_probs are the drafter's alone."""
-    top, ids = _likeliest(proposal.marginals)
-    rows, length, ranks = top.shape
+    """DART algorithm 1 as its authors' code has it: a beam over the 25 likeliest tokens of every position of the
+    marginals (B, L, V), and of all prefixes seen the `budget` best, in descending order of score. log_probs are the
+    drafter's alone."""
+    return _beam(proposal, AUTHORS)
+
+
+def continuity_unigrams(proposal: Proposal) -> DraftTree:
+    """The same search with smoother scores: unigrams for what was never seen, and all of the drafter's softmax."""
+    return _beam(proposal, SMOOTHED)
+
+
+def _beam(proposal: Proposal, scoring: Scoring) -> DraftTree:
+    """Run the beam for every row."""
+    candidates = likeliest(proposal, scoring.unigrams)
+    judged = judge(candidates, scoring, proposal.ends)
+    rows, length, ranks = candidates.tokens.shape
     seen, active = 0, 1
     for _ in range(length):
         seen, active = seen + active * ranks, min(BEAM, active * ranks)
     nodes = torch.empty(3, rows, min(proposal.budget, seen), dtype=torch.long)
     log_probs = torch.empty(nodes.shape[1:], dtype=torch.float32)
-    ngram = proposal.ngram
+    common = proposal.ngram.arrays, proposal.ngram.order, scoring.epsilon
     for row, context in enumerate(_contexts(proposal)):
-        judged = top[row].numpy(), ids[row].numpy(), context
         filled = nodes[:, row].numpy(), log_probs[row].numpy()
-        guided.beam(ngram.arrays, ngram.tokens, ngram.order, *judged, BEAM, *filled)
+        guided.beam(*common, of_row(candidates, row), of_row(judged, row), context, BEAM, *filled)
     return behind(proposal.bonus, Nodes(*nodes, log_probs), length)
 
 
@@ -37,22 +66,40 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
     its n-gram probability to the power of `weight`. The first n nodes are the tree of budget n; log_probs are these
     path-conditioned ones."""
-    top, ids = _likeliest(proposal.marginals)
-    rows, length, ranks = top.shape
+    candidates = likeliest(proposal, unigrams=True)
+    rows, length, ranks = candidates.tokens.shape
     nodes = torch.empty(3, rows, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(nodes.shape[1:], dtype=torch.float64)
     ngram = proposal.ngram
     for row, context in enumerate(_contexts(proposal)):
-        judged = top[row].numpy(), ids[row].numpy(), context
         filled = nodes[:, row].numpy(), scores[row].numpy()
-        guided.best_first(ngram.arrays, ngram.tokens, ngram.order, proposal.weight, *judged, *filled)
+        guided.best_first(ngram.arrays, ngram.order, proposal.weight, of_row(candidates, row), context, *filled)
     return behind(proposal.bonus, Nodes(*nodes, scores.float()), length)
 
 
-def _likeliest(marginals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and ids (B, L, K) of every position's likeliest tokens, on the host."""
+def likeliest(proposal: Proposal, unigrams: bool) -> guided.Candidates:
+    """The likeliest tokens of every row's positions, (B, L, K) each, on the host; `unigrams`: with their shares of the
+    corpus, else these are 0."""
+    marginals, ngram = proposal.marginals, proposal.ngram
     top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
-    return top.float().cpu(), ids.cpu()
+    tokens, by_token = ids.cpu().sort(-1)
+    log_q = top.cpu().double().gather(-1, by_token).clamp(min=guided.LOWEST)
+    shares = np.zeros(tokens.shape)
+    if unigrams:
+        guided.unigrams(ngram.arrays, ngram.tokens, tokens.numpy().reshape(-1), shares.reshape(-1))
+    return guided.Candidates(tokens.numpy(), log_q.numpy(), shares)
+
+
+def judge(candidates: guided.Candidates, scoring: Scoring, ends: Collection[int]) -> guided.Judged:
+    """What the beam asks of candidates (B, L, K) besides."""
+    log_q = torch.from_numpy(candidates.log_q)
+    q = log_q.softmax(-1) if scoring.renormalised else log_q.exp()
+    return guided.Judged(q.numpy(), np.isin(candidates.tokens, list(ends)))
+
+
+def of_row(columns: Columns, row: int) -> Columns:
+    """One row's part of `Candidates` or `Judged`: (L, K) each."""
+    return type(columns)(*(array[row] for array in columns))
 
 
 def _contexts(proposal: Proposal) -> list[np.ndarray]:

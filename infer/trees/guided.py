@@ -1,7 +1,7 @@
 """Trees that an n-gram model keeps fluent, in machine code for the CPU: marginals know nothing of each other, n-grams
 know which token goes with which (DART section 4). Two searches over the same lookups:
 
-- `beam`: DART's algorithm 1, scores as in its appendix D;
+- `beam`: DART's algorithm 1, scores as in its appendix D; what the appendix leaves open is the caller's choice;
 - `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's marginal is multiplied by its
   probability under the n-gram model behind this very path, and what comes out is normalised over the position's K
   likeliest tokens, to the probability that these have together. A step is at most 0 in log space, so that scores fall
@@ -14,14 +14,32 @@ O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they wer
 the children of each: no context is searched for from the start.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from infer.ngrams.model import count_of, find, find_children
 from infer.utils.jit import njit
 
-EPSILON = 1e-5  # of DART appendix D: what a token that was never seen is worth
+EPSILON = 1e-5  # of the best-first search: what a token that was never seen is worth
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
 LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all, and still a number
+ENDED = 1e6  # more than any score: a prefix that ends its text is gone on with after all others
+
+
+class Candidates(NamedTuple):
+    """The tokens that a row's positions choose from, ascending in each position: (L, K) each."""
+
+    tokens: np.ndarray  # int64
+    log_q: np.ndarray  # float64 and finite: log-probabilities under the drafter
+    unigrams: np.ndarray  # float64: Pr(token) where it was never seen behind any suffix of the path
+
+
+class Judged(NamedTuple):
+    """What DART's algorithm 1 asks of these candidates besides: (L, K) each."""
+
+    q: np.ndarray  # float64: the drafter's probabilities, as scores count them
+    ends: np.ndarray  # bool: whether the token ends a text
 
 
 @njit(cache=True, nogil=True)
@@ -57,17 +75,6 @@ def extend(arrays, suffixes, tokens, alone, grown, probabilities):
                 count = count_of(arrays, found[i])
                 if count > 0:
                     probabilities[i] = count / context
-
-
-@njit(cache=True, nogil=True)
-def _by_token(top, ids):
-    """Every position's tokens in ascending order: (L, K) log-probabilities, float64 and finite, and ids."""
-    log_q, tokens = np.empty(top.shape, np.float64), np.empty(ids.shape, np.int64)
-    for level in range(len(ids)):
-        order = np.argsort(ids[level])
-        for i in range(len(order)):
-            log_q[level, i], tokens[level, i] = max(top[level, order[i]], LOWEST), ids[level, order[i]]
-    return log_q, tokens
 
 
 @njit(cache=True, nogil=True)
@@ -120,42 +127,45 @@ def _sift(scores, heap, size, moving):
 
 
 @njit(cache=True, nogil=True)
-def beam(arrays, total, order, top, ids, context, width, nodes, log_probs):
-    """DART algorithm 1 for one row: top (L, K) float32 log-probabilities and ids (L, K) of every position's likeliest
-    tokens, a context (C,) int64 that ends with the bonus token, the beam's width. Fills nodes (3, M - 1), that is
-    tokens, parents and depths, best first, and log_probs (M - 1,) of their prefixes under the drafter alone; returns
-    how many there are. The first position is judged by the drafter alone, as in the authors' code."""
-    length, ranks = top.shape
+def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_probs):
+    """DART algorithm 1 for one row: `Candidates` and `Judged`, a context (C,) int64 that ends with the bonus token, the
+    beam's width. Fills nodes (3, M - 1), that is tokens, parents and depths, best first, and log_probs (M - 1,) of
+    their prefixes under the drafter alone; returns how many there are.
+
+    As in the authors' code: the first position is judged by the drafter alone, and a prefix that ends its text is gone
+    on with only where others are lacking. A step is at most 0, which rounding could exceed: no child before its parent.
+    """
+    tokens, log_q, alone = candidates
+    length, ranks = tokens.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
     most = ranks + (length - 1) * width * ranks
-    score, drafted = np.empty(most, np.float64), np.empty(most, np.float64)
+    score, hopes, drafted = np.empty(most), np.empty(most), np.empty(most)
     token, parent, depth = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     active, of_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
     chosen, next_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
     grown = np.empty((width, longest + 1, ranks), np.int64)
-    probabilities, alone, of_logit = np.empty(ranks), np.empty(ranks), np.empty(ranks)
-    log_q, tokens = _by_token(top, ids)
-    unseen = np.log(EPSILON)
+    probabilities, of_logit = np.empty(ranks), np.empty(ranks)
+    unseen = np.log(epsilon)
     active[0], count = -1, 1
     begin(arrays, context, of_active[0])
     size = 0
     for level in range(length):
         level_weight, first = (level + 1.0) ** LEVEL_POWER, size
-        unigrams(arrays, total, tokens[level], alone)
         for i in range(ranks):
-            of_logit[i] = LOGIT_DECAY**level * np.log(np.exp(log_q[level, i]) + EPSILON)
+            of_logit[i] = LOGIT_DECAY**level * np.log(judged.q[level, i] + epsilon)
         for b in range(count):
-            extend(arrays, of_active[b], tokens[level], alone, grown[b], probabilities)
+            extend(arrays, of_active[b], tokens[level], alone[level], grown[b], probabilities)
             above = active[b]
             for i in range(ranks):
                 step = of_logit[i]
                 if level > 0:
-                    step += NGRAM_WEIGHT * (np.log(probabilities[i] + EPSILON) if probabilities[i] else unseen)
+                    step += NGRAM_WEIGHT * (np.log(probabilities[i] + epsilon) if probabilities[i] else unseen)
                 score[size] = min(step * level_weight, 0.0) + (score[above] if above >= 0 else 0.0)
+                hopes[size] = score[size] - (ENDED if judged.ends[level, i] else 0.0)
                 drafted[size] = log_q[level, i] + (drafted[above] if above >= 0 else 0.0)
                 token[size], parent[size], depth[size] = tokens[level, i], above, level + 1
                 size += 1
-        count = _best(score, first, size, chosen)
+        count = _best(hopes, first, size, chosen)
         for b in range(count):
             before, i = divmod(chosen[b] - first, ranks)
             next_active[b] = grown[before, :longest, i]
@@ -173,15 +183,14 @@ def beam(arrays, total, order, top, ids, context, width, nodes, log_probs):
 
 
 @njit(cache=True, nogil=True)
-def best_first(arrays, total, order, weight, top, ids, context, nodes, scores):
+def best_first(arrays, order, weight, candidates, context, nodes, scores):
     """The best prefixes under marginals times n-gram probabilities to the power of `weight`, for one row: arguments as
     in `beam`; fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
-    length, ranks = top.shape
+    tokens, log_q, alone = candidates
+    length, ranks = tokens.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
-    log_q, tokens = _by_token(top, ids)
-    alone, mass = np.empty((length, ranks)), np.empty(length)
+    mass = np.empty(length)
     for level in range(length):
-        unigrams(arrays, total, tokens[level], alone[level])
         mass[level] = min(np.log(np.exp(log_q[level]).sum()), 0.0)
     # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)

@@ -43,6 +43,13 @@ _ROWS = (
     ),
     TreeMethod("continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True),
     TreeMethod(
+        "continuity+unigrams",
+        "continuity + unigrams",
+        "infer.trees.continuity:continuity_unigrams",
+        ngrams=True,
+        evaluated=False,
+    ),
+    TreeMethod(
         "ddtree+continuity",
         "DDTree + continuity",
         "infer.trees.continuity:guided_ddtree",

@@ -4,7 +4,7 @@ B rows, M nodes with the root, L drafted positions, V vocabulary; of full trees 
 node, D depth, I inner nodes, R rows of draft distributions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Proposal:
     width: int = 1  # children of every node of a full tree
     conditional: Conditional | None = None  # of a drafter that knows q(token | token before)
     noise: Callable[[int], torch.Tensor] | None = None  # methods that draw, sampled texts: depth D -> Gumbel (B, D, V)
+    ends: Collection[int] = ()  # tokens that end a text
 
 
 @dataclass(frozen=True)

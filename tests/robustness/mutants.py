@@ -146,6 +146,18 @@ MUTANTS = [
         CONTINUITY,
     ),
     (
+        "continuity: texts that ended are gone on with",
+        "infer/trees/guided.py",
+        ("(ENDED if judged.ends[level, i] else 0.0)", "0.0"),
+        CONTINUITY,
+    ),
+    (
+        "continuity: unseen tokens have their unigrams",
+        "infer/trees/continuity.py",
+        ("renormalised=True, unigrams=False", "renormalised=True, unigrams=True"),
+        CONTINUITY,
+    ),
+    (
         "a path's probability is not normalised",
         "infer/trees/guided.py",
         ("norm = highest + np.log(np.exp(step - highest).sum()) - mass[level]", "norm = 0.0"),

@@ -1,19 +1,24 @@
 """Trees that ask an n-gram model: equal to DART's algorithm 1 and to exhaustive enumeration, written plainly here."""
 
 import math
+from collections import Counter
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
 from infer.trees import guided
-from infer.trees.continuity import continuity, guided_ddtree
+from infer.trees.continuity import Scoring, continuity, continuity_unigrams, guided_ddtree
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
 
-EPSILON = 1e-5
+EPSILON = 1e-5  # of the guided DDTree
+# What the DART authors' code chooses where appendix D says nothing, and what `continuity_unigrams` does.
+AUTHORS = Scoring(epsilon=1e-10, renormalised=True, unigrams=False)
+SMOOTHED = Scoring(epsilon=1e-5, renormalised=False, unigrams=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,36 +49,126 @@ def prefixes(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     return {prefix: float(tree.log_probs[row, node]) for node, prefix in found.items() if node}
 
 
-def algorithm_1(marginal: torch.Tensor, context: list[int], model: NGram, budget: int, beam: int) -> list[tuple]:
-    """DART algorithm 1 with appendix D's weights, best first: (prefix, log-probability under the drafter alone)."""
+def corpus(vocabulary: int, seed: int) -> list[list[int]]:
+    """Texts of 0 to 40 tokens, each token likelier after some than after others; their last ones are counted too."""
+    generator = np.random.default_rng(seed)
+    favourites = generator.integers(0, vocabulary, (vocabulary, 3))
+    texts = []
+    for length in generator.integers(0, 41, 60):
+        ids = [int(generator.integers(vocabulary))]
+        while len(ids) < length:
+            often = generator.random() < 0.7
+            ids.append(int(favourites[ids[-1], generator.integers(3)] if often else generator.integers(vocabulary)))
+        texts.append(ids[:length])
+    return texts
+
+
+def counted(texts: list[list[int]], order: int) -> Counter:
+    """How often every n-gram of 0 to `order` tokens stands in the texts; the empty one: all tokens."""
+    counts = Counter()
+    for text in texts:
+        for start in range(len(text)):
+            for end in range(start, min(start + order, len(text)) + 1):
+                counts[tuple(text[start:end])] += 1
+    return counts
+
+
+def fluency(counts: Counter, order: int, context: list[int], token: int, unigrams: bool) -> float:
+    """Pr(token | context) behind the longest suffix of 1 to order - 1 tokens that it was seen behind, or 0."""
+    for length in range(min(order - 1, len(context)), -1 if unigrams else 0, -1):
+        suffix = tuple(context[len(context) - length :])
+        if counts[(*suffix, token)]:
+            return counts[(*suffix, token)] / counts[suffix]
+    return 0.0
+
+
+def algorithm_1(
+    marginal: torch.Tensor, context: list[int], counts: Counter, order: int, budget: int, scoring: Scoring, ends=()
+) -> list[tuple]:
+    """DART algorithm 1 with appendix D's weights, best first: (prefix, score, log-probability under the drafter)."""
     top, ids = marginal.topk(min(25, marginal.shape[-1]), dim=-1)
+    judged = top.softmax(-1) if scoring.renormalised else top.exp()
     active, everything = [((), 0.0, 0.0)], []
     for level in range(len(marginal)):
         grown = []
         for prefix, score, drafted in active:
-            fluent = model.probabilities(context + list(prefix), ids[level].tolist())
-            for log_q, token, p in zip(top[level].tolist(), ids[level].tolist(), fluent.tolist(), strict=True):
-                step = 0.9**level * math.log(math.exp(log_q) + EPSILON)
+            path = context + list(prefix)
+            for token, q, log_q in zip(*(side[level].tolist() for side in (ids, judged, top)), strict=True):
+                step = 0.9**level * math.log(q + scoring.epsilon)
                 if level > 0:
-                    step += 0.5 * math.log(p + EPSILON)
+                    fluent = fluency(counts, order, path, token, scoring.unigrams)
+                    step += 0.5 * math.log(fluent + scoring.epsilon)
                 step = min(step * (level + 1) ** -0.7, 0.0)
                 grown.append(((*prefix, token), score + step, drafted + log_q))
         everything += grown
-        active = sorted(grown, key=lambda entry: -entry[1])[:beam]
-    ranked = sorted(everything, key=lambda entry: -entry[1])[:budget]
-    return [(prefix, drafted) for prefix, _, drafted in ranked]
+        active = sorted(grown, key=lambda entry: (entry[0][-1] in ends, -entry[1]))[:20]
+    return sorted(everything, key=lambda entry: -entry[1])[:budget]
 
 
-@pytest.mark.parametrize("length, budget", [(1, 7), (3, 59), (8, 59), (8, 300)])
-def test_continuity_is_algorithm_1(model, length, budget):
+# vocabulary, order, longest path, ids that end a text: small vocabularies, so that ends must be gone on with too
+MODELS = [(97, 3, 8, ()), (97, 2, 8, (5,)), (60, 4, 8, (7, 11)), (12, 3, 5, (0, 3)), (30, 5, 3, (1,)), (97, 1, 4, ())]
+
+
+@pytest.mark.parametrize("build, scoring", [(continuity, AUTHORS), (continuity_unigrams, SMOOTHED)])
+@pytest.mark.parametrize("case", range(len(MODELS)))
+def test_continuity_is_algorithm_1(tmp_path, build, scoring, case):
+    """25 trees of each model, 150 in all: the same nodes in the same order, and the authors' own choices in theirs."""
+    vocabulary, order, length, ends = MODELS[case]
+    texts = corpus(vocabulary, case)
+    model = count_ngrams(texts, vocabulary, order, tmp_path / "x.ngrams", "0" * 64, workers=1)
+    counts = counted(texts, order)
+    generator = torch.Generator().manual_seed(case)
+    for number in range(25):
+        spread = float(torch.rand((), generator=generator)) * 4 + 0.5
+        logits = torch.randn(1, length, vocabulary, generator=generator) * spread
+        if number % 2:  # drafters are surest of what comes next
+            logits *= torch.linspace(2, 0.5, length)[:, None]
+        logits[..., list(ends)] += 3.0
+        some, budget = logits.log_softmax(-1), int(torch.randint(8, 60, (), generator=generator))
+        text = texts[number % len(texts)] or [0]
+        context = text[: 1 + number % len(text)]
+        tree = build(Proposal(torch.tensor([context[-1]]), some, budget, model, [context], ends=ends))
+        expected = algorithm_1(some[0], context, counts, order, budget, scoring, ends)
+        found = prefixes(tree, 0)
+        assert list(found) == [prefix for prefix, _, _ in expected], number
+        assert list(found.values()) == pytest.approx([drafted for _, _, drafted in expected], abs=1e-4)
+
+
+def test_a_prefix_that_ends_its_text_is_gone_on_with_last(model):
+    """An end token that is likeliest everywhere takes part in the tree, and nothing stands behind it."""
+    some, context, end = marginals(1, 4, seed=12), [[3, 5]], 40
+    some[..., end] = 9.0
+    some = some.log_softmax(-1)
+    for ends, behind in (((), True), ((end,), False)):
+        tree = continuity(Proposal(torch.tensor([5]), some, 59, model, context, ends=ends))
+        found = prefixes(tree, 0)
+        assert (end,) in found
+        assert any(end in prefix[:-1] for prefix in found) == behind
+
+
+@pytest.mark.parametrize("length, budget", [(1, 7), (3, 59), (8, 300)])
+def test_rows_of_a_batch_are_algorithm_1(model, length, budget):
+    """Of contexts of all lengths, some never seen; as a dictionary, the model's own answers."""
     rows = 6
     some, ends = marginals(rows, length, seed=length), contexts(rows)
     tree = continuity(Proposal(torch.arange(rows), some, budget, model, ends))
+    answers = ModelCounts(model)
     for row in range(rows):
-        expected = algorithm_1(some[row], ends[row], model, budget, beam=20)
+        expected = algorithm_1(some[row], ends[row], answers, model.order, budget, AUTHORS)
         found = prefixes(tree, row)
-        assert list(found) == [prefix for prefix, _ in expected]
-        assert list(found.values()) == pytest.approx([drafted for _, drafted in expected], abs=1e-4)
+        assert list(found) == [prefix for prefix, _, _ in expected]
+        assert list(found.values()) == pytest.approx([drafted for _, _, drafted in expected], abs=1e-4)
+
+
+class ModelCounts(dict):
+    """A model's counts, looked up as a dictionary's."""
+
+    def __init__(self, model: NGram) -> None:
+        self.model = model
+
+    def __missing__(self, ids: tuple[int, ...]) -> int:
+        self[ids] = self.model.count(ids)
+        return self[ids]
 
 
 def conditionals(marginal: torch.Tensor, path: list[int], level: int, model: NGram, weight: float) -> dict[int, float]:
@@ -177,14 +272,18 @@ def test_the_searches_run_without_numba_too(model):
     """The same functions as plain Python, on one row."""
     if not hasattr(guided.beam, "py_func"):
         pytest.skip("numba is not installed: the other tests ran them so")
-    top, ids = marginals(1, 4, seed=2)[0].topk(25, dim=-1)
-    arguments = top.numpy(), ids.numpy(), np.array([5, 9])
-    for search, extra, kind in ((guided.beam, (20,), np.float32), (guided.best_first, (), np.float64)):
+    log_q, tokens = marginals(1, 4, seed=2)[0, :, :25].double().numpy(), np.tile(np.arange(25), (4, 1))
+    candidates = guided.Candidates(tokens, log_q, np.full((4, 25), 0.01))
+    judged, context = guided.Judged(np.exp(log_q), tokens == 3), np.array([5, 9])
+    calls = {
+        guided.beam: (model.arrays, 3, 1e-5, candidates, judged, context, 20),
+        guided.best_first: (model.arrays, 3, 1.0, candidates, context),
+    }
+    for search, arguments in calls.items():
         results = []
         for function in (search, search.py_func):
-            nodes, scores = np.empty((3, 20), np.int64), np.empty(20, kind)
-            weight = (1.0,) if search is guided.best_first else ()
-            function(model.arrays, model.tokens, 3, *weight, *arguments, *extra, nodes, scores)
+            nodes, scores = np.empty((3, 20), np.int64), np.empty(20)
+            function(*arguments, nodes, scores)
             results.append((nodes, scores))
         assert np.array_equal(results[0][0], results[1][0])
         assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
