@@ -13,7 +13,9 @@ class NgramCommand:
     """Counts n-grams of token ids, for trees that judge paths by them.
 
     out: the file that is written
-    order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
+    trie: a .trie file of DART's authors, taken over instead of counting data; it must be of the target's tokenizer
+    order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6, or all of the .trie file's
+    threshold: n-grams seen fewer times are left out
     workers: processes that count; None: one a core
     chunk_tokens: tokens sorted at a time by a process, about 24 bytes each
     target: whose tokenizer it is, see TargetConfig in infer/config.py
@@ -21,7 +23,9 @@ class NgramCommand:
     """
 
     out: str = "runs/ngrams"
+    trie: str | None = None
     order: int | None = None
+    threshold: int = 1
     workers: int | None = None
     chunk_tokens: int = 8_000_000
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -35,6 +39,8 @@ class NgramCommand:
             raise ValueError(f"order={self.order}: at least 1")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers={self.workers}: at least 1")
+        if self.threshold < 1:
+            raise ValueError(f"threshold={self.threshold}: 1 keeps all n-grams, larger ones those seen as often")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens={self.chunk_tokens}: at least 1")
 
@@ -42,6 +48,7 @@ class NgramCommand:
 def run(config: NgramCommand) -> None:
     from data.packing import token_documents
     from infer.ngrams.count import count_ngrams
+    from infer.ngrams.trie import convert_trie
     from infer.targets.loading import load_config, load_tokenizer
     from infer.targets.target import tokenizer_digest
 
@@ -49,17 +56,19 @@ def run(config: NgramCommand) -> None:
     tokenizer = load_tokenizer(place.path, place.trust_remote_code)
     theirs = load_config(place.path, place.trust_remote_code)
     vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
-    order = config.order or min(6, 64 // vocabulary.bit_length())
+    out, digest = Path(config.out), tokenizer_digest(tokenizer)
 
     def counted(tokens: int) -> None:
         print(f"\r{tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
-    out = Path(config.out)
-    documents = token_documents(config.data, tokenizer)
-    digest = tokenizer_digest(tokenizer)
-    model = count_ngrams(documents, vocabulary, order, out, digest, config.workers, config.chunk_tokens, counted)
+    making = config.workers, config.chunk_tokens, counted, config.threshold
+    if config.trie is not None:
+        model = convert_trie(Path(config.trie), vocabulary, out, digest, config.order, *making)
+    else:
+        order = config.order or min(6, 64 // vocabulary.bit_length())
+        model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, *making)
     nodes = sum(model.nodes)
     print(
-        f"\n{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {order}, {model.size_bytes / 1e6:,.1f} MB "
+        f"\n{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {model.order}, {model.size_bytes / 1e6:,.1f} MB "
         f"({model.size_bytes / nodes:.1f} bytes each); use it with continuity={out}"
     )

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,64 +36,102 @@ def count_ngrams(
     workers: int | None = None,
     chunk_tokens: int = 8_000_000,
     progress: Callable[[int], None] = lambda tokens: None,
+    threshold: int = 1,
 ) -> "NGram":
     """Counts all n-grams of 1 to `order` ids within the documents into the file `out`, and opens it.
 
     documents: sequences of ids below `vocabulary`, read once, each of them in memory only for its turn. digest: of the
     tokenizer, 64 hexadecimal digits. workers: processes, one for each core by default; with 1 everything happens in
     this one (others are spawned: a script needs its `if __name__ == "__main__"`). chunk_tokens: positions that a worker
-    sorts at once, some 40 bytes each. progress is told how many tokens are counted.
+    sorts at once, some 40 bytes each. progress is told how many tokens are counted. threshold: n-grams seen fewer times
+    are left out at the end (`infer.ngrams.prune`).
 
     `out` appears whole or not at all. Temporary files are in a hidden folder beside it, gone at the end: at most 12
     bytes for each position of the corpus and 20 for each node. Raises ValueError for an order that does not fit, ids
     outside the vocabulary, and a corpus without tokens.
     """
+    shape = Shape(vocabulary, order, digest, threshold, chunk_tokens)
+
+    def jobs(folder: Path) -> Iterator[tuple]:
+        for run, chunk in enumerate(_chunks(documents, vocabulary, order, chunk_tokens)):
+            yield folder, run, *chunk, order, shape.bits
+
+    return build(out, shape, _write_run, jobs, workers, progress)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a file of n-grams is to be, and in which chunks it is made; ValueError for what cannot be."""
+
+    vocabulary: int
+    order: int
+    digest: str
+    threshold: int = 1
+    chunk_tokens: int = 8_000_000
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocabulary <= 1 << 31:
+            raise ValueError(f"a vocabulary of {self.vocabulary} ids: between 1 and {1 << 31} can be counted")
+        if not 1 <= self.order <= 64 // self.bits:
+            raise ValueError(
+                f"n-grams of order {self.order} over {self.vocabulary} ids: {64 // self.bits} is the largest order "
+                f"possible for this vocabulary, whose ids take {self.bits} of 64 bits each, and 1 the smallest"
+            )
+        if not re.fullmatch("[0-9a-f]{64}", self.digest):
+            raise ValueError(f"the tokenizer's digest is {self.digest!r} and not 64 hexadecimal digits")
+        if not 1 <= self.chunk_tokens < 1 << 32:
+            raise ValueError(f"chunk_tokens is {self.chunk_tokens}: take one between 1 and {(1 << 32) - 1}")
+        if self.threshold < 1:
+            raise ValueError(
+                f"threshold is {self.threshold}: 1 leaves all n-grams in, larger ones leave rarer ones out"
+            )
+
+    @property
+    def bits(self) -> int:
+        """How many bits of a key a token takes."""
+        return self.vocabulary.bit_length()
+
+
+def build(
+    out: Path,
+    shape: Shape,
+    write_run: Callable[..., int],
+    jobs: Callable[[Path], Iterable[tuple]],
+    workers: int | None,
+    progress: Callable[[int], None],
+) -> "NGram":
+    """Make an n-gram file from runs, and open it. jobs: folder -> the arguments of each call of write_run, which writes
+    one run into that folder, files as `save_run` names them, and returns how many positions it stands for."""
     # Here, because it loads numba; the worker processes do without.
     from infer.ngrams.model import NGram
+    from infer.ngrams.prune import Pruned
+    from infer.ngrams.write import write_levels
 
-    out = Path(out)
-    bits = _check(vocabulary, order, digest, chunk_tokens)
-    workers = workers or _cores()
+    out, workers = Path(out), workers or _cores()
     out.parent.mkdir(parents=True, exist_ok=True)
     pool = nullcontext() if workers == 1 else ProcessPoolExecutor(workers, get_context("spawn"))
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as name, pool as executor:
         folder = Path(name)
-        chunks = _chunks(documents, vocabulary, order, chunk_tokens)
-        jobs = ((folder, run, *chunk, order, bits) for run, chunk in enumerate(chunks))
         tokens = runs = 0
-        for counted in _spread(_write_run, jobs, executor, workers):
+        for counted in _spread(write_run, jobs(folder), executor, workers):
             tokens, runs = tokens + counted, runs + 1
             progress(tokens)
         if not tokens:
             raise ValueError("there is nothing to count: no document has a token")
-        cuts = _cuts(folder, runs, chunk_tokens)
-        jobs = (
-            (folder, runs, *cut, order, bits) for cut in zip(range(len(cuts)), cuts, [*cuts[1:], None], strict=True)
+        cuts = _cuts(folder, runs, shape.chunk_tokens)
+        merges = (
+            (folder, runs, *cut, shape.order, shape.bits)
+            for cut in zip(range(len(cuts)), cuts, [*cuts[1:], None], strict=True)
         )
-        ranges = list(_spread(_merge_range, jobs, executor, workers))
+        ranges = list(_spread(_merge_range, merges, executor, workers))
         fresh = folder / "whole"
-        with fresh.open("w+b") as file:
-            _write(file, _Merged(folder, ranges, vocabulary, order), tokens, digest)
+        write_levels(fresh, _Merged(folder, ranges, shape.vocabulary, shape.order), tokens, shape.digest)
+        if shape.threshold > 1:
+            whole, fresh = fresh, folder / "pruned"
+            write_levels(fresh, Pruned(NGram.open(whole), shape.threshold), tokens, shape.digest)
         fresh.replace(out)
     sync(out.parent)
     return NGram.open(out)
-
-
-def _check(vocabulary: int, order: int, digest: str, chunk_tokens: int) -> int:
-    """How many bits of a key a token takes; ValueError if the arguments cannot be."""
-    if not 1 <= vocabulary <= 1 << 31:
-        raise ValueError(f"a vocabulary of {vocabulary} ids: between 1 and {1 << 31} can be counted")
-    bits = vocabulary.bit_length()
-    if not 1 <= order <= 64 // bits:
-        raise ValueError(
-            f"n-grams of order {order} over {vocabulary} ids: {64 // bits} is the largest order possible for this "
-            f"vocabulary, whose ids take {bits} of 64 bits each, and 1 the smallest"
-        )
-    if not re.fullmatch("[0-9a-f]{64}", digest):
-        raise ValueError(f"the tokenizer's digest is {digest!r} and not 64 hexadecimal digits")
-    if not 1 <= chunk_tokens < 1 << 32:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}: take one between 1 and {(1 << 32) - 1}")
-    return bits
 
 
 def _cores() -> int:
@@ -163,13 +201,18 @@ def _write_run(folder: Path, run: int, tokens: np.ndarray, lengths: np.ndarray, 
     del codes
     keys = keys[:own]
     keys.sort()
-    first = _first_of_each(keys)
-    np.save(folder / f"run-{run}-keys.npy", keys[first])
-    np.save(folder / f"run-{run}-counts.npy", np.diff(first, append=own).astype(np.uint32))
+    first = first_of_each(keys)
+    save_run(folder, run, keys[first], np.diff(first, append=own))
     return own
 
 
-def _first_of_each(values: np.ndarray) -> np.ndarray:
+def save_run(folder: Path, run: int, keys: np.ndarray, counts: np.ndarray) -> None:
+    """Write a run: distinct keys (n,) uint64, ascending, and how often each was seen (n,), below 2^32."""
+    np.save(folder / f"run-{run}-keys.npy", keys)
+    np.save(folder / f"run-{run}-counts.npy", counts.astype(np.uint32))
+
+
+def first_of_each(values: np.ndarray) -> np.ndarray:
     """Where each distinct value starts in a sorted, non-empty array."""
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
 
@@ -206,7 +249,7 @@ def _merge_range(folder: Path, runs: int, number: int, low: int, end: int | None
     keys, counts = np.concatenate(keys), np.concatenate(counts)
     place = np.argsort(keys, kind="stable")  # which merges what is sorted in parts
     keys, counts = keys[place], counts[place].astype(np.uint64)
-    first = _first_of_each(keys)
+    first = first_of_each(keys)
     keys, counts = keys[first], np.add.reduceat(counts, first)
     ends, sizes, starts = (int(keys[0]), int(keys[-1])), [], None
     for level in range(order, 0, -1):
@@ -218,7 +261,7 @@ def _merge_range(folder: Path, runs: int, number: int, low: int, end: int | None
             np.save(_level(folder, number, level, "starts"), starts[real])
         sizes.insert(0, int(real.sum()))
         keys = keys >> np.uint64(bits)  # of the parents
-        first = _first_of_each(keys)
+        first = first_of_each(keys)
         starts = (np.cumsum(real) - real)[first]
         keys, counts = keys[first], np.add.reduceat(counts, first)
     return _Range(*ends, sizes)
@@ -288,53 +331,3 @@ class _Merged:
             if level == 1:
                 yield np.minimum.accumulate(starts[::-1])[::-1]  # an unseen token's: where the next one's are
         yield np.array([sum(nodes)])
-
-
-def _write(file: BinaryIO, merged: _Merged, tokens: int, digest: str) -> None:
-    """Writes the levels as one file, as `infer.ngrams.model` describes it, and waits until it is on the disk."""
-    from infer.ngrams import model as ngram
-
-    count_bits, nodes = ngram.count_bits(merged.vocabulary), merged.nodes()
-    largest = (1 << count_bits) - 1
-    overflow_nodes, overflow_counts, bases, at = [], [], [], 0
-    file.write(bytes(ngram.HEADER.itemsize))
-    for level in range(1, merged.order + 1):
-        for ids, counts in merged.counts(level):
-            codes = np.minimum(counts, np.uint64(largest)).astype(np.uint32)
-            file.write((ids << np.uint32(count_bits) | codes).astype("<u4"))
-            large = np.flatnonzero(codes == largest)
-            overflow_nodes.append(large + at)
-            overflow_counts.append(counts[large])
-            at += len(ids)
-    _align(file, ngram.ALIGNMENT)
-    for group in _grouped(merged.child_starts(), 1 << ngram.GROUP_BITS):
-        if group[-1] - group[0] >= 1 << 32:
-            raise ValueError(
-                f"{len(group)} neighbouring n-grams have more than {1 << 32} continuations, too many for this format: "
-                "count less text or a lower order"
-            )
-        bases.append(group[0])
-        file.write((group - group[0]).astype("<u4"))
-    _align(file, ngram.ALIGNMENT)
-    for array in (bases, np.concatenate(overflow_nodes), np.concatenate(overflow_counts)):
-        file.write(np.asarray(array).astype("<i8"))
-        _align(file, ngram.ALIGNMENT)
-    ngram.seal(file, merged.order, merged.vocabulary, tokens, digest, nodes, sum(map(len, overflow_nodes)))
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _align(file: BinaryIO, alignment: int) -> None:
-    file.write(bytes(-file.tell() % alignment))
-
-
-def _grouped(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The same numbers in arrays of `size`, the last one shorter."""
-    rest = np.empty(0, np.int64)
-    for array in arrays:
-        rest = np.concatenate([rest, array])
-        whole = len(rest) // size * size
-        yield from rest[:whole].reshape(-1, size)
-        rest = rest[whole:]
-    if len(rest):
-        yield rest

@@ -12,7 +12,7 @@ by token. Node numbers run over all levels. The file, little endian, sections al
     overflow_counts  int64: ... and these counts
     checksums        uint32: the CRC32 of each MiB between the header and here; the header has this table's own
 
-`infer.ngrams.count` writes such files. V tokens of vocabulary, N nodes.
+`infer.ngrams.count` makes such files of text, `infer.ngrams.trie` of other files. V tokens of vocabulary, N nodes.
 """
 
 import mmap
@@ -204,7 +204,7 @@ class NGram:
         if len(context):
             ids = np.asarray(context, np.int64)
             first, last = children(self.arrays, find(self.arrays, ids, 0, len(ids)))
-        tokens, counts = self._decode(first, last)
+        tokens, counts = self.decode(first, last)
         seen = counts > 0
         return tokens[seen], counts[seen]
 
@@ -220,7 +220,12 @@ class NGram:
         result[order] = found
         return result
 
-    def _decode(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def child_starts(self, first: int, last: int) -> np.ndarray:
+        """Where the children of the inner nodes first .. last - 1 (or of the one behind the last) start: int64."""
+        low = self.arrays.low[first:last].astype(np.int64)
+        return self.arrays.base[np.arange(first, last) >> GROUP_BITS] + low
+
+    def decode(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and counts of the nodes first .. last - 1."""
         entries = self.arrays.entries[first:last].astype(np.int64)
         largest = (1 << self.arrays.count_bits) - 1

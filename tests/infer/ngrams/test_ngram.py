@@ -61,9 +61,14 @@ def plain_probability(counts: Counter, order: int, context: tuple[int, ...], tok
 
 def assert_equal(model: NGram, documents, contexts: int = 100) -> None:
     """A model says what a dictionary of the documents says: all counts, levels, and lookups after some contexts."""
-    counts = plain_counts(documents, model.order)
+    assert_is(model, plain_counts(documents, model.order), contexts)
+    assert model.tokens == sum(map(len, documents))
+
+
+def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
+    """A model says what these counts say."""
     by_length = Counter(map(len, counts))
-    assert model.tokens == counts[()] == sum(map(len, documents))
+    assert model.tokens == counts[()]
     assert model.nodes == (model.vocabulary, *(by_length[level] for level in range(2, model.order + 1)))
     continuations = {}
     for gram, seen in counts.items():
@@ -80,7 +85,9 @@ def assert_equal(model: NGram, documents, contexts: int = 100) -> None:
         assert found[0].dtype == found[1].dtype == np.int64
     for context in some:
         longer = (*some[0], *context)
-        tokens = [generator.randrange(model.vocabulary) for _ in range(8)] + [t for t, _ in continuations[()][:8]]
+        tokens = [generator.randrange(model.vocabulary) for _ in range(8)] + [
+            t for t, _ in continuations.get((), [])[:8]
+        ]
         expected = [plain_probability(counts, model.order, longer, token) for token in tokens]
         assert model.probabilities(longer, tokens).tolist() == expected
         unseen = (*context, generator.randrange(model.vocabulary))
@@ -153,6 +160,31 @@ def test_searches_among_many_children(lookups, tmp_path):
     assert len(model.continuations([70_000])[0]) == len(model.continuations([2])[0]) == 0
 
 
+@pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (5, 900), (60, 1200), (1000, 600)])
+@pytest.mark.parametrize("block", [1 << 12, 7])
+def test_a_threshold_leaves_rare_ngrams_out(lookups, tmp_path, monkeypatch, vocabulary, tokens, block):
+    """All lookups are those of a dictionary from which what was seen too rarely is taken; the rest keeps its counts."""
+    monkeypatch.setattr("infer.ngrams.prune.BLOCK", block)
+    documents = skewed(tokens, vocabulary, seed=vocabulary)
+    for order, threshold in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
+        out = tmp_path / "x.ngram"
+        model = count_ngrams(documents, vocabulary, order, out, DIGEST, 1, tokens // 3 + 1, threshold=threshold)
+        counts = plain_counts(documents, order)
+        assert_is(model, Counter({gram: seen for gram, seen in counts.items() if seen >= threshold or not gram}), 10)
+        assert model.tokens == sum(map(len, documents))
+        NGram.open(out, DIGEST, check=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["x.ngram"]
+
+
+def test_large_counts_pass_the_threshold(tmp_path):
+    """Counts beyond what a node's code can say, at a vocabulary of a million."""
+    documents = [[7, 999_999] * 5000, [3, 7], [5] * 4095]
+    model = count_ngrams(documents, 1_000_000, 2, tmp_path / "x", DIGEST, 1, threshold=4095)
+    assert model.count([7]) == 5001 and model.count([7, 999_999]) == 5000
+    assert model.count([5]) == 4095 and model.count([5, 5]) == model.count([3]) == model.count([3, 7]) == 0
+    assert model.nodes == (1_000_000, 2)
+
+
 @pytest.mark.parametrize("documents", [[[3]], [[], [2], []], [[1, 2, 3], [], [0]]])
 @pytest.mark.parametrize("order", [1, 3])
 def test_short_documents(lookups, tmp_path, documents, order):
@@ -179,6 +211,7 @@ def test_what_cannot_be_counted_is_refused(tmp_path):
     refused("a vocabulary of 2147483649 ids", vocabulary=2**31 + 1, order=1)
     refused("64 hexadecimal digits", digest="qwen")
     refused("chunk_tokens is 0", chunk_tokens=0)
+    refused("threshold is 0", threshold=0)
 
 
 def test_a_failure_in_a_process_leaves_nothing(tmp_path):
