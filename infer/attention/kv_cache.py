@@ -28,13 +28,20 @@ class Window:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes Q new positions (B, H, Q, E) of one layer, returns all that a query may look at, (B, H, extent, E)."""
-        flat, rows = self.slots.flatten(), len(self.slots)
-        seen = []
+        self.write(layer, *(new.transpose(1, 2).flatten(2) for new in (keys, values)))
+        return self.read(layer, len(self.slots))
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the Q new positions of one layer, (B, Q, H * E) each."""
+        flat = self.slots.flatten()
         for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            self.buffer[index].index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
-            whole = self.buffer[index, : rows * self.capacity].view(rows, self.capacity, self.heads, -1)
-            seen.append(whole[:, : self.extent].transpose(1, 2))
-        return seen[0], seen[1]
+            self.buffer[index].index_copy_(0, flat, new.flatten(0, 1))
+
+    def read(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of one layer that a query may look at, (B, H, extent, E) views of the buffer."""
+        both = self.buffer[2 * layer : 2 * layer + 2, : rows * self.capacity]
+        both = both.view(2, rows, self.capacity, self.heads, -1)[:, :, : self.extent].transpose(2, 3)
+        return both[0], both[1]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]

@@ -133,7 +133,7 @@ class Target:
         layers, heads = config.num_hidden_layers, key_heads(config)
         return KVCache(layers, rows, capacity, heads, head_size(config), self.dtype, self.device, static)
 
-    def _masks(
+    def masks(
         self, allowed: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The additive mask of every kind of layers, or the only one, from what full attention allows queries at
@@ -144,7 +144,7 @@ class Target:
             masks[kind] = additive(seen, self.dtype)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
-    def _pass(
+    def library_pass(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
@@ -173,7 +173,7 @@ class Target:
         """Features of packed documents for training: all arguments (B, T), documents -1 on padding."""
         rows, length = ids.shape
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
-        return Features(*self._pass(ids, positions, self._masks(allowed, positions), None, layers))
+        return Features(*self.library_pass(ids, positions, self.masks(allowed, positions), None, layers))
 
     def extend(self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
         """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
@@ -182,8 +182,8 @@ class Target:
         tokens = pad_ids(ids, self.device)
         window = cache.window(width)
         positions = cache.positions(len(ids), width)
-        mask = self._masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
-        features = self._pass(tokens, positions, mask, window, layers)
+        mask = self.masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
+        features = self.library_pass(tokens, positions, mask, window, layers)
         cache.advance([len(row) for row in ids])
         return Features(*features)
 
@@ -197,10 +197,10 @@ class Target:
         rows = len(window.slots)
         ends = cache.ends[:rows]
         positions = padded(tree.positions(ends[:used]), rows)
-        mask = self._masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
-        run = self._pass
+        mask = self.masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
+        run = self.library_pass
         if cache.static:
-            self._program = self._program or Program(self._pass, self.device)
+            self._program = self._program or Program(self.library_pass, self.device)
             run = self._program
         context, last = run(padded(tree.tokens, rows), positions, mask, window, layers)
         return Features(context[:used], last[:used])
