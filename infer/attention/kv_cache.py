@@ -12,6 +12,21 @@ import torch
 EXTENT_STEP = 256  # compiled passes look at so many positions or a multiple: one program serves many rounds
 
 
+@dataclass(frozen=True)
+class LayerWindow:
+    """One layer of a window, as views of the cache's buffer."""
+
+    slots: torch.Tensor  # (B * Q,) int64, where new positions go
+    written: tuple[torch.Tensor, torch.Tensor]  # (rows * S, H * E) keys and values
+    keys: torch.Tensor  # (B, H, extent, E) that a query may look at
+    values: torch.Tensor
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the Q new positions, (B, Q, H, E) each."""
+        for memory, new in zip(self.written, (keys, values), strict=True):
+            memory.index_copy_(0, self.slots, new.flatten(2).flatten(0, 1))
+
+
 @dataclass
 class Window:
     """What one forward pass sees of a cache: it writes its new positions to `slots`, and looks at the first `extent`
@@ -28,20 +43,21 @@ class Window:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes Q new positions (B, H, Q, E) of one layer, returns all that a query may look at, (B, H, extent, E)."""
-        self.write(layer, *(new.transpose(1, 2).flatten(2) for new in (keys, values)))
-        return self.read(layer, len(self.slots))
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the Q new positions of one layer, (B, Q, H * E) each."""
-        flat = self.slots.flatten()
+        flat, rows = self.slots.flatten(), len(self.slots)
+        seen = []
         for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            self.buffer[index].index_copy_(0, flat, new.flatten(0, 1))
+            self.buffer[index].index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
+            whole = self.buffer[index, : rows * self.capacity].view(rows, self.capacity, self.heads, -1)
+            seen.append(whole[:, : self.extent].transpose(1, 2))
+        return seen[0], seen[1]
 
-    def read(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one layer that a query may look at, (B, H, extent, E) views of the buffer."""
-        both = self.buffer[2 * layer : 2 * layer + 2, : rows * self.capacity]
-        both = both.view(2, rows, self.capacity, self.heads, -1)[:, :, : self.extent].transpose(2, 3)
-        return both[0], both[1]
+    def layers(self) -> list[LayerWindow]:
+        """Return the window of every layer."""
+        rows, flat = len(self.slots), self.slots.flatten()
+        seen = self.buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
+        seen = seen.unflatten(3, (self.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
+        planes = self.buffer.unbind(0)
+        return [LayerWindow(flat, planes[i : i + 2], *seen[i : i + 2]) for i in range(0, len(planes), 2)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]

@@ -5,6 +5,8 @@ B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidde
 
 import hashlib
 import json
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,6 +17,7 @@ from torch import nn
 from infer.attention.compile import Program, padded
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive, cached, dense, nearby, packed_causal_mod
+from infer.targets.lean import LeanDecoder, UnknownLayer, close, lean_decoder
 from infer.targets.support import (
     head_size,
     key_heads,
@@ -175,7 +178,50 @@ class Target:
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
         return Features(*self.library_pass(ids, positions, self.masks(allowed, positions), None, layers))
 
-    def extend(self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...]) -> Features:
+    @cached_property
+    def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes the same."""
+        kinds = (
+            list(self.windows) * self.config.num_hidden_layers if len(self.windows) == 1 else self.config.layer_types
+        )
+        try:
+            heads = self.config.num_attention_heads, key_heads(self.config)
+            lean = lean_decoder(self.body, kinds, *heads, self.embed)
+            self._compare(lean)
+        except UnknownLayer as error:
+            warnings.warn(f"{self.name} is decoded through transformers' own layers: it has {error}", stacklevel=2)
+            return self.library_pass
+        return lean
+
+    @torch.no_grad()
+    def _compare(self, lean: LeanDecoder, context: int = 9, width: int = 5) -> None:
+        """Run random tokens behind a random context through Hugging Face's layers, and each lean layer on the same
+        input. Raises UnknownLayer for the first whose results differ by more than rounding."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.config.vocab_size, (2, context + width), generator=generator).to(self.device)
+        cache = self.cache(2, context + width)
+        with cache.add(2) as rows:
+            self.extend(ids[:, :context].tolist(), rows, (), self.library_pass)
+        causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril().expand(2, -1, -1)
+        window, positions = cache.window(width), cache.positions(2, width)
+        mask = self.masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
+        every = tuple(range(len(lean.layers)))
+        outputs, last = self.library_pass(ids[:, context:], positions, mask, window, every)
+        states = self.embed(ids[:, context:])
+        masks, rotations = lean.prepare(states, positions, mask, window.capacity)
+        for layer, memory, module, theirs in zip(
+            lean.layers, window.layers(), self.body.layers, outputs.chunk(len(every), dim=-1), strict=True
+        ):
+            ours = lean.run_layer(layer, states, rotations[layer.kind], masks[layer.kind], memory)
+            if not close(ours - states, theirs - states):
+                raise UnknownLayer(f"layers that compute something else ({type(module).__name__})")
+            states = theirs
+        if not close(lean.norm(states), last):
+            raise UnknownLayer("another last norm")
+
+    def extend(
+        self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...], run: Callable | None = None
+    ) -> Features:
         """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
         width = max(map(len, ids))
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(ids), -1, -1)
@@ -183,7 +229,7 @@ class Target:
         window = cache.window(width)
         positions = cache.positions(len(ids), width)
         mask = self.masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
-        features = self.library_pass(tokens, positions, mask, window, layers)
+        features = (run or self.decoder_pass)(tokens, positions, mask, window, layers)
         cache.advance([len(row) for row in ids])
         return Features(*features)
 
@@ -198,10 +244,10 @@ class Target:
         ends = cache.ends[:rows]
         positions = padded(tree.positions(ends[:used]), rows)
         mask = self.masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
-        run = self.library_pass
         if cache.static:
-            self._program = self._program or Program(self.library_pass, self.device)
-            run = self._program
+            run = self._program = self._program or Program(self.library_pass, self.device)
+        else:
+            run = self.decoder_pass
         context, last = run(padded(tree.tokens, rows), positions, mask, window, layers)
         return Features(context[:used], last[:used])
 

@@ -195,7 +195,7 @@ def test_static_windows_see_the_same(tiny):
         with torch.no_grad(), cache.add(3) as part:
             target.extend(prompts(9, 17, 4), part, ())
         window, positions = cache.window(7), tree.positions(cache.ends[:3])
-        target._program = target._pass  # as it is, not compiled
+        target._program = target.library_pass  # as it is, not compiled
         outs.append(target.verify(tree, tree.ancestors(), cache).last)
         assert window.extent == (256 if static else 24) and positions.max() < 24
     target._program = None
