@@ -5,11 +5,11 @@ queries and keys together; the query heads that share a key head are packed into
 are never repeated; the cache is written in place.
 
 It expresses decoders of the Llama kind: RMS norms, rotary positions of any scaling, grouped heads, norms of queries and
-keys, biases, sliding windows, gated MLPs; any other MLP (a mixture of experts) is called as it is. `Target.decoder_pass`
-compares every layer with Hugging Face's before it uses this one.
+keys, biases, sliding windows, gated MLPs; any other MLP (a mixture of experts) is called as it is. Before it is used,
+`Target.decoder_pass` compares every layer with Hugging Face's.
 
-B rows, Q new positions, S cached positions, D hidden size, H query heads, K key heads, G = H / K, E head size, of which R
-features are rotated.
+B rows, Q new positions, S cached positions, D hidden size, H query heads, K key heads, G = H / K, E head size, R of its
+features rotated.
 """
 
 from collections.abc import Callable
@@ -94,14 +94,14 @@ class LeanDecoder:
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
         norm, (B, Q, D).
         """
-        states, outputs = self.embed(ids), []
+        states, outputs = self.embed(ids), {}
         masks, rotations = self.prepare(states, positions, mask, window.capacity)
         for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
             states = self.run_layer(layer, states, rotations[layer.kind], masks[layer.kind], memory)
             if index in tapped:
-                outputs.append(states)
+                outputs[index] = states
         last = self.norm(states)
-        return torch.cat(outputs, -1) if outputs else last[..., :0], last
+        return torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0], last
 
     def prepare(
         self, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor], capacity: int
@@ -116,8 +116,7 @@ class LeanDecoder:
         return masks, {kind: tuple(table[positions][:, :, None] for table in tables[kind]) for kind in kinds}
 
     def angle_tables(self, states: torch.Tensor, capacity: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (capacity, R) of all positions a cache has room for, the sign of the rotation in the
-        sines."""
+        """Return cos and sin (capacity, R) of all positions of a cache, the sign of the rotation in the sines."""
         if (kind, capacity) not in self.angles:
             by_kind = (kind,) if "layer_type" in signature(self.rotary.forward).parameters else ()
             cos, sin = self.rotary(states, torch.arange(capacity, device=states.device)[None], *by_kind)
@@ -168,9 +167,8 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def fuse(modules: list[nn.Module]) -> torch.Tensor:
     """Join the weights of linear layers, one below the other; each module's weight becomes a view of its part, so that
     this takes no memory. Raises UnknownLayer for modules of another class."""
-    for module in modules:
-        if type(module) is not nn.Linear:
-            raise UnknownLayer(f"projections of another class ({type(module).__name__})")
+    if any(type(module) is not nn.Linear for module in modules):
+        raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
     joined = torch.cat([module.weight.data for module in modules])
     for module, part in zip(modules, joined.split([len(module.weight) for module in modules]), strict=True):
         module.weight.data = part
