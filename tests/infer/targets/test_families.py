@@ -11,6 +11,7 @@ from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.serving.hf import speculative
+from infer.targets.lean import LeanDecoder, UnknownLayer, lean_decoder
 from infer.targets.loading import load_target
 from infer.targets.support import LogitScale, refuse_unsupported
 from infer.targets.target import Target, pad_ids
@@ -357,3 +358,24 @@ def test_angles_that_change_with_the_length_stay_where_they_do_not():
     target.cache(1, 32)
     with pytest.raises(ValueError, match="change beyond 32 positions, 33 are"):
         target.cache(1, 33)
+
+
+# soft-capped scores, sinks, one norm a layer, norms of what is added
+OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3"}
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded through transformers")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_lean_pass_is_used_where_it_computes_the_same(tiny, name):
+    """Every other test of this file decodes through it; other arithmetic is noticed, and a line says so."""
+    assert isinstance(tiny(name).decoder_pass, LeanDecoder) == (name not in OTHERS)
+
+
+def test_a_layer_that_computes_something_else_is_noticed(random_target):
+    target = random_target(family_config("qwen3"))
+    mlp = target.body.layers[2].mlp
+    mlp.act_fn = torch.nn.GELU()
+    lean = lean_decoder(target.body, ["full_attention"] * 4, 4, 2, target.embed)
+    mlp.act_fn = torch.nn.SiLU()
+    with pytest.raises(UnknownLayer, match="compute something else"):
+        target._compare(lean)
