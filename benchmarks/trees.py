@@ -65,7 +65,7 @@ def main() -> None:
         heap = microseconds(args.repeats, best_first, top, ids, budget)
         tensors = microseconds(args.repeats, by_depth, top, ids, budget)
         plain = microseconds(31, python_heap, top, ids, budget)
-        whole = microseconds(31, ddtree, bonus, marginals, budget)
+        whole = microseconds(31, ddtree, Proposal(bonus, marginals, budget))
         mask = microseconds(args.repeats, tree.ancestors)
         expected = torch.tensor([score for score, _ in python_heap(top, ids, budget)])
         exact = torch.allclose(tree.log_probs[0, 1:], expected, atol=1e-4)

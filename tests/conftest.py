@@ -58,8 +58,8 @@ class ForkServer:
         return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(20)
+        self.process.kill()
+        self.process.communicate()
 
 
 class Command:
@@ -95,7 +95,7 @@ class Command:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def wait(self, timeout: float = 240) -> int:
+    def wait(self, timeout: float = 600) -> int:
         end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:

@@ -61,7 +61,7 @@ def run_from_the_shell(repo, small):
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command += [str(repo / "train" / "main.py"), f"runs_dir={runs}", *small, *overrides]
         environment = os.environ | {"PYTHONPATH": str(repo)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -76,7 +76,14 @@ def test_sharding_offload_and_stored_features_take_less(make_tiny):
     ],
 )
 def test_memory_is_as_planned_within_ten_percent(repo, shape):
-    command = [sys.executable, str(repo / "benchmarks" / "train.py"), *shape, "--way=ours", "--steps=1", "--threads=1"]
+    command = [
+        sys.executable,
+        str(repo / "benchmarks" / "train_step.py"),
+        *shape,
+        "--way=ours",
+        "--steps=1",
+        "--threads=1",
+    ]
     command += ["--device=cpu"]
     lean = {"PYTHONPATH": str(repo), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, env=os.environ | lean, capture_output=True, text=True, check=True)

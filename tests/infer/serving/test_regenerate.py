@@ -81,7 +81,7 @@ def test_killed_at_random_nothing_is_lost_or_doubled(start_command, tmp_path):
             if out.exists() and out.read_bytes().count(b"\n") >= kill_after_lines:
                 process.send_signal(signal.SIGKILL)
             time.sleep(0.02)
-        process.wait(120)
+        process.wait()
 
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     run(whole, None)

@@ -23,7 +23,7 @@ def test_all_combinations_in_hydras_syntax():
 def multirun(repo, runs, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(repo / "train" / "main.py"), "--multirun", f"runs_dir={runs}", *arguments]
     environment = os.environ | {"PYTHONPATH": str(repo)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_a_sweep_ends_in_one_table(repo, tmp_path):

@@ -1,8 +1,7 @@
-# ruff: noqa: E402
 """Speed and memory of one training step, ours beside a straightforward one.
 
-    python benchmarks/train.py                                   the reference shapes, on a laptop
-    python benchmarks/train.py --qwen3-4b                        Qwen3-4B's shapes, random weights (a GPU)
+    python benchmarks/train_step.py                                   the reference shapes, on a laptop
+    python benchmarks/train_step.py --qwen3-4b                        Qwen3-4B's shapes, random weights (a GPU)
 
 "reference": the target's full logits, a dense mask, the drafter's full logits, autograd through log-softmax and KL.
 "ours": what `train.loop.block_loss` does. Same modules, rows, blocks and optimiser; every line has a process of its
@@ -21,11 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
-
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # or this file would be the package `train`
 
 from infer.attention.masks import block_mask_mod, dense
 from infer.config import DrafterConfig
