@@ -23,10 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.packing import packed_rows
-from infer.formats.integrity import json_digest, save_readable
 from infer.targets.loading import weight_files
 from infer.targets.target import Features, Target
-from infer.utils.files import atomic_write, sync
+from infer.utils.files import atomic_write, json_digest, refuse_other_settings, replacing, save_readable
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 from train.safety.processes import disk
@@ -98,9 +97,8 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
     manifest["shards"] = []
     if (out / MANIFEST).exists():
         found = read_manifest(out)
-        for key in manifest:
-            if key != "shards" and found.get(key) != manifest[key]:
-                raise ValueError(f"{out} holds features of another {key}: choose another out=")
+        message = f"{out} holds features of another {{keys}}: choose another out="
+        refuse_other_settings(found, manifest, message, free=("shards", "sha256"))
         manifest = found
     hidden = target.config.hidden_size
     count = max(1, config.shard_mb * 10**6 // row_bytes(config.data.length, len(layers), hidden, config.store))
@@ -113,10 +111,8 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
         ]
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
-        with disk(f"{name} of {out}"):
-            save_readable(tensors, out / f".{name}")
-            sync(out / f".{name}")
-            (out / f".{name}").rename(out / name)
+        with disk(f"{name} of {out}"), replacing(out / name) as fresh:
+            save_readable(tensors, fresh)
         entry = {"file": name, "rows": len(rows), "bytes": (out / name).stat().st_size}
         manifest["shards"].append(entry | {"checksums": [checksum(row) for row in rows]})
         write_manifest(out, manifest)

@@ -24,6 +24,7 @@ from data.rows import DataConfig, training_rows
 from infer.api import decode
 from infer.config import DecodeOptions
 from infer.targets.loading import load_target
+from infer.utils.files import write_json
 from train.config import OptimConfig, PretrainConfig
 from train.optim import make_optimizer
 from train.single import take_steps
@@ -137,7 +138,7 @@ def pretrain(config: PretrainConfig) -> dict:
             half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
             half.load_state_dict(model.state_dict())
             half.save_pretrained(out)
-            (out / "pretraining.json").write_text(json.dumps(figures, indent=1) + "\n")
+            write_json(out / "pretraining.json", figures)
     write_answers(config, out)
     return figures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infer.trees.methods import TREES, TreeMethod
-from infer.utils.files import atomic_write
+from infer.utils.files import write_json
 
 Result = TypeVar("Result")
 
@@ -144,7 +144,7 @@ PARTS = {"methods": MethodResult, "samples": Sample, "masked": MaskedDetails, "r
 
 def write_result(path: Path, result: object) -> None:
     """Write one of these dataclasses, or a dictionary of them, as JSON."""
-    atomic_write(path, json.dumps(to_json(result), indent=1) + "\n")
+    write_json(path, to_json(result))
 
 
 def read_result(path: Path, kind: type[Result]) -> Result:

@@ -16,8 +16,8 @@ from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import Measured, Progress, describe_device, measure, summarise, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
-from infer.formats.integrity import json_digest
 from infer.targets.target import Target
+from infer.utils.files import file_digest, json_digest, refuse_other_settings
 
 Chat = list[list[dict[str, str]]]  # turns of messages {"role", "content"}: what is said until the model answers
 
@@ -183,10 +183,8 @@ def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
     if not file.exists():
         return None
     known = read_result(file, SetResult)
-    before = known.settings
-    changed = sorted(key for key in settings | before if settings.get(key) != before.get(key))
-    if changed:
-        raise ValueError(f"{file} was measured with another {', '.join(changed)}: give another out=, or delete it")
+    message = f"{file} was measured with another {{keys}}: give another out=, or delete it"
+    refuse_other_settings(known.settings, settings, message)
     return known
 
 
@@ -198,6 +196,5 @@ def drafter_digest(checkpoint: str) -> str:
         raise FileNotFoundError(f"checkpoint={checkpoint}: no drafter there")
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        digest.update(bytes.fromhex(file_digest(file)))
     return digest.hexdigest()

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infer.formats.integrity import json_digest, tensor_digest
+from infer.formats.integrity import tensor_digest
+from infer.utils.files import json_digest
 
 LARGEST_JSON = 64 << 20  # bytes
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

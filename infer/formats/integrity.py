@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-MODEL_MODE = 0o644
+from infer.utils.files import json_digest, save_readable
 
 
 def tensor_digest(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]) -> str:
@@ -24,17 +23,6 @@ def tensor_digest(names: Iterable[str], tensor_of: Callable[[str], torch.Tensor]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def json_digest(said: object) -> str:
-    """SHA-256 of what a config.json or a manifest says, however it is laid out."""
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def save_readable(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file that other users' engines can read: safetensors alone gives it the mode 0600."""
-    save_file(tensors, file, metadata=metadata)
-    file.chmod(MODEL_MODE)
 
 
 def save_weights(weights: dict[str, torch.Tensor], file: Path, config: dict) -> None:

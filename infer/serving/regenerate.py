@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
+from infer.utils.files import refuse_other_settings, write_json
 
 LARGEST_RESPONSE = 32 << 20  # bytes of what a server answers
 
@@ -136,12 +137,12 @@ def regenerate(
     failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
     settings = settings | {"rows": len(rows)}
     out.parent.mkdir(parents=True, exist_ok=True)
-    if settings_path.exists() and (before := json.loads(settings_path.read_text())) != settings:
-        changed = sorted(key for key in settings | before if settings.get(key) != before.get(key))
-        raise ValueError(f"out={out} was begun with another {', '.join(changed)}: give another out, or delete it")
+    if settings_path.exists():
+        message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
+        refuse_other_settings(json.loads(settings_path.read_text()), settings, message)
     if out.exists() and not settings_path.exists():
         raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
-    settings_path.write_text(json.dumps(settings, indent=1) + "\n")
+    write_json(settings_path, settings)
     done, failed = _whole_lines(out), _whole_lines(failed_path)
     ready = {line["index"] for line in done + failed}
     count, lost = len(done), len(failed)

@@ -1,25 +1,85 @@
-"""Files that are there whole or not at all, whenever the process is killed."""
+"""Files that are whole or as they were before whenever the process is killed; their modes, their digests, and the
+refusal to go on with what was begun with other settings."""
 
+import hashlib
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+READABLE = 0o644  # of model files: engines of other users read them, and safetensors alone gives 0600
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """Writes a file that is there whole or as it was before, whenever the process is killed."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the block succeeds."""
     fresh = path.with_name(f".{path.name}")
     try:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.unlink(missing_ok=True)
+        yield fresh
         sync(fresh)
         fresh.replace(path)
-    except OSError:
+    except BaseException:
         fresh.unlink(missing_ok=True)
         raise
 
 
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as JSON, whole or not at all."""
+    atomic_write(path, json.dumps(value, indent=1) + "\n")
+
+
+def save_readable(tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that other users can read."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata=metadata)
+    file.chmod(READABLE)
+
+
 def sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_digest(value: object) -> str:
+    """Return the SHA-256 of a JSON value, however its file is laid out."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
+    """Return the dotted keys under which two nested dictionaries differ."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys((*wanted, *known))
+        return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
+    return [] if known == wanted else [prefix.removesuffix(".")]
+
+
+def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[str, ...] = ()) -> None:
+    """Raise ValueError if what is on the disk was begun with other settings than those wanted now. The message has
+    {keys} where the differing keys go; keys that start with one of `free` may differ."""
+    changed = differences(known, json.loads(json.dumps(wanted)))
+    changed = [key for key in changed if not key.startswith(free)]
+    if changed:
+        raise ValueError(message.replace("{keys}", ", ".join(changed)))

@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM
 from data.packing import batch, pack, packed_rows, tokenize
 from data.rows import held_out_rows
 from infer.drafters.base import default_mask_token
-from infer.formats.integrity import MODEL_MODE
 from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.files import atomic_write, sync
+from infer.utils.files import READABLE, refuse_other_settings, replacing, write_json
 from infer.utils.redact import redact
 from train.batches import seeded
 from train.config import OptimConfig
@@ -158,10 +157,8 @@ def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: Diffusio
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write weights and moments into one file, atomically."""
-    fresh = path.with_name(f".{path.name}")
-    save_file(plain_state(model, optimizer.state), fresh, metadata={"step": str(step)})
-    sync(fresh)
-    fresh.replace(path)
+    with replacing(path) as fresh:
+        save_file(plain_state(model, optimizer.state), fresh, metadata={"step": str(step)})
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -182,7 +179,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
     model.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
     for weights in fresh.glob("*.safetensors"):
-        weights.chmod(MODEL_MODE)
+        weights.chmod(READABLE)
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
@@ -191,13 +188,12 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
 
 def open_folder(config: DiffusionConfig, out: Path) -> None:
     """Make the run's folder. Raises ValueError if it holds a run of another configuration."""
-    options, text = out / "options.json", json.dumps(redact(asdict(config)), indent=1) + "\n"
-    if options.exists() and options.read_text() != text:
-        theirs, ours = json.loads(options.read_text()), json.loads(text)
-        names = [name for name in ours if theirs.get(name) != ours[name]]
-        raise ValueError(f"out={out} holds a run with other options ({', '.join(names)}): choose another folder")
+    file, options = out / "options.json", redact(asdict(config))
+    if file.exists():
+        message = f"out={out} holds a run with other options ({{keys}}): choose another folder"
+        refuse_other_settings(json.loads(file.read_text()), options, message)
     out.mkdir(parents=True, exist_ok=True)
-    atomic_write(options, text)
+    write_json(file, options)
 
 
 def train(config: DiffusionConfig) -> dict:

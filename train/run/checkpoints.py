@@ -14,7 +14,6 @@ its manifest and renamed, so that a kill at any moment leaves either none or a w
 order, anchors and learning rate are pure functions of seed and step.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import Qwen3Config
 
 from infer.formats.checkpoint import save_drafter
 from infer.utils.entry import Stopped
-from infer.utils.files import sync
+from infer.utils.files import file_digest, replacing, sync
 from train.engine import training_state
 from train.safety.processes import disk, first_only
 
@@ -51,8 +50,7 @@ def step_of(folder: Path) -> int:
 
 
 def _digest(path: Path) -> dict:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
 def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
@@ -172,7 +170,5 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def mark_best(run: Path, best: Path) -> None:
     """Point checkpoints/best at the best checkpoint, atomically."""
     link = run / "checkpoints" / "best"
-    fresh = link.with_name(".best")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(best.name)
-    fresh.replace(link)
+    with replacing(link) as fresh:
+        fresh.symlink_to(best.name)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from infer.utils.files import atomic_write
+from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.run.checkpoints import remove_partial
@@ -33,14 +33,6 @@ def run_folder(config: TrainConfig) -> Path:
 def plain(config: TrainConfig) -> dict:
     """Return the resolved configuration as JSON, without secrets: what is written and compared."""
     return json.loads(json.dumps(redact(asdict(config))))
-
-
-def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
-    """Return the dotted keys under which two configurations differ."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        keys = dict.fromkeys((*wanted, *known))
-        return [d for key in keys for d in differences(known.get(key), wanted.get(key), f"{prefix}{key}.")]
-    return [] if known == wanted else [prefix.removesuffix(".")]
 
 
 @contextmanager
@@ -78,11 +70,8 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
         known = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
-    changed = [key for key in differences(known, plain(config)) if not key.startswith(FREE)]
-    if changed:
-        raise ValueError(
-            f"{run} holds a run with another configuration ({', '.join(changed)} differ): choose another name="
-        )
+    message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
+    refuse_other_settings(known, plain(config), message, FREE)
 
 
 def check_run_folder(config: TrainConfig) -> None:
@@ -110,6 +99,6 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
         refuse_another(config, run)
         with disk(str(run)):
             if not (run / "config.json").exists():
-                atomic_write(run / "config.json", json.dumps(plain(config), indent=1) + "\n")
+                write_json(run / "config.json", plain(config))
             remove_partial(run)
         yield run

@@ -9,7 +9,6 @@ A step whose loss or gradient is not finite changes neither weights nor moments,
         weights.safetensors      the drafter that met them, float32; of steps skipped in a row only the first has it
 """
 
-import json
 import math
 import os
 import shutil
@@ -21,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from data.packing import row_index
-from infer.formats.integrity import save_readable
 from infer.utils.entry import Stopped
-from infer.utils.files import atomic_write
+from infer.utils.files import save_readable, write_json
 from train.batches import StepRows, draw_blocks
 from train.config import TrainConfig
 from train.engine import training_state
@@ -115,7 +113,7 @@ class Skips:
 
         def finish() -> None:
             with disk(f"{folder}"):
-                atomic_write(folder / "skipped.json", json.dumps(record, indent=1) + "\n")
+                write_json(folder / "skipped.json", record)
 
         dist.barrier()
         first_only(finish)

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infer import load_drafter, save_drafter
-from infer.formats.integrity import json_digest, tensor_digest
+from infer.formats.integrity import tensor_digest
+from infer.utils.files import json_digest
 
 
 @pytest.fixture
