@@ -10,6 +10,7 @@ from typing import Any
 
 from infer.drafters.families import check_options
 from infer.trees.methods import TREES, TreeMethod
+from infer.utils.checks import at_least, one_of, temperature
 
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = (*TREES, *MASKED_METHODS)
@@ -50,8 +51,7 @@ class TargetConfig:
         """Raises ValueError for a target without a name, or a dtype that does not exist."""
         if not self.path:
             raise ValueError("target.path=<folder or hub id>: which model is the target?")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"target.dtype={self.dtype}: use auto, float32, bfloat16 or float16")
+        one_of(self, "target.", dtype=("auto", "float32", "bfloat16", "float16"))
         check_device("target.device", self.device)
 
 
@@ -84,10 +84,7 @@ class DrafterConfig:
         if self.init == "":
             raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
         check_options(self.family, self.layers)
-        if self.layers < 1:
-            raise ValueError(f"drafter.layers={self.layers}: a drafter has at least 1 layer")
-        if self.block_size < 2:
-            raise ValueError(f"drafter.block_size={self.block_size}: a block is a bonus token and at least one draft")
+        at_least(self, "drafter.", layers=1, block_size=2)  # a block is a bonus token and at least one draft
 
 
 @dataclass
@@ -122,12 +119,8 @@ class TextOptions:
 
     def check(self) -> None:
         """Raises ValueError for options that cannot be followed."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}: at least 1")
-        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or at least 0.001")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: a number of tokens, or 0 for all")
+        at_least(self, max_new_tokens=1, top_k=0)
+        temperature(self)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: a probability above 0, at most 1")
         if not 0 <= self.min_p <= 1:
@@ -166,11 +159,8 @@ class MaskedConfig:
 
     def check(self) -> None:
         """Raises ValueError for a way of decoding that does not exist."""
-        for name in ("block_length", "refresh"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
-        if self.cache not in ("none", "dual"):
-            raise ValueError(f"cache={self.cache}: use none or dual")
+        at_least(self, block_length=1, refresh=1)
+        one_of(self, cache=("none", "dual"))
 
 
 @inherited_help
@@ -221,8 +211,8 @@ class EngineConfig(MaskedConfig):
     def check(self) -> None:
         """Raises ValueError for a way of decoding that does not exist."""
         MaskedConfig.check(self)
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method}: use {', '.join(METHODS)}")
+        one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
+        at_least(self, width=1, rows=1, nodes=1)
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
         if self.tree is not None:
@@ -232,21 +222,13 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
         if not 0 <= self.continuity_weight < float("inf"):
             raise ValueError(f"continuity_weight={self.continuity_weight}: 0 or above")
-        if self.width < 1:
-            raise ValueError(f"width={self.width}: a node of a static tree has at least 1 child")
         if self.budget == "auto" and not (self.tree and self.tree.ranked):
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
-        if self.rows < 1:
-            raise ValueError(f"rows={self.rows}: at least 1 text at a time")
-        if self.order not in ("greedy", "mixed", "tree", "guided"):
-            raise ValueError(f"order={self.order}: use greedy, mixed, tree or guided")
         if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):
             raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
-        if self.nodes < 1:
-            raise ValueError(f"nodes={self.nodes}: at least 1 state a round")
 
     def _check_tree(self, tree: TreeMethod) -> None:
         """Raise ValueError where the options lack what the tree method needs."""
@@ -300,14 +282,9 @@ class EvaluationConfig:
 
     def check(self) -> None:
         """Raises ValueError for an evaluation that measures nothing."""
-        for name in ("prompts", "prompt_tokens", "max_new_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluation.{name}={getattr(self, name)}: at least 1")
+        at_least(self, "evaluation.", prompts=1, prompt_tokens=1, max_new_tokens=1, rows=1, samples=0)
+        temperature(self, "evaluation.")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")
-        if self.temperature != 0 and not 0.001 <= self.temperature < float("inf"):
-            raise ValueError(f"evaluation.temperature={self.temperature}: 0 for greedy decoding, or at least 0.001")
         if not 0 <= self.continuity_weight < float("inf"):
             raise ValueError(f"evaluation.continuity_weight={self.continuity_weight}: 0 or above")
-        if self.samples < 0:
-            raise ValueError(f"evaluation.samples={self.samples}: 0 or more")

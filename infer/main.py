@@ -12,14 +12,12 @@ from infer.utils.entry import entry, fail
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command's options and its function are ("module:name"), and what it does, in a line.
+    """What a command does, in a line; its options and its function as "module:name"; and its file in conf/, without the
+    ending, where that is not the command's name."""
 
-    conf: its file in conf/ without the ending, where that is not its name
-    """
-
+    help: str
     options: str
     run: str
-    help: str
     conf: str | None = None
 
     def options_class(self) -> type:
@@ -27,43 +25,36 @@ class Command:
         return find(self.options)
 
 
+def own(name: str, help: str) -> Command:
+    """Return a command of infer/cli: in <name>.py are <Name>Command and run."""
+    return Command(help, f"infer.cli.{name}:{name.capitalize()}Command", f"infer.cli.{name}:run")
+
+
 COMMANDS = {
-    "train": Command("train.config:TrainConfig", "train.main:run_alone", "train a drafter and evaluate it"),
-    "eval": Command("infer.cli.eval:EvalCommand", "infer.cli.eval:run", "decode held-out prompts with a checkpoint"),
-    "compare": Command(
-        "infer.cli.compare:CompareCommand", "infer.cli.compare:run", "evaluate several checkpoints with every tree"
-    ),
-    "ngram": Command("infer.cli.ngram:NgramCommand", "infer.cli.ngram:run", "count n-grams of a data set, for trees"),
-    "generate": Command(
-        "infer.cli.generate:GenerateCommand", "infer.cli.generate:run", "continue a text with a checkpoint"
-    ),
-    "serve": Command("infer.cli.serve:ServeCommand", "infer.cli.serve:run", "answer over HTTP as OpenAI's API does"),
-    "chat": Command("infer.cli.chat:ChatCommand", "infer.cli.chat:run", "talk to such a server"),
-    "regenerate": Command(
-        "infer.cli.regenerate:RegenerateCommand",
-        "infer.cli.regenerate:run",
-        "let the target rewrite the answers of a data set",
-    ),
-    "export": Command(
-        "infer.cli.export:ExportCommand", "infer.cli.export:run", "write a drafter for vLLM, SGLang or speculators"
-    ),
-    "check": Command("infer.cli.check:CheckCommand", "infer.cli.check:run", "say which engines would load a drafter"),
+    "train": Command("train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run_alone"),
+    "eval": own("eval", "decode held-out prompts with a checkpoint"),
+    "compare": own("compare", "evaluate several checkpoints with every tree"),
+    "ngram": own("ngram", "count n-grams of a data set, for trees"),
+    "generate": own("generate", "continue a text with a checkpoint"),
+    "serve": own("serve", "answer over HTTP as OpenAI's API does"),
+    "chat": own("chat", "talk to such a server"),
+    "regenerate": own("regenerate", "let the target rewrite the answers of a data set"),
+    "export": own("export", "write a drafter for vLLM, SGLang or speculators"),
+    "check": own("check", "say which engines would load a drafter"),
     "features": Command(
-        "train.config:FeaturesConfig",
-        "train.features:store_features",
-        "store the target's features, to train without it",
+        "store what training needs of a target", "train.config:FeaturesConfig", "train.features:store_features"
     ),
     "replay": Command(
-        "train.config:ReplayConfig", "train.safety.replay:print_replay", "compute a skipped training step again"
+        "compute a skipped training step again", "train.config:ReplayConfig", "train.safety.replay:print_replay"
     ),
     "plan": Command(
-        "train.config:TrainConfig", "train.plan:print_plan", "estimate what a training run takes", conf="train"
+        "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan", conf="train"
     ),
-    "pretrain": Command("train.config:PretrainConfig", "train.pretrain:pretrain", "make the embedded target anew"),
+    "pretrain": Command("make the embedded target anew", "train.config:PretrainConfig", "train.pretrain:pretrain"),
     "diffusion": Command(
+        "train a masked diffusion model from a causal one",
         "train.masked.config:DiffusionConfig",
         "train.masked.diffusion:train",
-        "train a masked diffusion model from a causal one",
     ),
 }
 

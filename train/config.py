@@ -9,6 +9,7 @@ from pathlib import Path
 from data.rows import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.families import check_stage
+from infer.utils.checks import above_zero, at_least, check_parts, one_of
 from train.divergences import DIVERGENCES, WEIGHTS
 
 
@@ -34,10 +35,7 @@ class ObjectiveConfig:
 
     def check(self) -> None:
         """Raise ValueError for an objective that does not exist."""
-        if self.divergence not in DIVERGENCES:
-            raise ValueError(f"objective.divergence={self.divergence}: use one of {', '.join(DIVERGENCES)}")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"objective.weights={self.weights}: use one of {', '.join(WEIGHTS)}")
+        one_of(self, "objective.", divergence=DIVERGENCES, weights=WEIGHTS)
         if self.weights == "multistep" and self.divergence != "tv":
             raise ValueError(
                 f"objective.weights=multistep is a product of overlaps: it needs divergence=tv, not {self.divergence}"
@@ -46,8 +44,7 @@ class ObjectiveConfig:
             raise ValueError(f"objective.alpha={self.alpha}: from 0 to below 1")
         if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
             raise ValueError(f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma")
-        if self.chunk_rows < 1:
-            raise ValueError(f"objective.chunk_rows={self.chunk_rows}: at least 1")
+        at_least(self, "objective.", chunk_rows=1)
 
 
 @dataclass
@@ -82,27 +79,13 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raise ValueError for settings that cannot train."""
-        if self.name not in ("adamw", "muon"):
-            raise ValueError(f"optim.name={self.name}: use adamw or muon")
-        if not self.lr > 0:
-            raise ValueError(f"optim.lr={self.lr}: above 0")
-        for name in ("batch", "micro"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"optim.{name}={getattr(self, name)}: at least 1")
+        one_of(self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16"))
+        above_zero(self, "optim.", "lr", "epochs", "clip")
+        at_least(self, "optim.", batch=1, micro=1, steps=1, weight_decay=0)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"optim.steps={self.steps}: at least 1, or null to train for optim.epochs")
-        if not self.epochs > 0:
-            raise ValueError(f"optim.epochs={self.epochs}: above 0")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: two numbers from 0 to below 1")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optim.weight_decay={self.weight_decay}: 0 or above")
-        if not self.clip > 0:
-            raise ValueError(f"optim.clip={self.clip}: above 0")
-        if self.precision not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"optim.precision={self.precision}: use auto, float32 or bfloat16")
 
 
 @dataclass
@@ -118,8 +101,7 @@ class DeepSpeedConfig:
 
     def check(self) -> None:
         """Raise ValueError for combinations that DeepSpeed does not have."""
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"deepspeed.stage={self.stage}: 0, 1, 2 or 3")
+        one_of(self, "deepspeed.", stage=(0, 1, 2, 3))
         if self.offload and self.stage == 0:
             raise ValueError("deepspeed.offload=true needs deepspeed.stage 1, 2 or 3")
 
@@ -160,12 +142,10 @@ class GuardsConfig:
 
     def check(self) -> None:
         """Raise ValueError for limits that nothing could keep."""
-        if self.most_skipped < 1:
-            raise ValueError(f"guards.most_skipped={self.most_skipped}: at least 1")
+        at_least(self, "guards.", most_skipped=1)
+        above_zero(self, "guards.", "stall_minutes")
         if not self.spike > 1:
             raise ValueError(f"guards.spike={self.spike}: above 1")
-        if not self.stall_minutes > 0:
-            raise ValueError(f"guards.stall_minutes={self.stall_minutes}: above 0")
 
 
 @dataclass
@@ -183,8 +163,7 @@ class ReplayConfig:
 
     def check(self) -> None:
         """Raise ValueError for a step that no run has; whether this one has it is seen when it is looked for."""
-        if self.step is not None and self.step < 1:
-            raise ValueError(f"step={self.step}: steps are counted from 1")
+        at_least(self, step=1)
 
 
 @dataclass
@@ -208,14 +187,11 @@ class FeaturesConfig:
 
     def check(self) -> None:
         """Raise ValueError, one sentence, for what cannot be stored."""
-        for part in ("target", "drafter", "data"):
-            getattr(self, part).check()
+        check_parts(self)
         if not self.out:
             raise ValueError("out=<folder>: where should the features go?")
-        if self.store not in ("bfloat16", "int8"):
-            raise ValueError(f"store={self.store}: use bfloat16 or int8")
-        if self.shard_mb < 1:
-            raise ValueError(f"shard_mb={self.shard_mb}: at least 1")
+        one_of(self, store=("bfloat16", "int8"))
+        at_least(self, shard_mb=1)
         check_embedded(self.data, self.target)
 
 
@@ -279,12 +255,9 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError, one sentence, for anything that could not work."""
-        parts = ("target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "guards", "tracking")
-        for part in parts:
-            getattr(self, part).check()
-        for name in ("anchors", "checkpoints", "keep_states", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        check_parts(self)
+        at_least(self, anchors=1, checkpoints=1, keep_states=1, log_every=1)
+        one_of(self, resume=("auto", "never"))
         if self.save_minutes is not None and not self.save_minutes > 0:
             raise ValueError(f"save_minutes={self.save_minutes}: above 0, or null to save at checkpoints only")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
@@ -292,8 +265,6 @@ class TrainConfig:
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"
             )
         check_stage(self.drafter.family, self.deepspeed.stage)
-        if self.resume not in ("auto", "never"):
-            raise ValueError(f"resume={self.resume}: use auto or never")
         plain = self.name.isprintable() and len(self.name.encode()) <= 200
         if not self.name or "/" in self.name or self.name.startswith(".") or not plain:
             raise ValueError(f"name={self.name}: a plain folder name")
@@ -310,10 +281,8 @@ class TrainConfig:
 
 def check_recipe(config: "PretrainConfig") -> None:
     """Raise ValueError for an optimiser or schedule, of options such as PretrainConfig's, that cannot work."""
-    if not config.lr > 0 or not config.clip > 0 or not config.weight_decay >= 0:
-        raise ValueError(
-            f"lr={config.lr} and clip={config.clip}: above 0; weight_decay={config.weight_decay}: 0 or above"
-        )
+    above_zero(config, "", "lr", "clip")
+    at_least(config, weight_decay=0)
     if not 0 <= config.warmup <= 1 or not 0 <= config.decay <= 1:
         raise ValueError(f"warmup={config.warmup} and decay={config.decay}: shares of the run, from 0 to 1")
 
@@ -371,13 +340,9 @@ class PretrainConfig:
 
     def check(self) -> None:
         """Raise ValueError for a recipe that cannot run."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
-        if min(self.num_key_value_heads, self.head_dim, self.prompt_tokens, self.answer_tokens) < 1:
-            raise ValueError("num_key_value_heads, head_dim, prompt_tokens and answer_tokens are at least 1")
+        at_least(self, vocab_size=1, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1)
+        at_least(self, num_key_value_heads=1, head_dim=1, prompt_tokens=1, answer_tokens=1, answers=0)
+        at_least(self, steps=1, batch=1, length=1, save_every=1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"num_key_value_heads={self.num_key_value_heads} divides num_attention_heads")
-        if min(self.steps, self.batch, self.length, self.save_every) < 1 or self.answers < 0:
-            raise ValueError("steps, batch, length and save_every are at least 1, answers 0 or more")
         check_recipe(self)

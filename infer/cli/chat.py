@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from infer.serving.config import KEY_VARIABLE
+from infer.utils.checks import at_least
 
 ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
@@ -37,10 +38,7 @@ class ChatCommand:
         """Raises ValueError for what no server would take."""
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: 0 for greedy decoding, or above")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: at least 1")
+        at_least(self, temperature=0, max_tokens=1)
 
 
 def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from infer.utils.checks import at_least
+
 
 @dataclass
 class CheckCommand:
@@ -18,8 +20,7 @@ class CheckCommand:
         """Raises ValueError for what cannot be looked at."""
         if not self.path:
             raise ValueError("path=<folder or hub id>: which drafter?")
-        if self.target_layers is not None and self.target_layers < 1:
-            raise ValueError(f"target_layers={self.target_layers}: at least 1")
+        at_least(self, target_layers=1)
 
 
 def run(config: CheckCommand) -> None:

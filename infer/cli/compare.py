@@ -7,6 +7,7 @@ from pathlib import Path
 from data.rows import DataConfig
 from infer.cli.models import load, progress
 from infer.config import EvaluationConfig, TargetConfig
+from infer.utils.checks import check_parts
 
 
 def run_name(checkpoint: str) -> str:
@@ -36,8 +37,7 @@ class CompareCommand:
 
     def check(self) -> None:
         """Raises ValueError for what cannot be compared."""
-        for part in (self.target, self.data, self.evaluation):
-            part.check()
+        check_parts(self)
         if not self.checkpoints:
             raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")
         if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):

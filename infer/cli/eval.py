@@ -8,6 +8,7 @@ from data.rows import DataConfig
 from data.suites import SuiteConfig
 from infer.cli.models import load, progress
 from infer.config import EvaluationConfig, MaskedConfig, TargetConfig
+from infer.utils.checks import check_parts
 
 
 @dataclass
@@ -35,8 +36,7 @@ class EvalCommand:
 
     def check(self) -> None:
         """Raises ValueError for what cannot be evaluated."""
-        for part in (self.target, self.data, self.evaluation, self.suite, self.masked):
-            part.check()
+        check_parts(self)
 
 
 def run(config: EvalCommand) -> None:

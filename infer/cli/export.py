@@ -5,6 +5,7 @@ from pathlib import Path
 
 from infer.config import TargetConfig
 from infer.drafters.families import FORMATS
+from infer.utils.checks import one_of
 
 
 @dataclass
@@ -31,8 +32,7 @@ class ExportCommand:
     def check(self) -> None:
         """Raises ValueError for what cannot be written."""
         self.target.check()
-        if self.format not in FORMATS:
-            raise ValueError(f"format={self.format}: use one of {', '.join(FORMATS)}")
+        one_of(self, format=FORMATS)
         if not self.out:
             raise ValueError("out=<folder>: where should the export go?")
         if Path(self.out).is_dir() and any(Path(self.out).iterdir()):

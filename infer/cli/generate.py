@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from infer.cli.models import load
 from infer.config import DecodeOptions, TargetConfig
+from infer.utils.checks import check_parts
 
 
 @dataclass
@@ -24,8 +25,7 @@ class GenerateCommand:
 
     def check(self) -> None:
         """Raises ValueError for what cannot be decoded."""
-        self.target.check()
-        self.decoding.check()
+        check_parts(self)
         if not self.prompt:
             raise ValueError("prompt: at least one character")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from data.rows import DataConfig
 from infer.config import TargetConfig
+from infer.utils.checks import at_least, check_parts
 
 
 @dataclass
@@ -32,17 +33,9 @@ class NgramCommand:
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be counted."""
-        for part in (self.target, self.data):
-            part.check()
-        if self.order is not None and self.order < 1:
-            raise ValueError(f"order={self.order}: at least 1")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers={self.workers}: at least 1")
-        if self.threshold < 1:
-            raise ValueError(f"threshold={self.threshold}: 1 keeps all n-grams, larger ones those seen as often")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={self.chunk_tokens}: at least 1")
+        """Raise ValueError for what cannot be counted."""
+        check_parts(self)
+        at_least(self, order=1, workers=1, threshold=1, chunk_tokens=1)
 
 
 def run(config: NgramCommand) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from data.rows import DataConfig
 from infer.cli.models import load
 from infer.config import DecodeOptions, TargetConfig
+from infer.utils.checks import at_least, check_parts
 
 
 @dataclass
@@ -38,14 +39,10 @@ class RegenerateCommand:
 
     def check(self) -> None:
         """Raises ValueError for what cannot be asked for."""
-        for part in (self.target, self.data, self.decoding):
-            part.check()
+        check_parts(self)
         if self.server is None and self.checkpoint is None and self.decoding.drafts:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
-        if min(self.at_once, self.prompt_tokens) < 1:
-            raise ValueError("at_once and prompt_tokens are at least 1")
-        if self.most_failures < 0:
-            raise ValueError(f"most_failures={self.most_failures}: 0 or more")
+        at_least(self, at_once=1, prompt_tokens=1, most_failures=0)
 
 
 def run(config: RegenerateCommand) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from infer.cli.models import load
 from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
 from infer.serving.config import ServerConfig
+from infer.utils.checks import check_parts
 
 
 @dataclass
@@ -25,8 +26,7 @@ class ServeCommand:
 
     def check(self) -> None:
         """Raises ValueError for what cannot be served."""
-        for part in (self.target, self.decoding, self.server):
-            part.check()
+        check_parts(self)
         if self.server.verify and self.decoding.method in MASKED_METHODS:
             raise ValueError(f"server.verify={self.server.verify}: for causal targets, not for {self.decoding.method}")
 

@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from infer.utils.checks import at_least
+
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment variable with the key that the server asks for and the chat sends
 
 
@@ -51,10 +53,7 @@ class ServerConfig:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
         if not self.host:
             raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
-        if self.max_length < 2:
-            raise ValueError(f"server.max_length={self.max_length}: a prompt and an answer take at least 2 tokens")
-        if min(self.max_texts, self.max_body, self.max_connections) < 1:
-            raise ValueError("server.max_texts, server.max_body and server.max_connections are at least 1")
+        at_least(self, "server.", max_length=2, max_texts=1, max_body=1, max_connections=1)
         if not 0 < self.patience <= 86400:
             raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
         if not 0 <= self.verify <= 1:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from data.rows import DataConfig
+from infer.utils.checks import at_least, one_of
 from train.config import check_recipe
 
 
@@ -71,9 +72,7 @@ class DiffusionConfig:
             data.check()
         if self.path and not {"jsonl", "hub"} & set(self.sources):
             raise ValueError(f"path={self.path}: for sources=[jsonl] or [hub], not for {list(self.sources)}")
-        for name in ("batch", "steps", "save_every", "held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        at_least(self, batch=1, steps=1, save_every=1, held_out=1)
         if self.batch % len(self.sources):
             raise ValueError(f"batch={self.batch} cannot be shared equally by {len(self.sources)} sources")
         if self.block_length is not None and not 1 <= self.block_length <= self.length:
@@ -83,10 +82,7 @@ class DiffusionConfig:
         if not 0 <= self.whole <= 1:
             raise ValueError(f"whole={self.whole}: a share of the rows, from 0 to 1")
         check_recipe(self)
-        if self.weighting not in ("elbo", "flat"):
-            raise ValueError(f"weighting={self.weighting}: use elbo or flat")
-        if self.precision not in ("float32", "bfloat16"):
-            raise ValueError(f"precision={self.precision}: use float32 or bfloat16")
+        one_of(self, weighting=("elbo", "flat"), precision=("float32", "bfloat16"))
         if not self.out:
             raise ValueError("out=<folder>: where should the model go?")
 
