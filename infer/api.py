@@ -12,8 +12,10 @@ from infer.engine.base import EngineBase
 from infer.engine.engine import Engine
 from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
 from infer.masked.engine import MaskedEngine
-from infer.masked.model import AnyTarget, MaskedModel
+from infer.masked.model import MaskedModel
+from infer.targets.target import Target
 
+AnyTarget = Target | MaskedModel
 Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-EXTENT_STEP = 256  # compiled passes look at so many positions or a multiple: one program serves many rounds
+EXTENT_STEP = 256  # compiled passes see a multiple of this many positions: one program serves many rounds
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class LayerWindow:
 
 @dataclass
 class Window:
-    """What one forward pass sees of a cache: it writes its new positions to `slots`, and looks at the first `extent`
-    positions of every row. Duck-typed as a Hugging Face cache: attention layers call `update(keys, values, layer)`.
+    """One forward pass's view of a cache: new positions are written to `slots`, and the first `extent` positions of
+    every row are visible. Duck-typed as a Hugging Face cache: attention layers call `update(keys, values, layer)`.
 
-    `slots` may have more rows than are in use; what is written for these is never looked at.
+    `slots` may have more rows than are in use; the extra rows are written and never read.
     """
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E)
@@ -42,7 +42,8 @@ class Window:
     heads: int
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes Q new positions (B, H, Q, E) of one layer, returns all that a query may look at, (B, H, extent, E)."""
+        """Write Q new positions (B, H, Q, E) of one layer; return all visible keys and values, (B, H, extent, E)
+        each."""
         flat, rows = self.slots.flatten(), len(self.slots)
         seen = []
         for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
@@ -67,9 +68,9 @@ class KVCache:
     """Keys and values of all layers, written in place.
 
     A forward pass writes its Q new positions behind each row's committed length (`window`); `commit` then keeps some of
-    them, and everything else is dropped by not moving the length. Nothing is concatenated or cropped. Rows come and go
-    (`add`, `keep`), the used ones are always the first. A `static` cache is for compiled passes: its windows have few
-    different shapes.
+    them by moving the length, and the others are overwritten later. Nothing is concatenated or cropped. `add` takes
+    rows into use and `keep` gives rows up; the used ones are always the first. A `static` cache is for compiled passes:
+    its windows have few different shapes.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class KVCache:
 
     @property
     def extent(self) -> int:
-        """The longest row's committed length."""
+        """The committed length of the longest row."""
         return max(self.lengths)
 
     @contextmanager
     def add(self, count: int) -> Iterator["KVCache"]:
-        """Takes the next `count` rows into use, and gives them as a cache of their own over the same memory, to be
-        filled; what is committed to it counts here too."""
+        """Take the next `count` rows into use: a context with a cache of their own over the same memory, to be filled.
+        What is committed to that cache is committed to this one at the end. Raises ValueError if too few are free."""
         first = len(self.lengths)
         if first + count > self.rows:
             raise ValueError(f"the cache has {self.rows} rows and {first} are in use: {count} more do not fit")
@@ -113,7 +114,7 @@ class KVCache:
         self.lengths += part.lengths
 
     def keep(self, order: list[int]) -> None:
-        """Row i becomes what row order[i] was; the others are given up. Each moves to its own place or a lower one."""
+        """Make row i what row order[i] was, and give up the rows not named. order[i] must be at least i."""
         for to, index in enumerate(order):
             if to != index:
                 length = self.lengths[index]
@@ -124,7 +125,7 @@ class KVCache:
         self.ends[len(order) :] = 0
 
     def window(self, width: int) -> Window:
-        """The next `width` positions of every row, and all before them."""
+        """Return the window of the next `width` positions of every row. Raises ValueError beyond the capacity."""
         used, extent = len(self.lengths), self.extent + width
         if extent > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions a row, {extent} are needed")
@@ -135,23 +136,25 @@ class KVCache:
         return Window(self.buffer, self._slots(rows, width), extent, self.capacity, self.heads)
 
     def positions(self, rows: int, width: int) -> torch.Tensor:
-        """Absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
+        """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
         return self.ends[:rows, None] + torch.arange(width, device=self.ends.device)
 
     def _slots(self, rows: int, width: int) -> torch.Tensor:
         return self.origins[:rows, None] + self.positions(rows, width)
 
     def advance(self, counts: list[int], on_device: torch.Tensor | None = None) -> None:
-        """Counts `counts[b]` more positions as committed. `on_device` (B,) says the same where it is there already."""
+        """Commit `counts[b]` more positions of row b. `on_device` (B,) is the same on the device, where it exists."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.ends[: len(counts)] += torch.tensor(counts, device=self.ends.device) if on_device is None else on_device
 
     def commit(self, path: torch.Tensor, counts: list[int], on_device: torch.Tensor | None = None) -> None:
-        """Keeps the written positions `path` (B, W) (offsets behind each row's length, padded at will) as the next
-        ones in this order, of which `counts[b]` count (`on_device`: see `advance`)."""
+        """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end in this order,
+        and commit the first `counts[b]` of them; the rest of `path` is padding (`on_device`: see `advance`)."""
         target = self._slots(*path.shape)  # (B, W)
         source = target[:, :1] + path
-        in_place = self.buffer.device.type == "cpu" and torch.equal(source, target)  # elsewhere asking costs more
+        in_place = self.buffer.device.type == "cpu" and torch.equal(
+            source, target
+        )  # elsewhere the comparison costs more
         if not in_place:
             self.buffer.index_copy_(1, target.flatten(), self.buffer.index_select(1, source.flatten()))
         self.advance(counts, on_device)

@@ -1,9 +1,9 @@
-"""Who may look at whom: one predicate for training, and its plain counterparts for decoding.
+"""Attention masks: one predicate for training, and its dense counterparts for decoding.
 
 B rows, N anchors, K block size, T packed context length, Q new positions, M tree nodes.
 
 Training lays the queries of one packed row out as N blocks of K positions, and the keys as
-[T context positions | N * K block positions]. `block_mask_mod` is the truth about this layout: FlexAttention
+[T context positions | N * K block positions]. `block_mask_mod` defines the mask of this layout: FlexAttention
 compiles it on CUDA, `dense` evaluates it to a boolean mask for SDPA elsewhere (torch has no backward of FlexAttention
 on the CPU). It is the prefix-shared mask of DART section 3.2 and figure 4, for DFlash blocks: a block sees the context
 features strictly before its anchor, and itself.
@@ -25,14 +25,13 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def block_mask_mod(
     anchors: torch.Tensor, documents: torch.Tensor, block_size: int, causal: bool = False, window: int | None = None
 ) -> MaskMod:
-    """The prefix-shared training mask.
+    """Return the predicate of the prefix-shared training mask.
 
     anchors (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones before (an
-    unused slot may hold any position: its block sees something, and carries no loss); documents (B, T) int64 document
-    number of every context position, -1 for padding.
-    `causal` makes positions inside a block see only those before them (DART), otherwise all (DFlash). With a `window`
-    they see only what is less than that many positions away, context and block alike (sliding attention).
-    """
+    unused slot may hold any position: its block attends to something and carries no loss); documents (B, T) int64
+    document number of every context position, -1 for padding. `causal` makes positions inside a block see only those
+    before them (DART), otherwise all (DFlash). With a `window` they see only what is less than that many positions
+    away, context and block alike (sliding attention)."""
     length = documents.shape[1]
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -55,7 +54,8 @@ def block_mask_mod(
 
 
 def packed_causal_mod(documents: torch.Tensor) -> MaskMod:
-    """Causal attention inside each document of a packed row; documents (B, T), padding (-1) sees padding."""
+    """Return the predicate of causal attention inside each document of a packed row; documents (B, T), padding (-1)
+    sees padding."""
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (documents[b, q] == documents[b, kv]) & (kv <= q)
@@ -64,7 +64,7 @@ def packed_causal_mod(documents: torch.Tensor) -> MaskMod:
 
 
 def dense(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """A predicate evaluated everywhere: (rows, 1, queries, keys) bool."""
+    """Evaluate a predicate everywhere: (rows, 1, queries, keys) bool."""
     b = torch.arange(rows, device=device).view(-1, 1, 1, 1)
     q = torch.arange(queries, device=device).view(1, 1, -1, 1)
     kv = torch.arange(keys, device=device).view(1, 1, 1, -1)
@@ -72,13 +72,13 @@ def dense(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.d
 
 
 def compiled_block_mask(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device) -> "BlockMask":
-    """A predicate for FlexAttention, on CUDA. Compiled, it is never dense."""
+    """Return a predicate as FlexAttention's block mask, on CUDA, without evaluating it densely."""
     return _flex()[0](mask_mod, rows, None, queries, keys, device=device)
 
 
 @cache
 def _flex():
-    """FlexAttention's two halves, compiled once per shape."""
+    """FlexAttention's mask builder and its attention, compiled once per shape."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     return torch.compile(create_block_mask), torch.compile(flex_attention)
@@ -91,21 +91,21 @@ def masked_attention(
     its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive."""
     if mask is None or isinstance(mask, torch.Tensor):
         if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)  # of another type, SDPA on the CPU would read it wrongly, and say nothing
+            mask = mask.to(q.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    # autocast leaves queries and keys, which come out of norms, in float32, and knows nothing of FlexAttention
+    # autocast leaves queries and keys, which come out of norms, in float32, and does not cast for FlexAttention
     return _flex()[1](q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=True)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where allowed, the dtype's lowest value elsewhere. Hugging Face's eager attention adds whatever it is given, so
-    that a boolean mask would be silently wrong there."""
+    """Return 0 where allowed and the dtype's lowest value elsewhere. Hugging Face's eager attention adds its mask, so a
+    boolean one would be silently wrong there."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def cached(ends: torch.Tensor, inside: torch.Tensor, extent: int) -> torch.Tensor:
-    """The decoding mask (B, 1, Q, extent) bool: a query sees its row's `ends` (B,) cached positions, and of the Q new
-    ones behind them those that `inside` (B, Q, Q) allows (tree attention, DDTree section 4.4)."""
+    """Return the decoding mask (B, 1, Q, extent) bool: a query sees its row's `ends` (B,) cached positions, and of the
+    Q new ones behind them those that `inside` (B, Q, Q) allows (tree attention, DDTree section 4.4)."""
     rows, width, _ = inside.shape
     before = torch.arange(extent, device=ends.device) < ends[:, None]  # (B, extent)
     new = ends[:, None] + torch.arange(width, device=ends.device)  # (B, Q)
@@ -114,9 +114,9 @@ def cached(ends: torch.Tensor, inside: torch.Tensor, extent: int) -> torch.Tenso
 
 
 def nearby(positions: torch.Tensor, ends: torch.Tensor | None, extent: int, window: int) -> torch.Tensor:
-    """What lies less than `window` positions before queries at `positions` (B, Q), or behind them: (B, 1, Q, extent)
-    bool. Positions count, not places in the cache: siblings in a tree have one position. The keys are the queries, or
-    (`ends` (B,)) a row's cached positions and the queries behind them."""
+    """Return which keys lie less than `window` positions before queries at `positions` (B, Q), or after them:
+    (B, 1, Q, extent) bool. Distances are between positions, not slots of the cache: siblings in a tree have the same
+    position. The keys are the queries, or, with `ends` (B,), a row's cached positions and the queries behind them."""
     keys = positions
     if ends is not None:
         new = ends[:, None] + torch.arange(positions.shape[1], device=ends.device)  # (B, Q)

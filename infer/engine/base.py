@@ -13,7 +13,12 @@ class EngineBase:
     """Writes texts side by side: every row has its own length and end; a row that ends makes room for the next text.
 
     `capacity` is the number of positions a row may take, prompt and answer. `clock` times the stages; on CUDA pass one
-    that synchronises. An engine adds `_new_sequence`, `_admit`, `_round` and `_free`, and extends `reset`.
+    that synchronises. An engine adds
+
+    - `_new_sequence(prompt, options, processors)`: a text to be queued; ValueError for what it cannot follow;
+    - `_admit(texts)`: rows for texts, and their prompts computed;
+    - `_round()`: one round for all texts of `writing`, where finished ones stay;
+    - `_free(finished)`: these texts taken out of `writing`, and their rows given up.
     """
 
     def __init__(
@@ -89,18 +94,3 @@ class EngineBase:
             began, before = self._began.pop(text)
             text.stats.tokens, text.stats.seconds = len(text.ids), now - began
             text.stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
-
-    def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
-        raise NotImplementedError
-
-    def _admit(self, texts: list[Sequence]) -> None:
-        """Give rows to texts, whose prompts are not computed yet."""
-        raise NotImplementedError
-
-    def _round(self) -> None:
-        """Write on in all rows; finished texts stay in `writing`."""
-        raise NotImplementedError
-
-    def _free(self, finished: list[Sequence]) -> None:
-        """Take finished texts out of `writing` and give up their rows."""
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A node budget that fits the machine: how long a pass takes at every size, and which size pays in this round.
+"""A node budget for the machine: measures how long a pass takes at every size, and picks the fastest size of a round.
 
 B rows, M tree nodes.
 """
@@ -31,8 +31,8 @@ class BudgetRule:
         return SIZES[-1]
 
     def cost(self, positions: int) -> float:
-        """Seconds of a round whose target pass computes this many positions, all rows together: interpolated between
-        what was measured, carried on in a straight line beyond."""
+        """Return the seconds of a round whose target pass computes this many positions, all rows together: interpolated
+        between measurements, and extrapolated linearly beyond them."""
         i = next((i for i, p in enumerate(self.positions) if p >= positions), len(self.positions) - 1)
         i = max(1, i)
         left, right = self.positions[i - 1], self.positions[i]
@@ -40,9 +40,9 @@ class BudgetRule:
         return self.seconds[i - 1] + slope * (positions - left) + self.other
 
     def nodes(self, tree: DraftTree) -> int:
-        """The size whose expected tokens per second are highest, for a tree whose nodes are sorted by probability: the
-        first n of them are the best tree of n, and their probabilities add up to what it is expected to commit
-        (DDTree proposition 1). All rows get the same size."""
+        """Return the size whose expected tokens per second are highest, for a ranked tree: its first n nodes are the
+        best tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1). All
+        rows get the same size."""
         rows, most = tree.log_probs.shape
         expected = tree.log_probs.float().exp().cumsum(1).sum(0).tolist()  # by nodes, the root included
         sizes = [size for size in SIZES if size < most] or [most - 1]
@@ -53,8 +53,8 @@ class BudgetRule:
 def calibrate(
     target: Target, drafter: Drafter, clock: Callable[[], float], static: bool = False, repeats: int = 7
 ) -> BudgetRule:
-    """Measures one draft and target passes of all sizes, medians of `repeats` by turns; about a second on a laptop
-    (without compiling, which `static` asks for)."""
+    """Measure one draft and target passes of all sizes in turns: medians of `repeats`. About a second on a laptop, more
+    with the compiling that `static` asks for."""
     cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1, static), drafter.state(1, CONTEXT, static)
     prompt = [i % target.config.vocab_size for i in range(CONTEXT)]
     with cache.add(1) as row:

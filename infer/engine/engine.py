@@ -13,9 +13,8 @@ from functools import partial
 
 import torch
 
-from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, EngineConfig, TextOptions
-from infer.drafters.base import Drafter, DraftState
+from infer.drafters.base import Drafter
 from infer.engine.base import EngineBase
 from infer.engine.budget import BudgetRule, calibrate
 from infer.engine.rejection import children_noise, decide
@@ -73,7 +72,7 @@ class Engine(EngineBase):
         self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
         self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.drafts else None
         self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
-        self.fresh: tuple | None = None  # features of committed nodes that the drafter has not been given yet
+        self.fresh: abc.Callable[[], None] | None = None  # gives the drafter the features of committed nodes
 
     def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
         if processors and self.method.draws and options.temperature > 0:
@@ -86,12 +85,7 @@ class Engine(EngineBase):
         """Prefill: the prompts' features feed the first draft, their last positions yield the first bonus tokens."""
         self._update_context()
         prompts = [text.prompt for text in texts]
-        with (
-            self.cache.add(len(texts)) as cache,
-            nullcontext() if self.state is None else self.state.add(len(texts)) as state,
-        ):
-            last = self._prefill(prompts, cache, state)
-        logits = self.target.head(last)  # (B, 1, V)
+        logits = self.target.head(self._prefill(prompts))  # (B, 1, V)
         start = torch.tensor([len(prompt) - 1 for prompt in prompts], device=logits.device)
         tree = root_only(torch.tensor([prompt[-1] for prompt in prompts], device=logits.device))
         noise = round_noise([text.options for text in texts], start, 1, logits.shape[-1])
@@ -101,26 +95,26 @@ class Engine(EngineBase):
         for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
             text.append([token], self.target)
 
-    def _prefill(self, prompts: list[list[int]], cache: KVCache, state: DraftState | None) -> torch.Tensor:
-        """Runs the prompts through target and drafter; returns the final hidden state of each one's last token,
-        (B, 1, D)."""
-        last = [None] * len(prompts)
-        for first in range(0, max(map(len, prompts)), PREFILL_CHUNK):
-            parts = [prompt[first : first + PREFILL_CHUNK] for prompt in prompts]
-            features = self.target.extend(parts, cache, self.layers)
-            if state is not None:
-                tokens = pad_ids(parts, features.context.device)
-                self.drafter.update_context(self.target, features.context, tokens, [len(part) for part in parts], state)
-            for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
-                if part and first + len(part) == len(prompt):
-                    last[row] = features.last[row, len(part) - 1]
+    def _prefill(self, prompts: list[list[int]]) -> torch.Tensor:
+        """Run the prompts through target and drafter, in new rows of their caches; return the final hidden state of
+        each one's last token, (B, 1, D)."""
+        rows, last = len(prompts), [None] * len(prompts)
+        with self.cache.add(rows) as cache, self.state.add(rows) if self.drafts else nullcontext() as state:
+            for first in range(0, max(map(len, prompts)), PREFILL_CHUNK):
+                parts = [prompt[first : first + PREFILL_CHUNK] for prompt in prompts]
+                features = self.target.extend(parts, cache, self.layers)
+                if self.drafts:
+                    tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
+                    self.drafter.update_context(self.target, features.context, tokens, counts, state)
+                for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
+                    if part and first + len(part) == len(prompt):
+                        last[row] = features.last[row, len(part) - 1]
         return torch.stack(last)[:, None]
 
     def _update_context(self) -> None:
-        """Gives the drafter the features of the last round's committed nodes."""
+        """Give the drafter the features of the last round's committed nodes."""
         if self.fresh is not None:
-            features, tokens, counts, on_device = self.fresh
-            self.drafter.update_context(self.target, features, tokens, counts, self.state, on_device)
+            self.fresh()
             self.fresh = None
 
     def _round(self) -> None:
@@ -143,7 +137,7 @@ class Engine(EngineBase):
         features = target.verify(tree, ancestors, self.cache, self.layers)
         logits = target.head(features.last)  # (B, M, V)
         if tree.draws is not None and tree.draws.q is not None:
-            within = None if seen is None else seen_at_nodes(seen, tree, ancestors)
+            within = None if seen is None else seen_at_nodes(seen, tree.tokens, ancestors)
             accepted, chosen = decide(tree, logits, options, start, noise, within)
         else:
             chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
@@ -155,13 +149,15 @@ class Engine(EngineBase):
         if self.drafts:
             path = accepted.path[:, : max(lengths)]
             context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
-            self.fresh = context, tree.tokens.gather(1, path), lengths, accepted.lengths
+            tokens, state = tree.tokens.gather(1, path), self.state
+            update = self.drafter.update_context
+            self.fresh = partial(update, target, context, tokens, lengths, state, accepted.lengths)
         self._lap("commit", mark)
 
     def _propose(
         self, options: list[TextOptions], start: torch.Tensor, noise: torch.Tensor | None, seen: torch.Tensor | None
     ) -> Proposal:
-        """What the drafter says behind the roots at positions start (B,), and all that the tree method may ask for."""
+        """Draft behind the roots at positions start (B,), and collect what else the tree method may use."""
         marginals = self.drafter.draft(self.target, self.bonus, self.state)  # (B, L, V)
         before, draws = None if seen is None else seen[:, None], None
         if not self.method.draws:
@@ -185,7 +181,8 @@ class Engine(EngineBase):
         )
 
     def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
-        """Cache and texts take the accepted paths. One copy to the host, the only one of a greedy round."""
+        """Commit the accepted paths to cache and texts; return their lengths. The only copy to the host of a greedy
+        round."""
         drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
         host = torch.cat([accepted.lengths[:, None], accepted.bonus[:, None], drafted], 1).tolist()
         lengths = [row[0] for row in host]
@@ -202,8 +199,8 @@ class Engine(EngineBase):
         return lengths
 
     def _trace(self, tree: DraftTree, accepted: Accepted, lengths: list[int]) -> None:
-        """Notes the likeliest path that the target did not take: from the last accepted node on, each one's first child
-        (siblings are sorted by probability)."""
+        """Note the likeliest rejected path of texts that ask for it: from the last accepted node on, each node's first
+        child (siblings are sorted by probability)."""
         for row, text in enumerate(self.writing):
             if text.options.trace:
                 tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -214,7 +211,7 @@ class Engine(EngineBase):
                 text.rejected.append(rejected)
 
     def _free(self, finished: list[Sequence]) -> None:
-        """The last rows move into the holes."""
+        """Move the last rows into the rows of finished texts."""
         self._update_context()
         for text in finished:
             text.stats.histogram = [0] * (self.length + 1)
@@ -231,7 +228,7 @@ class Engine(EngineBase):
         self.bonus = self.bonus[torch.tensor(order, dtype=torch.long, device=self.bonus.device)]
 
     def _seen(self, texts: list[Sequence]) -> torch.Tensor | None:
-        """The committed tokens of every row, (B, V), where a penalty asks for them."""
+        """Return which tokens every row holds, (B, V) bool; None where no repetition penalty needs them."""
         if all(text.options.repetition_penalty == 1 for text in texts):
             return None
         everything = [text.prompt + text.ids for text in texts]
@@ -246,10 +243,10 @@ class Engine(EngineBase):
         noise: torch.Tensor | None,
         seen: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The target's token after every node, (B, M)."""
+        """Return the target's token after every node, (B, M)."""
         options = [text.options for text in texts]
         if seen is not None:
-            seen = seen_at_nodes(seen, tree, ancestors)
+            seen = seen_at_nodes(seen, tree.tokens, ancestors)
         chosen = choose(logits, tree.depths, options, noise, seen)
         for row, text in enumerate(texts):
             if text.processors:
@@ -257,8 +254,8 @@ class Engine(EngineBase):
         return chosen
 
     def _choose_processed(self, tree, row, text, logits, noise, seen) -> torch.Tensor:
-        """The same for one row whose logits go through processors, (M,). They see a node's true prefix, one at a time,
-        and therefore only the nodes on the path that the target takes; -1, which no child carries, elsewhere."""
+        """Return the same for one row whose logits go through processors, (M,). They see the true prefix of one node at
+        a time, and so only the nodes on the path that the target takes; -1, which no child carries, elsewhere."""
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
         chosen = torch.full_like(tree.tokens[row], -1)
         ids, node, depth = text.prompt + text.ids, 0, 0
@@ -277,7 +274,7 @@ class Engine(EngineBase):
     def _log_probabilities(
         self, logits: torch.Tensor, chosen: torch.Tensor, lengths: list[int], texts: list[Sequence]
     ) -> None:
-        """Notes the target's own log-probabilities of the committed tokens `chosen` (B, W) from logits (B, W, V)."""
+        """Note the target's own log-probabilities of the committed tokens `chosen` (B, W) from logits (B, W, V)."""
         if all(text.options.logprobs is None for text in texts):
             return
         log_probs = logits.float().log_softmax(-1)

@@ -23,23 +23,23 @@ _DRAFT, _ACCEPT = 0x6A09E667F3BCC909, 0x3C6EF372FE94F82B  # seed masks: fraction
 
 
 def draft_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise (B, D, V) float32 to draw children with, for seeds (B,) and positions (B, D), both int64.
+    """Return Gumbel noise (B, D, V) float32 to draw children with, for seeds (B,) and positions (B, D), both int64.
 
-    A function of seed, position and token like `gumbel_noise`, in a stream of its own: were it the noise that the
-    target draws with, what is drawn after a rejection would not be independent of what was rejected.
+    A function of seed, position and token like `gumbel_noise`, in a stream of its own: with the target's own noise, the
+    draw after a rejection would depend on what was rejected.
     """
     return gumbel_noise(seed ^ _DRAFT, positions, vocabulary)
 
 
 def acceptance_uniforms(seed: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Uniforms (B, D, W) float64 in (0, 1) that decide about the W children at positions (B, D), for seeds (B,), both
-    int64: a third stream, the Gumbel distribution function of its noise."""
+    """Return uniforms (B, D, W) float64 in (0, 1) that decide about the W children at positions (B, D), for seeds (B,),
+    both int64: the Gumbel distribution function of a third stream of noise."""
     return (-(-gumbel_noise(seed ^ _ACCEPT, positions, width).double()).exp()).exp()
 
 
 def children_noise(texts: Sequence[TextOptions], start: torch.Tensor, depth: int, vocabulary: int) -> torch.Tensor:
-    """Gumbel noise (B, D, V) to draw the children of sampled texts with, in trees whose roots are at positions start
-    (B,); 0 for greedy texts, whose children are the likeliest tokens."""
+    """Return Gumbel noise (B, D, V) to draw the children of sampled texts with, in trees whose roots are at positions
+    start (B,); 0 for greedy texts, whose children are the likeliest tokens."""
     positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
     noise = draft_noise(_seeds(texts, start.device), positions, vocabulary)
     return noise.masked_fill_(_greedy(texts, start.device), 0.0)
@@ -53,9 +53,9 @@ def decide(
     noise: torch.Tensor,
     seen: torch.Tensor | None,
 ) -> tuple[Accepted, torch.Tensor]:
-    """What a round of drawn trees commits, given the target's logits (B, M, V), the round's noise (B, > depth, V) and
-    the tokens of every node's prefix (B, M, V), needed for a penalty only; and the committed token behind every node
-    of the path, (B, M), 0 elsewhere."""
+    """Return what a round of drawn trees commits, and the committed token behind every node of the path, (B, M), 0
+    elsewhere: from the target's logits (B, M, V), the round's noise (B, > depth, V), and the tokens of every node's
+    prefix (B, M, V), needed for a penalty only."""
     depth = tree.max_depth
     log_p = adjust(logits, texts, seen)
     certain = torch.full_like(log_p, -torch.inf).scatter_(2, log_p.argmax(-1, keepdim=True), 0.0)
@@ -80,7 +80,7 @@ def _greedy(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
 
 
 def rejection_walk(tree: DraftTree, log_p: torch.Tensor, uniforms: torch.Tensor, noise: torch.Tensor) -> Accepted:
-    """Goes from the root to a child as long as one is accepted; what is committed follows the target's distribution.
+    """Go from the root to a child as long as one is accepted; what is committed follows the target's distribution.
 
     log_p (B, M, V): the target's log-probabilities after every node, `adjust(...).log_softmax(-1)`; uniforms (B, D, W)
     and noise (B, D + 1, V), standard Gumbel, where index d belongs to the position behind a node of depth d.
@@ -124,13 +124,13 @@ def rejection_walk(tree: DraftTree, log_p: torch.Tensor, uniforms: torch.Tensor,
 
 
 def _probabilities(log_probs: torch.Tensor) -> torch.Tensor:
-    """Float64, and summing to one as exactly as that can: small differences of p and q matter."""
+    """Return probabilities in float64: small differences of p and q matter."""
     return log_probs.double().softmax(-1)
 
 
 def _residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """norm(max(p - q, 0)), (B, V). Where nothing is left p equals q but for rounding, and a rejection is rounding too:
-    then p itself, so that a one-hot p stays one."""
+    """Return norm(max(p - q, 0)), (B, V). Where that is 0, p equals q but for rounding, and so the rejection is
+    rounding too: then p itself, so that a one-hot p stays one."""
     left = (p - q).clamp(min=0)
     total = left.sum(1, keepdim=True)
     return torch.where(total > 0, left / total, p)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from infer.config import TextOptions
-from infer.trees.tree import DraftTree
 
 
 def _signed(value: int) -> int:
@@ -36,8 +35,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a pure function of seed,
-    position and token id, whatever the shape around them and the device."""
+    """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a pure function of
+    seed, position and token id, whatever the shape around them and the device."""
     tokens = torch.arange(vocabulary, device=positions.device)
     key = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN)  # (B, Q)
     bits = _shift(_mix(key[..., None] + tokens * _GOLDEN), 11)  # (B, Q, V) 53 random bits
@@ -46,8 +45,8 @@ def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -
 
 
 def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
-    """The noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V), zero for greedy rows;
-    None when all rows are greedy. Made once a position, not once a node."""
+    """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V), zero for greedy
+    rows; None when all rows are greedy. It belongs to positions, not to nodes."""
     if all(row.temperature == 0 for row in rows):
         return None
     seeds = torch.tensor([row.seed for row in rows], device=start.device)
@@ -57,9 +56,10 @@ def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vo
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging Face's processors would leave
-    them: float32, tokens that may not be chosen at minus infinity. `seen` (B, Q, V) bool marks the tokens in a node's
-    true prefix. Greedy rows know no temperature and no filter: neither changes which token is the likeliest."""
+    """Return logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging Face's processors
+    would leave them: float32, tokens that may not be chosen at minus infinity. `seen` (B, Q, V) bool marks the tokens
+    in a node's true prefix. Temperature and filters are skipped for greedy rows: neither changes the likeliest
+    token."""
     logits = logits.float()
 
     def column(values: list[float]) -> torch.Tensor:
@@ -102,8 +102,8 @@ def choose(
     noise: torch.Tensor | None,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the round's
-    noise (B, > max depth, V), and the tokens of every node's prefix, needed for a penalty only."""
+    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the
+    round's noise (B, > max depth, V), and the tokens of every node's prefix, needed for a penalty only."""
     if noise is None and seen is None:
         return logits.argmax(-1)
     scores = adjust(logits, rows, seen)
@@ -115,9 +115,9 @@ def choose(
 def condition_on_noise(
     marginals: torch.Tensor, rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """Marginals (B, L, V), log space, turned towards what the target is about to draw: the target's draw at a position
-    is a known function of its distribution and of the noise there, so a drafter that is given the same noise guesses
-    that very draw (DECODING.md). Lossless whatever it does: a tree only proposes. `seen` (B, 1, V) is the penalty's."""
+    """Return marginals (B, L, V), log space, with the target's noise added: the target's draw at a position is a known
+    function of its distribution and of the noise there, so that a drafter with the same noise guesses the draw itself
+    (DECODING.md). Lossless in any case, since a tree only proposes. `seen` (B, 1, V) is for the repetition penalty."""
     if noise is None and seen is None:
         return marginals
     scores = adjust(marginals, rows, seen)
@@ -127,16 +127,15 @@ def condition_on_noise(
 
 
 def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Which tokens each text holds: (B, V) bool."""
+    """Return which tokens each text holds: (B, V) bool."""
     seen = torch.zeros(len(texts), vocabulary, dtype=torch.bool, device=device)
     for row, ids in enumerate(texts):
         seen[row, torch.tensor(ids, device=device)] = True
     return seen
 
 
-def seen_at_nodes(seen: torch.Tensor, tree: DraftTree, ancestors: torch.Tensor) -> torch.Tensor:
-    """Which tokens the true prefix of every node holds, itself included: (B, M, V) bool, from the committed tokens'
-    `seen` (B, V), which holds the root."""
-    tokens = tree.tokens[:, None].expand_as(ancestors)
-    tokens = torch.where(ancestors, tokens, tree.tokens[:, :1, None])
+def seen_at_nodes(seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
+    """Return which tokens the true prefix of every node holds, itself included: (B, M, V) bool, from a tree's tokens
+    (B, M), and from the committed tokens' `seen` (B, V), which holds the root."""
+    tokens = torch.where(ancestors, tokens[:, None].expand_as(ancestors), tokens[:, :1, None])
     return seen[:, None].repeat(1, ancestors.shape[1], 1).scatter_(2, tokens, True)

@@ -1,4 +1,4 @@
-"""The walk: which drafted path the target goes along, and what it says next (DDTree section 4.4).
+"""The walk: the drafted path that the target accepts, and the bonus token after it (DDTree section 4.4).
 
 B rows, M tree nodes, W = max depth + 1.
 """
@@ -20,7 +20,7 @@ class Accepted:
 
 
 def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None = None) -> Accepted:
-    """Goes from the root to a child as long as a child carries the token that the target chose at the node.
+    """Go from the root to a child as long as a child carries the token that the target chose at the node.
 
     chosen (B, M): the target's token after every node, greedy or sampled: the same rule makes both lossless. Stays on
     the device: a node is reached if it and all its ancestors carry what was chosen at their parents, and the
@@ -40,7 +40,7 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
 
 
 def _scatter_by_depth(path: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-    """Puts node i into column depths[i]; nodes off the path fall into a column that is cut away."""
+    """Write node i to column depths[i]; nodes off the path go to a last column, which is dropped."""
     wide = torch.cat([path, path[:, :1]], 1)
     nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
     return wide.scatter_(1, depths, nodes)[:, :-1]

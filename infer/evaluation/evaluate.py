@@ -11,13 +11,12 @@ from itertools import zip_longest
 
 import torch
 
-from infer.api import open_engine
+from infer.api import AnyTarget, open_engine
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.results import Evaluation, MethodResult, Sample
-from infer.masked.model import AnyTarget
 from infer.targets.target import Target, pad_ids
 from infer.trees.methods import TREES
 

@@ -1,12 +1,12 @@
-"""What a masked diffusion model drafts for itself: states of the text that its own steps may lead to (SSD section 3.2).
+"""Drafts of a masked diffusion model for itself: states of the text that its own steps may lead to (SSD section 3.2).
 
-A *write* puts a token at a position. A *state* is a set of writes on top of the text as it is; the empty state is the
+A *write* puts a token at a position. A *state* is a set of writes on top of the current text; the empty state is the
 text itself. Step-by-step decoding goes from state to state, one write at a time. A round of SSD picks some states that
-are likely on that way, computes all of them in one pass, and then walks as step-by-step decoding would, for as long as
-the state it comes to is one that was computed. So whatever is picked, the text stays the same.
+are likely to come, computes all of them in one pass, and then steps as step-by-step decoding would, for as long as the
+state that it reaches was computed. So the text does not depend on which states are picked.
 
-A chain of drafts is the picking of the paper's section 3.2; swapped drafts are its section 5.2; the trees are ours.
-States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
+A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the trees are ours. States are sets:
+"b, then a" leads to the state of "a, then b", which is computed once.
 
 P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
 """
@@ -30,9 +30,9 @@ LIKELY = 0.25  # draft_length=auto: a chain goes on while all of it is at least 
 
 @dataclass(frozen=True)
 class Guess:
-    """What the model says of one masked position."""
+    """The model's prediction at one masked position."""
 
-    tokens: list[int]  # the K likeliest, likeliest first; the noise of a sampled text decides with
+    tokens: list[int]  # the K likeliest, likeliest first, under the noise of a sampled text
     log_shares: list[float]  # log-probability of each of them
     confidence: float  # of the first, as log-odds
 
@@ -50,7 +50,7 @@ class Plan:
     most: int  # writes of a state at most
 
     def open(self, state: State) -> list[int]:
-        """The positions that the next step chooses from: the masks of the first unfinished block."""
+        """Return the positions that the next step chooses from: the masks of the first unfinished block."""
         filled, left = {position for position, _ in state}, []
         for position in self.masked:
             if left and self.block(position) != self.block(left[0]):
@@ -64,11 +64,11 @@ class Plan:
 
 
 def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int) -> torch.Tensor:
-    """What logits (P, V) say of their positions, with the noise (P, V) of a sampled text: (P, 1 + 2 * ranks) float64,
-    still on the device. `as_guesses` knows what the columns are.
+    """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 * ranks) float64 on the device:
+    confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads the columns.
 
     Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same order, but
-    probabilities next to 1 stay apart, and rounding errors of the logits are not magnified.
+    probabilities near 1 stay distinct, and rounding errors of the logits are not magnified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
@@ -81,7 +81,7 @@ def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | No
 
 
 def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Guesses:
-    """Rows of `summarize`, on the host, as what is said of these positions."""
+    """Return rows of `summarize`, on the host, as guesses of these positions."""
     ranks = len(rows[0]) // 2 if rows else 0
     return {
         position: Guess([int(token) for token in row[1 + ranks :]], row[1 : 1 + ranks], row[0])
@@ -90,19 +90,19 @@ def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Gue
 
 
 def next_write(guesses: Guesses, choices: Sequence[int]) -> Write:
-    """The write of one step: the position the model is surest of, the lower one of two equals."""
+    """Return the write of one step: the most confident position, the lower one of two equals."""
     position = max(choices, key=lambda position: (guesses[position].confidence, -position))
     return position, guesses[position].tokens[0]
 
 
 def log_probability(odds: float) -> float:
-    """Log-odds to log-probability."""
+    """Convert log-odds to a log-probability."""
     return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
 
 
 def drafts(guesses: Guesses, plan: Plan, length: int | str) -> list[Write]:
-    """The likeliest writes in the order in which steps would make them, block by block, by confidence (section 3.2.2);
-    a fixed number of them, or ("auto") while it is likely that all of them hold."""
+    """Return the likeliest writes in the order in which steps would make them, block by block, by confidence (section
+    3.2.2): a fixed number of them, or ("auto") as long as all of them together are likely."""
     known = [position for position in plan.masked if position in guesses]
     known.sort(key=lambda position: (plan.block(position), -guesses[position].confidence, position))
     most = min(LONGEST if length == "auto" else length, plan.most)
@@ -116,13 +116,13 @@ def drafts(guesses: Guesses, plan: Plan, length: int | str) -> list[Write]:
 
 
 def chain_states(writes: Sequence[Write]) -> list[State]:
-    """The text, then one draft more each: length + 1 states (section 3.2.3)."""
+    """Return the text, then states with one draft more each: length + 1 states (section 3.2.3)."""
     return [frozenset(writes[:size]) for size in range(len(writes) + 1)]
 
 
 def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
-    """The chain, and beside every state the one that takes the next draft but one first: 2 * length states (section
-    5.2). Drafts of two blocks never swap."""
+    """Return the chain, and for every state also the one that takes the draft after the next first: 2 * length states
+    (section 5.2). Drafts of two blocks never swap."""
     swapped = [
         frozenset([*writes[:size], later])
         for size, (sooner, later) in enumerate(zip(writes, writes[1:], strict=False))
@@ -134,11 +134,12 @@ def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
 def tree_states(
     guesses: Guesses, plan: Plan, length: int | str, nodes: int, habits: Habits | None = None, ranks: int = 2
 ) -> list[State]:
-    """The `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's probability is
-    that of its position being next times its token's, one of the `ranks` likeliest or what the text's habits expect.
+    """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's
+    probability is that of its position being next times its token's, one of the `ranks` likeliest or the one that
+    habits expect.
 
-    A state's probability is its likeliest order's. It is at most that of the state it came from, so the best-first
-    search finds the likeliest states, and each one's likeliest way is among them.
+    A state's probability is that of its likeliest order of writes. It is at most that of the state before, so the
+    best-first search finds the likeliest states, and for each also the states of its likeliest order.
     """
     deepest = min(LONGEST if length == "auto" else length, plan.most)
     ties = count()
@@ -154,16 +155,16 @@ def tree_states(
         written = dict(state)
         for position, next_here in order_shares(guesses, plan.open(state), last, habits):
             for token, share in token_shares(guesses[position], position, written, habits, ranks):
-                worth = math.log(max(next_here * share, 1e-300))
-                heappush(heap, (cost - worth, next(ties), state | {(position, token)}, position))
+                gain = math.log(max(next_here * share, 1e-300))
+                heappush(heap, (cost - gain, next(ties), state | {(position, token)}, position))
     return list(found)
 
 
 def order_shares(
     guesses: Guesses, open_: Sequence[int], last: int | None, habits: Habits | None
 ) -> list[tuple[int, float]]:
-    """The probability of every open position to be written next: by confidence; and as often as the text had that
-    habit, the one behind the last write."""
+    """Return the probability of every open position to be written next: by confidence, mixed with the habit of writing
+    right behind the last write."""
     choices = [position for position in open_ if position in guesses]
     if not choices:
         return []
@@ -177,7 +178,7 @@ def order_shares(
 def token_shares(
     guess: Guess, position: int, written: dict[int, int], habits: Habits | None, ranks: int
 ) -> list[tuple[int, float]]:
-    """The probability of a position's likeliest tokens: the model's, and the habit's as often as it was right."""
+    """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by its hit rate."""
     shares = {token: math.exp(share) for token, share in zip(guess.tokens[:ranks], guess.log_shares, strict=False)}
     length, expected = habits.expects(position, written) if habits else (0, 0)
     if not length:
@@ -191,7 +192,7 @@ def token_shares(
 def pick_states(
     guesses: Guesses, plan: Plan, order: str, length: int | str, nodes: int, habits: Habits | None = None
 ) -> list[State]:
-    """The states of a round, the text as it is first."""
+    """Return the states of a round, the current text first."""
     if order in ("tree", "guided"):
         return tree_states(guesses, plan, length, nodes, habits if order == "guided" else None)
     writes = drafts(guesses, plan, length)
@@ -200,15 +201,15 @@ def pick_states(
 
 @dataclass(frozen=True)
 class Steps:
-    """What a round wrote, in order, and the computed state that the last write was chosen in."""
+    """The writes of a round, in order, and the index of the state that the last one was chosen in."""
 
     writes: list[Write]
     last: int
 
 
 def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> Steps:
-    """Goes step by step for as long as the state it comes to was computed. The last write is the model's own beyond
-    what was drafted (Algorithm 1's extra token)."""
+    """Take steps as long as the state that they lead to was computed. The last write is chosen by the model beyond the
+    drafts (Algorithm 1's extra token)."""
     index = {state: at for at, state in enumerate(states)}
     state, writes = frozenset(), []
     while True:

@@ -1,9 +1,9 @@
 """Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which writes the same text sooner.
 
-A text is a prompt and masks. A step computes what stands at the masks and writes one token: the one that the model is
-surest of, among the masks of the first unfinished block (SSD section 3.1, LLaDA's low-confidence remasking). A round of
-SSD computes several states of the text in one pass, and takes as many steps as it finds computed (Algorithm 1).
-Step by step is the round that computes the text as it is and nothing else: one loop for both.
+A text is a prompt and masks. A step predicts the tokens at the masks and writes the most confident one among the masks
+of the first unfinished block (SSD section 3.1, LLaDA's low-confidence remasking). A round of SSD computes several
+states of the text in one pass, and takes steps as long as their states were computed (Algorithm 1). Step-by-step
+decoding is a round that computes the current text only: one loop for both.
 
 Q outputs asked for, V vocabulary.
 """
@@ -76,7 +76,7 @@ class MaskedEngine(EngineBase):
             text.begin(self.target, self.options.room(text.options.max_new_tokens))
 
     def _round(self) -> None:
-        """A pass over the states of all texts, or one for each kind of step."""
+        """Run one pass over the states of all texts, or one for each kind of step."""
         options, tasks = self.options, []
         for text in self.writing:
             plan, states = self.passes.plan(text), [frozenset()]
@@ -96,7 +96,7 @@ class MaskedEngine(EngineBase):
         for task, part in zip(tasks, logits.split(sizes), strict=True):
             temperature, noise = task.text.options.temperature, None
             if temperature > 0:
-                every = task.asked[0]  # of all states: noise is made once a position
+                every = task.asked[0]  # of all states: the noise of a position is the same in all
                 index = {position: at for at, position in enumerate(every)}
                 seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
                 which = [index[position] for positions in task.asked for position in positions]
@@ -110,7 +110,7 @@ class MaskedEngine(EngineBase):
         text, stats = task.text, task.text.stats
         steps = follow_steps(task.states, found, task.plan)
         text.guesses.update(found[0])
-        text.guesses.update(found[steps.last])  # for free: the last write was chosen by them
+        text.guesses.update(found[steps.last])  # newer: the last write was chosen by them
         stats.rounds += 1
         stats.written += len(steps.writes)
         stats.histogram[len(steps.writes) - 1] += 1

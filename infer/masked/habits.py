@@ -9,12 +9,12 @@ each was right so far.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-CONTEXT = 3  # tokens to the left that are looked at, at most
+CONTEXT = 3  # tokens of a context at most, on the left
 
 
 @dataclass
 class Rate:
-    """How often something came true, both sides counted once in advance."""
+    """How often a prediction held, with one hit and one miss counted in advance."""
 
     hits: int = 1
     tries: int = 2
@@ -30,7 +30,7 @@ class Rate:
 
 @dataclass
 class Habits:
-    """Of one text. `row` is what stands where: the prompt at first."""
+    """The habits of one text. `row` maps positions to tokens: the prompt at first."""
 
     row: dict[int, int]
     follows_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
@@ -43,7 +43,7 @@ class Habits:
             self._learn(position)
 
     def wrote(self, writes: Iterable[tuple[int, int]]) -> None:
-        """Takes in the writes of a round, in order."""
+        """Count the writes of a round, in order."""
         for position, token in writes:
             length, expected = self.expects(position, {})
             if length:
@@ -55,8 +55,8 @@ class Habits:
                 self._learn(near)
 
     def expects(self, position: int, written: dict[int, int]) -> tuple[int, int]:
-        """The token that followed the longest known context of a position before, and that context's length; 0, 0 where
-        there is none. `written` are tokens beyond the row's own."""
+        """Return the length of the longest context of a position that was seen before, and the token that followed it;
+        0, 0 where there is none. `written` are tokens besides the row's own."""
         left = self._left(position, written)
         for length in range(len(left), 0, -1):
             token = self._after.get(left[-length:])
@@ -66,7 +66,7 @@ class Habits:
 
     @property
     def last(self) -> int | None:
-        """Where the newest token stands."""
+        """The position of the newest token."""
         return self._last
 
     def _left(self, position: int, written: dict[int, int]) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Habits:
         return tuple(reversed(left))
 
     def _learn(self, position: int) -> None:
-        """What stands at a position followed what stands before it."""
+        """Note that the token at a position followed the tokens before it."""
         if position in self.row:
             left = self._left(position, {})
             for length in range(1, len(left) + 1):

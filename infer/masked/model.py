@@ -1,9 +1,9 @@
-"""Masked diffusion language models behind one door: which token stands at every position, given all the others.
+"""Masked diffusion language models behind one wrapper: logits for the token at every position, given all the others.
 
-A masked diffusion model sees a whole row at once, in both directions, and says for every position which token stands
-there; unknown positions hold its mask token (SSD section 3.1). Three kinds are known: our own, a Qwen3 that is run with
-an attention mask that hides nothing (its config.json has `mask_token_id` and `masked_diffusion: {"shifted": bool}`),
-and LLaDA and Dream with the code that comes with them, if the user allows that.
+A masked diffusion model attends to a whole row in both directions and predicts the token at every position; unknown
+positions hold its mask token (SSD section 3.1). Three kinds are supported: our own, a Qwen3 under an attention mask
+that hides nothing (its config.json has `mask_token_id` and `masked_diffusion: {"shifted": bool}`), and LLaDA and Dream
+with the code of their repositories, if the user allows it.
 
 B rows, T positions, Q queries or positions asked for, D hidden size, V vocabulary.
 """
@@ -18,14 +18,13 @@ from torch import nn
 from infer.attention.masks import additive
 from infer.targets.loading import explain_missing, resolve_device, resolve_dtype, resolve_path, weight_files
 from infer.targets.support import head_size
-from infer.targets.target import Target
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is known of a kind of model that brings its own code."""
+    """A kind of model that brings its own code."""
 
     mask_token_id: int  # where its config.json names none
     shifted: bool
@@ -36,8 +35,8 @@ FOREIGN = {"llada": Foreign(126336, shifted=False), "dream": Foreign(151666, shi
 
 @dataclass
 class MaskedModel:
-    """A masked diffusion model. `shifted`: its output at position i - 1 is about the token at position i, as in models
-    that were autoregressive once; position 0 has no prediction then."""
+    """A masked diffusion model. `shifted`: its output at position i - 1 predicts the token at position i, as in models
+    converted from autoregressive ones; position 0 then has no prediction."""
 
     model: nn.Module
     tokenizer: object | None
@@ -64,7 +63,7 @@ class MaskedModel:
 
     @cached_property
     def native(self) -> bool:
-        """Whether it takes any attention mask and a cache of ours."""
+        """Whether it takes any attention mask and our cache."""
         return self.config.model_type in NATIVE
 
     @cached_property
@@ -81,13 +80,12 @@ class MaskedModel:
         allowed: torch.Tensor | None = None,
         at: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's own at minus infinity.
+        """Return logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's at minus infinity.
 
-        Every position sees the whole row, or what `allowed` says, bool: (B, T) positions that may be seen (not the
-        padding), or (B, T, T) which position (second axis) sees which (third). `at` asks for some positions only, rows
-        (Q,) and positions (Q,): (Q, V); a large head is most of a small model's time. Raises ValueError for a mask with
-        a model that takes none.
-        """
+        Every position attends to the whole row, or to what `allowed` allows, bool: (B, T) for keys (not the padding),
+        or (B, T, T) for queries (second axis) and keys (third). `at` asks for some positions only, rows (Q,) and
+        positions (Q,): (Q, V); a large head is most of a small model's time. Raises ValueError for a mask with a model
+        that takes none."""
         if not self.native:
             if allowed is not None and not bool(allowed.all()):
                 raise ValueError(f"{self.name}: this kind of model takes no padding: give rows of one length")
@@ -100,7 +98,7 @@ class MaskedModel:
         return self.head(self._about(self.hidden(ids, places, mask), at))
 
     def _about(self, outputs: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """The outputs (B, T, ...) that are about every position, or about those asked for."""
+        """Select the outputs (B, T, ...) that predict every position, or those asked for."""
         if at is None:
             places = torch.arange(outputs.shape[1], device=outputs.device)
             return outputs[:, (places - int(self.shifted)).clamp(min=0)]
@@ -110,8 +108,8 @@ class MaskedModel:
     def hidden(
         self, ids: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, cache: object | None = None
     ) -> torch.Tensor:
-        """Final hidden states (B, Q, D) of tokens (B, Q) at absolute positions `places` (B, Q), under an additive mask
-        (B, 1, Q, S); with a cache, S are the keys that its `update` gives. Native models only."""
+        """Return final hidden states (B, Q, D) of tokens (B, Q) at absolute positions `places` (B, Q), under an
+        additive mask (B, 1, Q, S); with a cache, S are the keys that its `update` gives. Native models only."""
         body = self.model.get_decoder()
         out = body(
             input_ids=ids,
@@ -123,7 +121,7 @@ class MaskedModel:
         return out.last_hidden_state
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states (..., D) to logits (..., V), the mask token's at minus infinity: a mask is never written."""
+        """Return logits (..., V) of hidden states (..., D), the mask token's at minus infinity: it is never written."""
         return self._unmasked(self.model.get_output_embeddings()(hidden))
 
     def _unmasked(self, logits: torch.Tensor) -> torch.Tensor:
@@ -131,8 +129,8 @@ class MaskedModel:
         return logits.masked_fill(never, -torch.inf)
 
     def cache(self, rows: int, capacity: int) -> torch.Tensor:
-        """Room for keys and values of that many positions: (2 * layers, rows, capacity, H, E), keys of layer i at 2i,
-        values at 2i + 1. Raises ValueError for models that have no use for it."""
+        """Allocate keys and values of that many positions: (2 * layers, rows, capacity, H, E), keys of layer i at 2i,
+        values at 2i + 1. Raises ValueError for models that cannot use them."""
         if not self.native:
             raise ValueError(
                 f"cache=dual: {self.name} is run by its own code, which takes no cache of ours: use cache=none"
@@ -143,11 +141,8 @@ class MaskedModel:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
-AnyTarget = Target | MaskedModel
-
-
 def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> MaskedModel:
-    """Loads a masked diffusion model from a folder or the hub: one of ours, LLaDA or Dream.
+    """Load a masked diffusion model from a folder or the hub: one of ours, LLaDA or Dream.
 
     Raises ValueError, before weights are loaded, for a model of another kind, for one without a mask token, and for
     one whose own code the user has not allowed; FileNotFoundError for one that is not there.
@@ -178,9 +173,9 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
 
 
 def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """A model that is run by its own code, built and filled by us. `from_pretrained` of transformers 5 asks such code
-    for what it does not have (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
-    embeddings, without values. Raises ValueError where the code does not run, or the weights are others."""
+    """Build a model that is run by its own code, and load its weights into it. `from_pretrained` of transformers 5
+    fails on such code (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
+    embeddings, without values. Raises ValueError where the code does not run, or the weights do not match it."""
     import transformers
 
     try:
@@ -205,7 +200,7 @@ def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.M
 
 
 def read_config(path: str) -> dict:
-    """A model's config.json as it stands there. Raises FileNotFoundError where there is none."""
+    """Read a model's config.json, unchanged. Raises FileNotFoundError where there is none."""
     from transformers import PretrainedConfig
 
     with explain_missing(path):
@@ -216,14 +211,15 @@ def read_config(path: str) -> dict:
 
 
 def is_masked(path: str) -> bool:
-    """Whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError where there is none."""
+    """Return whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError where there is
+    none."""
     config = read_config(path)
     return config["model_type"].lower() in FOREIGN or config.get("masked_diffusion") is not None
 
 
 def mask_and_shift(path: str, config: dict) -> tuple[int, bool]:
-    """The mask token, and whether outputs are about the next position, from a config.json. Raises ValueError for what
-    is no masked diffusion model, and for one without a mask token."""
+    """Return the mask token, and whether outputs predict the next position, from a config.json. Raises ValueError for a
+    model that is no masked diffusion model, and for one without a mask token."""
     kind = config["model_type"].lower()
     mask = config.get("mask_token_id")
     if kind in FOREIGN:

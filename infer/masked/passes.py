@@ -1,9 +1,9 @@
-"""How a masked model computes states of texts in one pass: every state's row, or its block with a cache.
+"""Passes of a masked model over states of texts: every state's row, or its block with a cache.
 
-What a step sees must not depend on rounds, or the text would. So the cache's policy counts tokens: with `cache="dual"`
-(Fast-dLLM's) a step is a *full* pass when a block begins and when `refresh` tokens were written since the last full
-one. Every other step computes its block only, and sees the last full pass's keys and values of everything outside. A
-round drafts up to the next full step and no further; the paper does not say how its rounds meet a refresh.
+The inputs of a step must not depend on rounds, or the text would. So the cache's policy counts tokens: with Fast-dLLM's
+`cache="dual"` a step is a *full* pass when a block begins and when `refresh` tokens were written since the last one.
+Every other step computes its block only, and attends to the last full pass's keys and values of everything outside. A
+round drafts up to the next full step and no further; the paper does not specify this.
 
 B texts of a pass, T positions of the longest, N states, K computed positions of a block, Q queries or outputs asked
 for, S keys, H key/value heads, E head size, V vocabulary.
@@ -24,7 +24,8 @@ from infer.masked.sequence import MaskedSequence
 
 @dataclass(frozen=True)
 class Task:
-    """A text's part in a round: the states that are computed, the text as it is first, and what is asked of each."""
+    """A text's part in a round: the states that are computed, the current text first, and the positions asked of
+    each."""
 
     text: MaskedSequence
     plan: Plan
@@ -33,7 +34,7 @@ class Task:
 
 
 def with_writes(ids: torch.Tensor, states: Sequence[State]) -> torch.Tensor:
-    """The row of every state: ids (T,) -> (N, T)."""
+    """Return the row of every state: ids (T,) -> (N, T)."""
     rows = ids.repeat(len(states), 1)
     edits = [(row, *write) for row, state in enumerate(states) for write in state]
     if edits:
@@ -43,30 +44,31 @@ def with_writes(ids: torch.Tensor, states: Sequence[State]) -> torch.Tensor:
 
 
 class Rows:
-    """Every state a row of its own, computed whole: exact, for any model."""
+    """Computes every state as a whole row of its own: exact, for any model."""
 
     def __init__(self, model: MaskedModel, options: EngineConfig) -> None:
         self.model, self.block_length = model, options.block_length
 
     def plan(self, text: MaskedSequence) -> Plan:
-        """A draft may go into later blocks, and leaves one mask for the last step."""
+        """Plan drafts that may reach into later blocks, and leave one mask for the last step."""
         return text.plan(self.block_length, min(LONGEST, len(text.masked) - 1))
 
     def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
-        """The masks that this round or the next one may write."""
+        """Return the masks that this round or the next one may write, for every state."""
         last = plan.masked[: 2 * (LONGEST + 1)][-1]
         window = [position for position in plan.masked if plan.block(position) <= plan.block(last)]
         return [window] * len(states)
 
     def groups(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Which tasks share a pass: all of them, or those of one length where the model takes no padding."""
+        """Group tasks by pass: all together, or by length where the model takes no padding."""
         if self.model.native:
             return [list(tasks)]
         lengths = dict.fromkeys(len(task.text.row) for task in tasks)
         return [[task for task in tasks if len(task.text.row) == length] for length in lengths]
 
     def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
-        """Logits (Q, V) of everything asked for: task by task, state by state, in the order of the positions."""
+        """Return logits (Q, V) of all positions asked for: task by task, state by state, in the order of the
+        positions."""
         rows = [row for task in tasks for row in with_writes(task.text.row, task.states)]
         ids = pad_sequence(rows, batch_first=True)  # (all states, T)
         lengths = [len(row) for row in rows]
@@ -80,8 +82,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Kept:
-    """What one pass sees of the kept keys and values; Hugging Face's attention layers call `update`. A full pass makes
-    those of its texts anew and looks at its own; any other looks at the kept ones, then at its own."""
+    """One pass's view of the kept keys and values; Hugging Face's attention layers call `update`. A full pass replaces
+    those of its texts and attends to its own; any other attends to the kept ones, then to its own."""
 
     buffer: torch.Tensor  # (2 * layers, rows, capacity, H, E)
     slots: torch.Tensor  # (B,) the texts' rows
@@ -89,7 +91,7 @@ class Kept:
     full: bool
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """New positions (B, H, Q, E) of one layer; returns all that a query may look at, (B, H, S, E)."""
+        """Take new positions (B, H, Q, E) of one layer; return all keys and values of the pass, (B, H, S, E) each."""
         if self.full:
             for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
                 self.buffer[index, self.slots, : self.longest] = new[:, :, : self.longest].transpose(1, 2)
@@ -102,9 +104,9 @@ class Kept:
 
 
 class DualCache:
-    """Keys and values of each text's last full pass; its states' blocks lie side by side behind them, each of which
-    sees what is kept outside the block, and itself. A round that begins with a full step runs the whole row and the
-    blocks of its other states in the same pass: they see in every layer what the full row has just put there."""
+    """Keeps keys and values of each text's last full pass. The blocks of its states follow side by side, and each
+    attends to what is kept outside the block, and to itself. A round that begins with a full step computes the whole
+    row and the blocks of its other states in one pass: in every layer they attend to the full row's new keys."""
 
     def __init__(self, model: MaskedModel, options: EngineConfig, rows: int, capacity: int) -> None:
         self.model, self.options = model, options
@@ -112,7 +114,7 @@ class DualCache:
         self.buffer = model.cache(rows, capacity)
 
     def plan(self, text: MaskedSequence) -> Plan:
-        """No state reaches the next full step."""
+        """Plan drafts that do not reach the next full step."""
         length, refresh = self.options.block_length, self.options.refresh
         open_ = text.plan(length, 0).open(frozenset())
         text.full = len(open_) == length or text.since >= refresh
@@ -121,22 +123,24 @@ class DualCache:
         return text.plan(length, min(LONGEST, len(open_) - 1, refresh - text.since - 1))
 
     def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
-        """The masks of the block; of the text as it is those of the next block too, where a full step computes them."""
+        """Return the masks of the block, and of the current text also those of the next block, where a full step
+        computes them."""
         window = plan.open(frozenset())
         following = plan.block(window[0]) + 1
         ahead = [position for position in plan.masked if text.full and plan.block(position) == following]
         return [window + ahead, *([window] * (len(states) - 1))]
 
     def groups(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Full steps share a pass, and the others: a few blocks padded to whole rows would cost what they save."""
+        """Group full steps and the others: blocks padded to whole rows would cost what they save."""
         both = [[task for task in tasks if task.text.full], [task for task in tasks if not task.text.full]]
         return [group for group in both if group]
 
     def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
-        """Logits (Q, V) of everything asked for: task by task, state by state, in the order of the positions."""
+        """Return logits (Q, V) of all positions asked for: task by task, state by state, in the order of the
+        positions."""
         full, width, device = tasks[0].text.full, self.width, self.model.device
         begins = [self._begin(task) for task in tasks]
-        apart = [task.states[1:] if full else task.states for task in tasks]  # whose blocks lie behind the rows
+        apart = [task.states[1:] if full else task.states for task in tasks]  # states whose blocks follow the rows
         rows = pad_sequence([task.text.row for task in tasks], batch_first=True)  # (B, T)
         blocks = pad_sequence(
             [
@@ -165,13 +169,13 @@ class DualCache:
         return self.model.head(hidden[row, column])
 
     def _begin(self, task: Task) -> int:
-        """Where the block's computed positions begin."""
+        """Return the first computed position of the block."""
         block = task.plan.block(task.asked[0][0])
         return task.plan.start + (block + 1) * task.plan.block_length - self.width
 
     def _mask(self, lengths: Sequence[int], first: torch.Tensor, longest: int, apart: int, full: bool) -> torch.Tensor:
-        """Additive (B, 1, Q, S). Keys are the texts' rows, then `apart` positions of blocks; queries are all of them,
-        or the blocks' alone."""
+        """Return the additive mask (B, 1, Q, S). Keys are the texts' rows, then `apart` positions of blocks; queries
+        are all of them, or those of the blocks alone."""
         key = torch.arange(longest + apart, device=first.device)  # (S,)
         row = key < longest
         known = row & (key < torch.tensor(lengths, device=first.device)[:, None])  # (B, S)

@@ -13,10 +13,10 @@ from infer.masked.model import MaskedModel
 
 @dataclass
 class MaskedStats(DecodeStats):
-    """What one text took. `rounds` are passes of the model, each over one or more states of the text, whatever other
-    texts were in them; `histogram[i]` counts those that wrote i + 1 tokens."""
+    """Counts of one text. `rounds` are passes of the model over one or more states of the text, whatever other texts
+    share them; `histogram[i]` counts those that wrote i + 1 tokens."""
 
-    written: int = 0  # tokens, which step-by-step decoding takes a pass each for; `tokens` of them are kept
+    written: int = 0  # tokens, each a pass of step-by-step decoding; `tokens` of them are kept
     full: int = 0  # passes over the whole row
     states: int = 0  # computed, all passes together
     valid: int = 0  # tokens before the first end token
@@ -34,13 +34,13 @@ class MaskedStats(DecodeStats):
 
 @dataclass(eq=False)
 class MaskedSequence(Sequence):
-    """A text and its row. `ids` are what is certain of the answer: its tokens up to the first mask. A written token is
-    never written again, so that this grows and never changes."""
+    """A text and its row. `ids` are the answer's tokens up to the first mask: a written token never changes, so `ids`
+    only grows."""
 
     writes: list[Write] = field(default_factory=list)  # (position in the answer, token), in the order of the steps
     row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
     masked: list[int] = field(default_factory=list)  # where the row has masks, ascending
-    guesses: Guesses = field(default_factory=dict)  # the newest of every position: where drafts come from
+    guesses: Guesses = field(default_factory=dict)  # the newest of every position, from which drafts are made
     habits: Habits | None = None
     slot: int = 0  # of the engine's rows
     since: int = 0  # cache=dual: tokens written since the last full step
@@ -50,18 +50,18 @@ class MaskedSequence(Sequence):
         self.stats = MaskedStats(len(self.prompt), histogram=[0] * (LONGEST + 1))
 
     def begin(self, model: MaskedModel, length: int) -> None:
-        """Lays out the row, with `length` masks."""
+        """Lay out the row, with `length` masks."""
         start = len(self.prompt)
         self.row = torch.tensor(self.prompt + [model.mask_token_id] * length, device=model.device)
         self.masked = list(range(start, start + length))
         self.habits = Habits(dict(enumerate(self.prompt)))
 
     def plan(self, block_length: int, most: int) -> Plan:
-        """How far a round may draft."""
+        """Return how far a round may draft."""
         return Plan(self.masked, len(self.prompt), block_length, most)
 
     def write(self, writes: abc.Sequence[Write], model: MaskedModel) -> None:
-        """Takes in the writes of a round, (position in the row, token), in order."""
+        """Apply the writes of a round, (position in the row, token), in order."""
         start = len(self.prompt)
         positions, tokens = torch.tensor(writes, device=self.row.device).T
         self.row[positions] = tokens

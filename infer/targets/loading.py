@@ -18,12 +18,12 @@ EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one."""
+    """Return the device of that name; "auto" is CUDA where there is one, else the CPU."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for anything that is no such dtype."""
+    """Return the dtype of that name; "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for others."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in ("float32", "bfloat16", "float16", "float64"):
@@ -32,25 +32,26 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_path(path: str) -> str:
+    """Return a hub id or folder; "embedded" is the repository's own target."""
     return str(EMBEDDED) if path == "embedded" else path
 
 
 def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False):
-    """A target's tokenizer alone. Raises FileNotFoundError with what could not be found."""
+    """Load a target's tokenizer alone. Raises FileNotFoundError, naming what could not be found."""
     with explain_missing(path):
         return AutoTokenizer.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
 
 
 def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
-    """A target's config.json alone. Raises FileNotFoundError with what could not be found."""
+    """Load a target's config.json alone. Raises FileNotFoundError, naming what could not be found."""
     with explain_missing(path):
         return AutoConfig.from_pretrained(resolve_path(path), trust_remote_code=trust_remote_code)
 
 
 @contextmanager
 def explain_missing(path: str) -> Iterator[None]:
-    """Around what reads a model: FileNotFoundError says where it is not; what is wrong with a folder that is there is
-    left as it is."""
+    """Turn errors of reading a model into FileNotFoundError with the remedy. A ValueError about a folder that exists
+    passes unchanged."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -65,9 +66,8 @@ def explain_missing(path: str) -> Iterator[None]:
 def fill_weights(
     model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Gives embedding, head, last norm and some decoder layers of a model without memory their weights from the files.
-    Layers that are stored in another form than the model's own stay as they are. Raises ValueError where one of the
-    others is."""
+    """Load embedding, head, last norm and some decoder layers of a model on the meta device from the files. Layers that
+    are not stored under their own names are left out. Raises ValueError where embedding, head or norm are not."""
     body, head = model.get_decoder(), model.get_output_embeddings()
     ends = {"embedding": model.get_input_embeddings(), "last norm": body.norm}
     if not model.config.get_text_config().tie_word_embeddings:
@@ -95,7 +95,7 @@ def fill_weights(
 
 
 def weight_files(path: str) -> list[Path]:
-    """A model's safetensors files, on this machine."""
+    """Return a model's safetensors files on this machine, downloaded where they are missing."""
     source = resolve_path(path)
     folder = source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
     return sorted(Path(folder).glob("*.safetensors"))
@@ -108,10 +108,10 @@ def load_target(
     trust_remote_code: bool = False,
     only_layers: Iterable[int] | None = None,
 ) -> Target:
-    """Loads a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
+    """Load a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
     these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
 
-    Raises FileNotFoundError with what could not be found and how to give a local path.
+    Raises FileNotFoundError, naming what could not be found and how to give a local path.
     """
     logging.disable_progress_bar()
     place = resolve_device(device)
@@ -131,10 +131,10 @@ def load_target(
 
 
 def without_memory(config: PretrainedConfig, **options: object) -> nn.Module:
-    """A model whose weights have shapes only. Its attention is SDPA, or Hugging Face's own arithmetic ("eager") where
-    SDPA cannot do what the model does: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
+    """Build a model on the meta device: weights have shapes only. Its attention is SDPA, or Hugging Face's own
+    ("eager") where SDPA does not support the model: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
     with torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
-        except ValueError:  # the model's class says so
+        except ValueError:  # this model's class has no SDPA
             return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)

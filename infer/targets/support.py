@@ -1,7 +1,7 @@
-"""What a target's config.json says about running it: how far its layers look back, what becomes of its logits, and
-whether draft trees can be verified through it at all.
+"""Properties of a target that its config.json decides: its layers' attention windows, its logits' scale, and whether
+draft trees can be verified through it.
 
-Everything here is known before weights are loaded. docs/targets.md has the families.
+All of it is known before weights are loaded. docs/targets.md lists the families.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-LAYERS = {"full_attention", "sliding_attention"}  # kinds that a mask over all cached positions says everything about
-RECURRENT = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state, by their beginnings
+LAYERS = {"full_attention", "sliding_attention"}  # kinds whose attention is a mask over all cached positions
+RECURRENT = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state, by prefix
 STATES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")  # names of such layers' sizes
-# Names of other things that our cache, masks or head know nothing of, and what they are.
+# Config keys of features that our cache, masks or head do not support, and what they mean.
 FOREIGN = {
     "kv_lora_rank": "keys and values in a compressed form",
     "num_kv_shared_layers": "layers that share their keys and values",
@@ -30,19 +30,19 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class LogitScale:
-    """What becomes of the head's products (..., V): divided (Cohere, Granite), then soft-capped (Gemma)."""
+    """The scale of the head's products (..., V): divided (Cohere, Granite), then soft-capped (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
 
     def __call__(self, products: torch.Tensor) -> torch.Tensor:
-        """Logits; the products themselves where nothing is to be done."""
+        """Return the logits of the products; the products themselves where there is no scale."""
         if self.divisor != 1:
             products = products / self.divisor
         return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """The derivative of the logits with respect to the products, at these logits; None where they are the same."""
+        """Return the derivative of the logits with respect to the products, at these logits; None where it is 1."""
         if self.cap is None:
             return None if self.divisor == 1 else 1 / self.divisor
         return (1 - (logits / self.cap).square()) / self.divisor
@@ -52,15 +52,17 @@ PLAIN = LogitScale()
 
 
 def logit_scale(config: "PretrainedConfig") -> LogitScale:
+    """Return the scale of a target's logits."""
     divisor = getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)
     return LogitScale(float(divisor), getattr(config, "final_logit_softcapping", None))
 
 
 def windows(config: "PretrainedConfig") -> dict[str, int | None]:
-    """How many positions, its own included, a position sees in each kind of the target's layers; None: all before it.
+    """Return the attention window of each kind of the target's layers: positions, the query's own included; None: all
+    before it.
 
-    Where there are kinds of layers, the model takes a mask for each. Where its class knows of none (Mistral, Phi-3),
-    it takes one mask for all, and has a window if it says so.
+    A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3) takes a single mask,
+    with a window if its config has one.
     """
     width = getattr(config, "sliding_window", None) or None
     if not hasattr(type(config), "layer_types") or not config.layer_types:
@@ -69,19 +71,19 @@ def windows(config: "PretrainedConfig") -> dict[str, int | None]:
 
 
 def norm_eps(config: "PretrainedConfig") -> float:
-    """What the target's norms add, under the name that its family has for it."""
+    """Return the epsilon of the target's norms, whatever its family calls it."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
     return next((getattr(config, name) for name in names if getattr(config, name, None)), 1e-6)
 
 
 def rope(config: "PretrainedConfig") -> dict:
-    """The rotary parameters, of the layers that see everything, where the kinds have their own (Gemma 3)."""
+    """Return the rotary parameters; of the full-attention layers, where each kind has its own (Gemma 3)."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("full_attention") or parameters
 
 
 def longest(config: "PretrainedConfig") -> int | None:
-    """Positions up to which a position's rotary angles do not depend on how long the text has become."""
+    """Return the longest text whose rotary angles do not depend on its length; None: they never do."""
     parameters = rope(config)
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
         return None
@@ -89,17 +91,17 @@ def longest(config: "PretrainedConfig") -> int | None:
 
 
 def head_size(config: "PretrainedConfig") -> int:
-    """E, from a model's config.json."""
+    """Return E, the head size, from a model's config.json."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def key_heads(config: "PretrainedConfig") -> int:
-    """H, from a model's config.json."""
+    """Return H, the number of key/value heads, from a model's config.json."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
-    """Raises ValueError, from config.json alone, for targets that draft trees cannot be verified through."""
+    """Raise ValueError, from config.json alone, for targets that draft trees cannot be verified through."""
 
     def refuse(what: str) -> None:
         raise ValueError(f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it")
@@ -119,14 +121,14 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
         refuse("no rotary positions (ALiBi or learned ones, or no attention)")
     try:
         head_size(text), key_heads(text)
-    except (AttributeError, RuntimeError):  # Hugging Face's own error for what differs from layer to layer
+    except (AttributeError, RuntimeError):  # Hugging Face raises this for sizes that differ between layers
         refuse("no heads, or other ones in every layer")
     for name in sorted(names & FOREIGN.keys()):
         refuse(f"{FOREIGN[name]} ({name})")
 
 
 def refuse_unfit(model: "nn.Module") -> None:
-    """Raises ValueError for what only the modules of a model show; they need no memory yet."""
+    """Raise ValueError for unsupported modules of a model, which may be on the meta device."""
     config = model.config.get_text_config()
     body, head = model.get_decoder(), model.get_output_embeddings()
     if not hasattr(body, "layers") or len(body.layers) != config.num_hidden_layers:

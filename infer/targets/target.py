@@ -32,7 +32,7 @@ from infer.trees.tree import DraftTree
 
 @dataclass(frozen=True)
 class Features:
-    """What one target pass leaves: the drafter's food and the head's."""
+    """The outputs of one target pass: the drafter's input and the head's."""
 
     context: torch.Tensor  # (B, Q, K*D) outputs of the tapped layers, concatenated
     last: torch.Tensor  # (B, Q, D) final hidden state, after the target's last norm
@@ -96,9 +96,9 @@ class Target:
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     def shard(self, device: torch.device) -> None:
-        """Spreads the layers over the processes of the group, each on its `device`: a pass gathers them one after the
-        other, and takes all processes (FSDP without gradients: what ZeRO stage 3 does). Embedding, norm and head stay
-        whole in every process."""
+        """Shard the layers over the processes of the group, each on its `device`: a pass gathers them one after the
+        other and needs all processes (FSDP without gradients, like ZeRO stage 3). Embedding, norm and head are whole in
+        every process."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -114,19 +114,20 @@ class Target:
             buffer.data = buffer.data.to(device)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (...,) to what enters the first layer, (..., D)."""
+        """Return the input of the first layer, (..., D), for token ids (...,)."""
         embedded = self.embedding(ids)  # Gemma's module scales by itself, Granite's does not
         multiplier = getattr(self.config, "embedding_multiplier", None)
         return embedded * multiplier if multiplier else embedded
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states (..., D) to logits (..., V)."""
+        """Return logits (..., V) of final hidden states (..., D)."""
         return self.scale(self.model.get_output_embeddings()(hidden))
 
     def cache(self, rows: int, capacity: int, static: bool = False) -> KVCache:
-        """A cache for up to `rows` texts of up to `capacity` positions, none in use yet. Passes over trees are compiled
-        if it is `static`. Layers with a sliding window keep all positions too: rows then have one length, and the
-        window is a matter of masks alone. That takes the memory of full attention."""
+        """Allocate a cache for up to `rows` texts of up to `capacity` positions. Passes over trees are compiled if it
+        is `static`. Layers with a sliding window keep all positions too, at the memory of full attention, so that a row
+        has one length and the window is in the masks alone. Raises ValueError where rotary angles change within the
+        capacity."""
         config, most = self.config, longest(self.config)
         if most is not None and capacity > most:
             raise ValueError(
@@ -139,7 +140,7 @@ class Target:
     def masks(
         self, allowed: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The additive mask of every kind of layers, or the only one, from what full attention allows queries at
+        """Return the additive mask of every kind of layers, or the only one, from what full attention allows queries at
         `positions` (B, Q), (B, 1, Q, S). Keys are the queries themselves, or the cache that has `ends` (B,)."""
         masks = {}
         for kind, width in self.windows.items():
@@ -155,8 +156,8 @@ class Target:
         window: Window | None,
         layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over ids (B, Q) at absolute positions (B, Q) under additive masks (B, 1, Q, S): the outputs of
-        `layers` only, not of every layer, concatenated, and the final hidden states."""
+        """Run one pass over ids (B, Q) at absolute positions (B, Q) under additive masks (B, 1, Q, S); return the
+        outputs of `layers`, concatenated, and the final hidden states."""
         self._taps = frozenset(layers)
         last = self.body(
             input_ids=ids,
@@ -236,8 +237,9 @@ class Target:
     def verify(
         self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
     ) -> Features:
-        """Scores every node of the draft trees in one pass (DDTree section 4.4): positions by depth, each node sees its
-        row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a path."""
+        """Score every node of the draft trees in one pass (DDTree section 4.4): positions by depth, each node attends
+        to its row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a
+        path."""
         used, width = tree.tokens.shape
         window = cache.window(width)
         rows = len(window.slots)
@@ -253,7 +255,7 @@ class Target:
 
 
 def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Token ids of several rows, padded on the right: (B, Q) int64."""
+    """Return token ids of several rows, padded on the right: (B, Q) int64."""
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 

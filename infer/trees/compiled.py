@@ -1,16 +1,22 @@
-"""Tree loops in machine code for the CPU. Without numba the tensor versions beside their callers serve.
+"""Tree loops compiled by numba, for the CPU. Where `available` says no, callers use their tensor versions.
 
 R rows, L drafted positions, K tokens a position, M nodes with the root.
 """
 
 import numpy as np
+import torch
 
-from infer.utils.jit import njit
+from infer.utils import jit
 
 
-@njit(cache=True, nogil=True)
+def available(tensor: torch.Tensor) -> bool:
+    """Return whether the loops of this module serve for a tensor: numba is installed, and the tensor is on the CPU."""
+    return tensor.device.type == "cpu" and jit.AVAILABLE
+
+
+@jit.njit(cache=True, nogil=True)
 def best_first(top, ids, nodes, scores):
-    """Algorithm 1 of DDTree section 4.3 for every row of top (R, L, K) float32, sorted, and ids (R, L, K): fills
+    """Run algorithm 1 of DDTree section 4.3 for every row of top (R, L, K) float32, sorted, and ids (R, L, K): fill
     nodes (3, R, M - 1), that is tokens, parents and depths, and scores (R, M - 1), all of them.
 
     A heap entry is a prefix that is not in the tree yet. Instead of popping the best prefix and pushing its next
@@ -64,9 +70,9 @@ def best_first(top, ids, nodes, scores):
                 entries += 1
 
 
-@njit(cache=True, nogil=True)
+@jit.njit(cache=True, nogil=True)
 def ancestors(parents, mask):
-    """Fills mask (R, M, M) bool: a node sees what its parent sees, and itself. parents (R, M), the root first."""
+    """Fill mask (R, M, M) bool: a node sees what its parent sees, and itself. parents (R, M), the root first."""
     rows, nodes = parents.shape
     for row in range(rows):
         mask[row, 0, :] = False

@@ -11,7 +11,6 @@ import torch
 
 from infer.trees import compiled
 from infer.trees.tree import DraftTree, Nodes, Proposal, behind
-from infer.utils import jit
 
 
 def ddtree(proposal: Proposal) -> DraftTree:
@@ -20,13 +19,12 @@ def ddtree(proposal: Proposal) -> DraftTree:
     suffice (lemma 1)."""
     marginals, budget = proposal.marginals, proposal.budget
     top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
-    on_host = top.device.type == "cpu" and jit.AVAILABLE
-    search = best_first if on_host else by_depth
+    search = best_first if compiled.available(top) else by_depth
     return behind(proposal.bonus, search(top, ids, budget), marginals.shape[1])
 
 
 def node_count(length: int, ranks: int, budget: int) -> int:
-    """How many nodes there are: `budget`, or all prefixes of `length` positions of `ranks` tokens if they are fewer."""
+    """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if fewer."""
     total, level = 0, 1
     for _ in range(length):
         level = min(level * ranks, budget)
@@ -45,8 +43,8 @@ def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
 
 
 def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
-    """The same, from the same arguments, depth by depth on their device: extend the best prefixes of a depth by the
-    likeliest tokens and keep the best of these; at last take the best of all depths.
+    """Find the same nodes from the same arguments, depth by depth on their device: extend the best prefixes of a depth
+    by the likeliest tokens, keep the best of these, and at the end take the best of all depths.
 
     Exact: a prefix among the top B has its parent among them. Sorting is stable and shallow prefixes come first, so
     that a parent precedes a child of equal score.
@@ -75,8 +73,8 @@ def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
 
 @lru_cache(maxsize=256)
 def _pairs(prefixes: int, ranks: int, budget: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(prefix, rank) of the extensions that can be among the best `budget` of a depth: (C,) each. The pair (r, t),
-    counted from 0, is preceded by all (r', t') with r' <= r and t' <= t, hence (r + 1) (t + 1) <= budget."""
+    """Return (prefix, rank) of the extensions that can be among the best `budget` of a depth: (C,) each. The pair (r,
+    t), counted from 0, is preceded by all (r', t') with r' <= r and t' <= t, hence (r + 1) (t + 1) <= budget."""
     prefix, rank = torch.arange(prefixes), torch.arange(ranks)
     pairs = ((prefix[:, None] + 1) * (rank + 1) <= budget).nonzero()
     return pairs[:, 0].to(device), pairs[:, 1].to(device)

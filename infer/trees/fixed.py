@@ -13,7 +13,7 @@ from infer.trees.tree import Conditional, DraftTree, Draws, Proposal
 
 
 def by_position(marginals: torch.Tensor) -> Conditional:
-    """A drafter's marginals (B, L, V) as a conditional that depends on nothing but the position."""
+    """Return a drafter's marginals (B, L, V) as a conditional that depends on the position alone."""
     return lambda depth, tokens: marginals[:, depth, None]
 
 
@@ -31,15 +31,15 @@ def static(proposal: Proposal) -> DraftTree:
 def full_tree(
     bonus: torch.Tensor, conditional: Conditional, width: int, depth: int, noise: torch.Tensor | None = None
 ) -> DraftTree:
-    """The full tree of `width` and `depth` behind the bonus tokens (B,) int64.
+    """Return the full tree of `width` and `depth` behind the bonus tokens (B,) int64.
 
     Without noise, children are the `width` likeliest tokens, likeliest first: the article's tree. With Gumbel noise
     (B, >= depth, V), `infer.engine.rejection.draft_noise`, they are drawn from q without replacement: the top W of
     log q + noise are an ordered sample without replacement (Gumbel top-k: Vieira 2014; Kool et al. 2019).
 
-    The nodes of one depth share the noise of their position. That is as good as noise of their own: a walk looks at the
-    children of one node a depth, which one is settled by noise of shallower depths, and that is independent of this
-    one. What shares the distribution too shares the draw: by position, all nodes of a depth have the same children.
+    The nodes of one depth share the noise of their position, which is as good as noise of their own: a walk reads the
+    children of one node a depth, chosen by noise of shallower depths, which is independent of this one. Nodes that
+    share the distribution too have the same children: with marginals, all nodes of a depth.
 
     Raises ValueError if there are fewer tokens than children.
     """
@@ -71,7 +71,7 @@ def full_tree(
 
 
 def static_depth(width: int, budget: int, longest: int) -> int:
-    """The depth, at most `longest`, of the deepest full tree of that width with at most `budget` drafted nodes.
+    """Return the depth, at most `longest`, of the deepest full tree of that width with at most `budget` drafted nodes.
 
     Raises ValueError if not even the root's children fit.
     """

@@ -12,7 +12,6 @@ import torch
 
 from infer.ngrams.model import NGram
 from infer.trees import compiled
-from infer.utils import jit
 
 # (depth, tokens (B, n) of the nodes at that depth) -> log q of their children: (B, n, V), or (B, 1, V) for all alike
 Conditional = Callable[[int, torch.Tensor], torch.Tensor]
@@ -73,13 +72,13 @@ class DraftTree:
         return self.tokens.shape[1] - 1
 
     def positions(self, start: torch.Tensor) -> torch.Tensor:
-        """Absolute positions (B, M) when the root stands at `start` (B,): by depth, never by slot."""
+        """Return absolute positions (B, M) for a root at `start` (B,): by depth, never by slot."""
         return start[:, None] + self.depths
 
     def ancestors(self) -> torch.Tensor:
-        """(B, M, M) bool: [q, k] says that k is q or an ancestor of q, which is what q may look at."""
+        """Return (B, M, M) bool: [q, k] is true where k is q or an ancestor of q, the nodes that q attends to."""
         rows, nodes = self.parents.shape
-        if self.parents.device.type == "cpu" and jit.AVAILABLE:
+        if compiled.available(self.parents):
             mask = torch.empty(rows, nodes, nodes, dtype=torch.bool)
             compiled.ancestors(self.parents.numpy(), mask.numpy())
             return mask
@@ -91,20 +90,20 @@ class DraftTree:
         return mask
 
     def first(self, nodes: int) -> "DraftTree":
-        """The tree of the first `nodes` drafted nodes: for trees sorted by probability, the best one of that size."""
+        """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that size."""
         end = nodes + 1
         return DraftTree(
             self.tokens[:, :end], self.parents[:, :end], self.depths[:, :end], self.log_probs[:, :end], self.max_depth
         )
 
     def expected_length(self) -> torch.Tensor:
-        """(B,) expected acceptance length under the drafter's factorised distribution, the bonus token included: the
-        sum of the prefix probabilities (DDTree proposition 1)."""
+        """Return the expected acceptance length (B,) under the drafter's factorised distribution, the bonus token
+        included: the sum of the prefix probabilities (DDTree proposition 1)."""
         return self.log_probs.exp().sum(1)
 
 
 def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
-    """The tree of drafted nodes (B, M - 1) behind the roots bonus (B,), on their device."""
+    """Return the tree of drafted nodes (B, M - 1) behind the roots bonus (B,), on their device."""
     zeros = torch.zeros_like(bonus)[:, None]
     log_probs = nodes.log_probs.to(bonus.device)
     return DraftTree(
@@ -117,11 +116,11 @@ def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
 
 
 def plain(proposal: Proposal) -> DraftTree:
-    """Plain decoding: the root alone."""
+    """Return the root alone: plain decoding."""
     return root_only(proposal.bonus)
 
 
 def root_only(bonus: torch.Tensor) -> DraftTree:
-    """The empty tree over bonus tokens (B,): plain decoding."""
+    """Return the trees without drafted nodes over bonus tokens (B,)."""
     zeros = torch.zeros_like(bonus)[:, None]
     return DraftTree(bonus[:, None], zeros, zeros, zeros.float(), max_depth=0)
