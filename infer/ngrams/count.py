@@ -1,11 +1,10 @@
-"""Counts the n-grams of a corpus, out of core and on all cores, into a file for `infer.ngrams.model`.
+"""Count the n-grams of a corpus, out of core and on all cores, into a file for `infer.ngrams.model`.
 
 Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each plus 1, the first in
-the highest bits; 0 fills up behind the document's end. Chunks of keys are sorted and written as runs, which then are
-merged by ranges of keys: a sorted list of distinct keys with counts holds the nodes of all levels, as their prefixes.
-A range may begin within the children of a node; what it shares with the range before is added up at the end, when the
-levels are put together.
-"""
+the highest bits; positions behind the document's end are 0. Chunks of keys are sorted and written as runs, which are
+then merged by ranges of keys: a sorted list of distinct keys with counts holds the nodes of all levels, as their
+prefixes. A range may begin within the children of a node; counts that it shares with the range before are added when
+the levels are written."""
 
 import os
 import re
@@ -38,7 +37,7 @@ def count_ngrams(
     progress: Callable[[int], None] = lambda tokens: None,
     threshold: int = 1,
 ) -> "NGram":
-    """Counts all n-grams of 1 to `order` ids within the documents into the file `out`, and opens it.
+    """Count all n-grams of 1 to `order` ids within the documents into the file `out`, and open it.
 
     documents: sequences of ids below `vocabulary`, read once, each of them in memory only for its turn. digest: of the
     tokenizer, 64 hexadecimal digits. workers: processes, one for each core by default; with 1 everything happens in
@@ -102,7 +101,7 @@ def build(
 ) -> "NGram":
     """Make an n-gram file from runs, and open it. jobs: folder -> the arguments of each call of write_run, which writes
     one run into that folder, files as `save_run` names them, and returns how many positions it stands for."""
-    # Here, because it loads numba; the worker processes do without.
+    # Imported here because it loads numba, which worker processes do not need.
     from infer.ngrams.model import NGram
     from infer.ngrams.prune import Pruned
     from infer.ngrams.write import write_levels
@@ -135,13 +134,13 @@ def build(
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _spread(function: Callable, jobs: Iterable[tuple], executor: Executor | None, workers: int) -> Iterator:
-    """Results of the jobs in their order, from the executor's processes or from this one. Takes up new jobs only as old
-    ones are done, so that few of them are in memory."""
+    """Yield results of the jobs in their order, from the executor's processes or from this one. Takes new jobs only as
+    old ones end, so that few are in memory."""
     waiting = deque()
     for job in jobs:
         if executor is None:
@@ -157,8 +156,8 @@ def _spread(function: Callable, jobs: Iterable[tuple], executor: Executor | None
 def _chunks(
     documents: Iterable[Sequence[int]], vocabulary: int, order: int, chunk_tokens: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """The corpus as chunks: tokens (n,) uint32 of whole documents, a long one cut; the documents' lengths; how many
-    positions are the chunk's own: up to order - 1 tokens behind a cut are there only to be looked at."""
+    """Cut the corpus into chunks: tokens (n,) uint32 of whole documents, long ones cut; the documents' lengths; how
+    many positions are the chunk's own: up to order - 1 tokens behind a cut belong to the next chunk."""
     pieces, own = [], 0
     for number, document in enumerate(documents):
         tokens = _ids(document, number, vocabulary)
@@ -176,7 +175,7 @@ def _chunks(
 
 
 def _ids(document: Sequence[int], number: int, vocabulary: int) -> np.ndarray:
-    """A document as uint32; ValueError if it is no sequence of ids of the vocabulary."""
+    """Return a document as uint32. Raises ValueError if it is no sequence of ids of the vocabulary."""
     tokens = np.asarray(document)
     if tokens.size == 0:
         return np.empty(0, np.uint32)
@@ -189,14 +188,14 @@ def _ids(document: Sequence[int], number: int, vocabulary: int) -> np.ndarray:
 
 
 def _write_run(folder: Path, run: int, tokens: np.ndarray, lengths: np.ndarray, own: int, order: int, bits: int) -> int:
-    """Sorts and counts the keys of one chunk's own positions into two files; returns how many positions there were."""
+    """Sort and count the keys of one chunk's own positions into two files; return how many positions there were."""
     codes = tokens.astype(np.uint64) + np.uint64(1)
     keys = codes.copy()
     for j in range(1, order):
         keys <<= np.uint64(bits)
         keys[: max(len(keys) - j, 0)] |= codes[j:]
     ends = np.cumsum(lengths)
-    for j in range(1, order):  # positions with j tokens left: what the next document's tokens filled is cleared
+    for j in range(1, order):  # positions with j tokens left: clear what the next document filled in
         keys[(ends - j)[lengths >= j]] &= np.uint64(((1 << 64) - 1) << (order - j) * bits & ((1 << 64) - 1))
     del codes
     keys = keys[:own]
@@ -213,13 +212,13 @@ def save_run(folder: Path, run: int, keys: np.ndarray, counts: np.ndarray) -> No
 
 
 def first_of_each(values: np.ndarray) -> np.ndarray:
-    """Where each distinct value starts in a sorted, non-empty array."""
+    """Return where each distinct value starts in a sorted, non-empty array."""
     return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
 
 
 def _cuts(folder: Path, runs: int, chunk_tokens: int) -> list[int]:
-    """The lowest key of every range, such that one holds about half a chunk of keys from all runs together (merging
-    takes twice the memory of sorting). From every stride-th key of each run: they are off by at most runs x stride."""
+    """Return the lowest key of every range, such that a range holds about half a chunk of keys from all runs together
+    (merging takes twice the memory of sorting). From every stride-th key of each run: off by at most runs x stride."""
     target = max(chunk_tokens // 2, 1)
     stride = max(target // (4 * runs), 1)
     keys = [np.array(np.load(folder / f"run-{run}-keys.npy", mmap_mode="r")[::stride]) for run in range(runs)]
@@ -229,7 +228,7 @@ def _cuts(folder: Path, runs: int, chunk_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Range:
-    """What the merging of one range found; the nodes themselves are in files."""
+    """The result of merging one range; the nodes themselves are in files."""
 
     low: int  # its first and last key
     high: int
@@ -237,24 +236,24 @@ class _Range:
 
 
 def _merge_range(folder: Path, runs: int, number: int, low: int, end: int | None, order: int, bits: int) -> _Range:
-    """Adds up the counts of the keys from `low` to below `end` over all runs, and writes the nodes of every level in
-    files: tokens uint32, counts uint64, and, of inner levels, where their children start in the next level's."""
+    """Add up the counts of the keys from `low` to below `end` over all runs, and write the nodes of every level to
+    files: tokens uint32, counts uint64, and, of inner levels, where their children start in the next level."""
     keys, counts = [], []
     for run in range(runs):
         run_keys = np.load(folder / f"run-{run}-keys.npy", mmap_mode="r")
         start = np.searchsorted(run_keys, np.uint64(low))
         stop = len(run_keys) if end is None else np.searchsorted(run_keys, np.uint64(end))
-        keys.append(np.array(run_keys[start:stop]))  # copied: there may be more runs than files that may be open
+        keys.append(np.array(run_keys[start:stop]))  # a copy: more runs than the limit of open files are possible
         counts.append(np.array(np.load(folder / f"run-{run}-counts.npy", mmap_mode="r")[start:stop]))
     keys, counts = np.concatenate(keys), np.concatenate(counts)
-    place = np.argsort(keys, kind="stable")  # which merges what is sorted in parts
+    place = np.argsort(keys, kind="stable")  # a merge of sorted parts
     keys, counts = keys[place], counts[place].astype(np.uint64)
     first = first_of_each(keys)
     keys, counts = keys[first], np.add.reduceat(counts, first)
     ends, sizes, starts = (int(keys[0]), int(keys[-1])), [], None
     for level in range(order, 0, -1):
         codes = keys & np.uint64((1 << bits) - 1)
-        real = codes > 0  # else it would end behind its document
+        real = codes > 0  # else the n-gram would end behind its document
         np.save(_level(folder, number, level, "tokens"), (codes[real] - np.uint64(1)).astype(np.uint32))
         np.save(_level(folder, number, level, "counts"), counts[real])
         if starts is not None:
@@ -281,14 +280,14 @@ class _Merged:
     order: int
 
     def shared(self, number: int, level: int) -> int:
-        """1 if a range's first node of a level is also the last one of the range before, else 0."""
+        """Return 1 if a range's first node of a level is also the last node of the range before, else 0."""
         if not 0 < number < len(self.ranges):
             return 0
         shift = self.vocabulary.bit_length() * (self.order - level)
         return int(self.ranges[number - 1].high >> shift == self.ranges[number].low >> shift)
 
     def nodes(self) -> list[int]:
-        """How many there are on each level."""
+        """Return the number of nodes on each level."""
         above = (
             sum(found.sizes[level - 1] - self.shared(number, level) for number, found in enumerate(self.ranges))
             for level in range(2, self.order + 1)
@@ -296,7 +295,7 @@ class _Merged:
         return [self.vocabulary, *above]
 
     def counts(self, level: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Tokens uint32 and counts uint64 of a level's nodes, range by range."""
+        """Yield tokens uint32 and counts uint64 of a level's nodes, range by range."""
         total = np.zeros(self.vocabulary if level == 1 else 0, np.uint64)
         carried = np.uint64(0)
         for number in range(len(self.ranges)):
@@ -314,7 +313,8 @@ class _Merged:
             yield np.arange(self.vocabulary, dtype=np.uint32), total
 
     def child_starts(self) -> Iterator[np.ndarray]:
-        """Where the children of every inner node start, among all nodes, int64; at last the number of nodes."""
+        """Yield where the children of every inner node start, among all nodes, int64; at the end the number of
+        nodes."""
         nodes = self.nodes()
         for level in range(1, self.order):
             at, firsts = sum(nodes[:level]), []  # the place of each range's first node of the next level
@@ -324,7 +324,7 @@ class _Merged:
             starts = np.full(self.vocabulary if level == 1 else 0, at)
             for number in reversed(range(len(self.ranges))) if level == 1 else range(len(self.ranges)):
                 found = np.load(_level(self.folder, number, level, "starts")) + firsts[number]
-                if level == 1:  # backwards: of a shared node, the range counts where it starts
+                if level == 1:  # backwards: the first range of a shared node decides
                     starts[np.load(_level(self.folder, number, 1, "tokens"))] = found
                 else:
                     yield found[self.shared(number, level) :]

@@ -8,7 +8,7 @@ by token. Node numbers run over all levels. The file, little endian, sections al
     entries          uint32 a node: token << count_bits | code; a code is the node's count, or the largest code
     low, base        uint32 an inner node and one more, int64 for each 65,536 of these: the children of node i are the
                      nodes child(i) .. child(i + 1) - 1, with child(i) = base[i >> GROUP_BITS] + low[i]
-    overflow_nodes   int64, sorted: the nodes whose counts the codes cannot say, all with the largest code ...
+    overflow_nodes   int64, sorted: the nodes whose counts do not fit a code, all with the largest code ...
     overflow_counts  int64: ... and these counts
     checksums        uint32: the CRC32 of each MiB between the header and here; the header has this table's own
 
@@ -27,12 +27,12 @@ import numpy as np
 
 from infer.utils.jit import njit
 
-MAGIC, VERSION = b"ngrams\r\n", 1  # a file that was sent as text has another line ending
-ALIGNMENT = 64
+MAGIC, VERSION = b"ngrams\r\n", 1  # a transfer in text mode changes the line ending
+ALIGNMENT = 64  # bytes, of sections
 BLOCK = 1 << 20  # bytes that share a checksum
 GROUP_BITS = 16
 MAX_ORDER = 64
-FEW = 6  # children of a node that are gone through one by one
+FEW = 6  # children of a node that are searched one by one
 HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -65,12 +65,12 @@ class Arrays(NamedTuple):
 
 
 def count_bits(vocabulary: int) -> int:
-    """How many bits of an entry a vocabulary's ids leave for the count."""
+    """Return how many bits of an entry a vocabulary's ids leave for the count."""
     return 32 - max((vocabulary - 1).bit_length(), 1)
 
 
 def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
-    """(6, 2) uint64: offset and bytes of every section, for the nodes of each level and the overflowing ones."""
+    """Return (6, 2) uint64: offset and bytes of every section, for the nodes of each level and the overflowing ones."""
     inner = sum(nodes[:-1])
     sizes = [4 * sum(nodes), 4 * (inner + 1), 8 * ((inner >> GROUP_BITS) + 1), 8 * overflow, 8 * overflow]
     sections, offset = [], HEADER.itemsize
@@ -82,7 +82,7 @@ def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
 
 
 def checksums(file: BinaryIO, sections: np.ndarray) -> Iterator[int]:
-    """The CRC32 of each MiB of a file's body."""
+    """Compute the CRC32 of each MiB of a file's body."""
     end = int(sections[-1, 0])
     file.seek(HEADER.itemsize)
     for start in range(HEADER.itemsize, end, BLOCK):
@@ -90,16 +90,16 @@ def checksums(file: BinaryIO, sections: np.ndarray) -> Iterator[int]:
 
 
 def header_checksum(header: np.void) -> int:
-    """Of everything in a header before its last field."""
+    """Return the CRC32 of a header up to its last field."""
     return zlib.crc32(header.tobytes()[: HEADER.fields["checksum"][1]])
 
 
 def seal(
     file: BinaryIO, order: int, vocabulary: int, tokens: int, digest: str, nodes: Sequence[int], overflow: int
 ) -> None:
-    """Writes the checksums and the header of a file whose body is written, from behind the header to here."""
+    """Write the checksums and the header of a file whose body is written, from the end of the header to here."""
     sections = layout(nodes, overflow)
-    assert file.tell() == sections[-1, 0], "the body is not as the header will say"
+    assert file.tell() == sections[-1, 0], "the body is not as long as the header will say"
     table = np.array(list(checksums(file, sections)), "<u4").tobytes()
     file.write(table)
     header = np.zeros((), HEADER)
@@ -112,7 +112,7 @@ def seal(
 
 
 def _read_header(path: Path, file: BinaryIO) -> np.void:
-    """A file's header, found right in itself and against the file's size; ValueError otherwise."""
+    """Read a file's header; ValueError where it contradicts itself, its checksum or the file's size."""
     start = file.read(HEADER.itemsize)
     if start[: len(MAGIC)] != MAGIC:
         raise ValueError(f"{path}: not an n-gram file of this program")
@@ -140,7 +140,7 @@ def _read_header(path: Path, file: BinaryIO) -> np.void:
 
 @dataclass(frozen=True, eq=False)
 class NGram:
-    """An n-gram model over token ids. Ids outside the vocabulary are never seen ones. All of its memory is the file's,
+    """An n-gram model over token ids. Ids outside the vocabulary count as never seen. Its memory is the mapped file,
     shared by every process that opens it; the file must not be written while it is open (replacing it is safe)."""
 
     path: Path
@@ -154,7 +154,7 @@ class NGram:
 
     @classmethod
     def open(cls, path: Path | str, digest: str | None = None, check: bool = False) -> "NGram":
-        """Maps a file that `infer.ngrams.count` wrote, in milliseconds; nothing is read before it is looked up.
+        """Map a file that `infer.ngrams.count` wrote, in milliseconds; entries are read when they are looked up.
 
         `digest`: the tokenizer's, which must be the one that the file was counted with. `check` reads the whole file
         and compares its checksums. Raises FileNotFoundError, and ValueError, naming the file, if it is another kind of
@@ -189,15 +189,15 @@ class NGram:
             )
 
     def count(self, ids: Sequence[int]) -> int:
-        """How often an n-gram of 1 .. order ids was seen; ValueError if it is longer, or empty."""
+        """Return how often an n-gram of 1 .. order ids was seen; ValueError if it is longer, or empty."""
         if not 1 <= len(ids) <= self.order:
             raise ValueError(f"an n-gram of {len(ids)} ids: {self.path} counts those of 1 to {self.order}")
         ids = np.asarray(ids, np.int64)
         return int(count_of(self.arrays, find(self.arrays, ids, 0, len(ids))))
 
     def continuations(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1 ids, and how often (C,) int64.
-        ValueError if the context is longer."""
+        """Return the tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1 ids, and how often
+        (C,) int64. ValueError if the context is longer."""
         if len(context) >= self.order:
             raise ValueError(f"a context of {len(context)} ids: {self.path} knows those of 0 to {self.order - 1}")
         first, last = 0, self.vocabulary
@@ -226,7 +226,7 @@ class NGram:
         return self.arrays.base[np.arange(first, last) >> GROUP_BITS] + low
 
     def decode(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and counts of the nodes first .. last - 1."""
+        """Return tokens and counts of the nodes first .. last - 1, (C,) int64 each."""
         entries = self.arrays.entries[first:last].astype(np.int64)
         largest = (1 << self.arrays.count_bits) - 1
         counts = entries & largest
@@ -238,12 +238,12 @@ class NGram:
         return entries >> self.arrays.count_bits, counts
 
 
-# The lookups, for compiled code, which calls them with an `Arrays`. They stay inside the arrays whatever these hold.
+# Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes outside the arrays.
 
 
 @njit(cache=True, nogil=True)
 def _child(arrays, node):
-    """Where the children of an inner node (or of the one behind the last) start, if the file is sound."""
+    """Return where the children of an inner node (or of the one behind the last) start."""
     total = len(arrays.entries)
     base = min(max(arrays.base[node >> GROUP_BITS], 0), total)
     return min(base + np.int64(arrays.low[node]), total)
@@ -251,7 +251,7 @@ def _child(arrays, node):
 
 @njit(cache=True, nogil=True)
 def children(arrays, node):
-    """A node's children are the nodes first .. last - 1: (first, last). Of none (-1) and of a leaf: nothing."""
+    """Return (first, last): a node's children are the nodes first .. last - 1; none for node -1 and for a leaf."""
     if node < 0 or node >= arrays.inner:
         return 0, 0
     first = _child(arrays, node)
@@ -265,7 +265,7 @@ def token_of(arrays, node):
 
 @njit(cache=True, nogil=True)
 def lower_bound(arrays, first, last, token):
-    """The first of the siblings first .. last - 1 whose token is not below `token`, or last: a binary search."""
+    """Return the first of the siblings first .. last - 1 whose token is not below `token`, or last: a binary search."""
     while first < last:
         middle = (first + last) // 2
         if token_of(arrays, middle) < token:
@@ -277,15 +277,15 @@ def lower_bound(arrays, first, last, token):
 
 @njit(cache=True, nogil=True)
 def find_child(arrays, first, last, token):
-    """Which of the siblings first .. last - 1, as `children` gives them, is `token`: a node, or -1."""
+    """Return which of the siblings first .. last - 1, as `children` gives them, is `token`: a node, or -1."""
     at = lower_bound(arrays, first, last, token)
     return at if at < last and token_of(arrays, at) == token else -1
 
 
 @njit(cache=True, nogil=True)
 def find(arrays, ids, start, end):
-    """The node of the n-gram ids[start:end], or -1 if it was never seen (or is empty, or longer than the order).
-    ids: int64."""
+    """Return the node of the n-gram ids[start:end], ids int64, or -1 if it was never seen, is empty, or is longer than
+    the order."""
     if start >= end or ids[start] < 0 or ids[start] >= arrays.vocabulary:
         return -1
     node = ids[start]
@@ -299,7 +299,7 @@ def find(arrays, ids, start, end):
 
 @njit(cache=True, nogil=True)
 def count_of(arrays, node):
-    """A node's count; 0 of none (-1)."""
+    """Return a node's count; 0 for node -1."""
     if node < 0 or node >= len(arrays.entries):
         return 0
     largest = (1 << arrays.count_bits) - 1
@@ -313,11 +313,11 @@ def count_of(arrays, node):
 
 @njit(cache=True, nogil=True)
 def find_children(arrays, node, sorted_tokens, out):
-    """Fills out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
-    returns how many the node has in all.
+    """Fill out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
+    return how many children the node has in all.
 
-    One traversal (DART appendix C.2): of very few children each is looked for among the tokens; else the tokens among
-    the children, by a merge if these are few, by searches that each start where the last one ended if not."""
+    One traversal (DART appendix C.2). Of at most FEW children, each is searched among the tokens. Of more, the tokens
+    are searched among the children: by a merge if these are few, else by searches that start where the last ended."""
     out[:] = -1
     at, last = children(arrays, node)
     total = last - at

@@ -1,8 +1,8 @@
-"""DART's continuity-aware tree, and DDTree's tree on path-conditioned scores: both ask an n-gram model which of the
-drafted tokens go together (see `infer.trees.guided` for the searches, `infer.ngrams.model` for the model).
+"""DART's continuity-aware tree, and DDTree's tree on path-conditioned scores: in both an n-gram model judges which
+drafted tokens follow each other (the searches are in `infer.trees.guided`, the model in `infer.ngrams.model`).
 
-The model lies in the host's memory, so the trees are built there: on a GPU a round has one more copy to the host, of
-the K likeliest tokens of every position.
+The model is in the host's memory, so the trees are built there: on a GPU a round has one more copy to the host, of the
+K likeliest tokens of every position.
 """
 
 from collections.abc import Collection
@@ -17,12 +17,12 @@ from infer.trees.ddtree import node_count
 from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 
 Columns = TypeVar("Columns", guided.Candidates, guided.Judged)
-RANKS, BEAM = 25, 20  # DART appendix D: tokens looked at a position, prefixes that are gone on with
+RANKS, BEAM = 25, 20  # DART appendix D: tokens considered at a position, prefixes kept at a depth
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What DART's appendix D leaves open about a token's score."""
+    """Choices about a token's score that DART's appendix D leaves open."""
 
     epsilon: float  # added to its probability under the drafter, and to that under the n-gram model
     renormalised: bool  # the drafter's probabilities are those among the likeliest tokens of the position
@@ -41,7 +41,7 @@ def continuity(proposal: Proposal) -> DraftTree:
 
 
 def continuity_unigrams(proposal: Proposal) -> DraftTree:
-    """The same search with smoother scores: unigrams for what was never seen, and all of the drafter's softmax."""
+    """Run the same search with smoother scores: unigrams for what was never seen, and all of the drafter's softmax."""
     return _beam(proposal, SMOOTHED)
 
 
@@ -78,8 +78,8 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
 
 
 def likeliest(proposal: Proposal, unigrams: bool) -> guided.Candidates:
-    """The likeliest tokens of every row's positions, (B, L, K) each, on the host; `unigrams`: with their shares of the
-    corpus, else these are 0."""
+    """Return the likeliest tokens of every row's positions, (B, L, K) each, on the host; `unigrams`: with their shares
+    of the corpus, else these are 0."""
     marginals, ngram = proposal.marginals, proposal.ngram
     top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
     tokens, by_token = ids.cpu().sort(-1)
@@ -91,18 +91,18 @@ def likeliest(proposal: Proposal, unigrams: bool) -> guided.Candidates:
 
 
 def judge(candidates: guided.Candidates, scoring: Scoring, ends: Collection[int]) -> guided.Judged:
-    """What the beam asks of candidates (B, L, K) besides."""
+    """Return what the beam needs besides the candidates (B, L, K)."""
     log_q = torch.from_numpy(candidates.log_q)
     q = log_q.softmax(-1) if scoring.renormalised else log_q.exp()
     return guided.Judged(q.numpy(), np.isin(candidates.tokens, list(ends)))
 
 
 def of_row(columns: Columns, row: int) -> Columns:
-    """One row's part of `Candidates` or `Judged`: (L, K) each."""
+    """Return one row's part of `Candidates` or `Judged`: (L, K) each."""
     return type(columns)(*(array[row] for array in columns))
 
 
 def _contexts(proposal: Proposal) -> list[np.ndarray]:
-    """As much of every row's text as the n-gram model looks at: (C,) int64 each."""
+    """Return the end of every row's text that the n-gram model depends on: (C,) int64 each."""
     longest = proposal.ngram.order - 1
     return [np.array(context[max(0, len(context) - longest) :], np.int64) for context in proposal.contexts]

@@ -1,17 +1,17 @@
-"""Trees that an n-gram model keeps fluent, in machine code for the CPU: marginals know nothing of each other, n-grams
-know which token goes with which (DART section 4). Two searches over the same lookups:
+"""Searches for trees that an n-gram model judges, compiled for the CPU: marginals of different positions are
+independent, n-grams count which token follows which (DART section 4). Two searches over the same lookups:
 
 - `beam`: DART's algorithm 1, scores as in its appendix D; what the appendix leaves open is the caller's choice;
-- `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's marginal is multiplied by its
-  probability under the n-gram model behind this very path, and what comes out is normalised over the position's K
-  likeliest tokens, to the probability that these have together. A step is at most 0 in log space, so that scores fall
-  along a path, and the best prefixes are found exactly, as with marginals alone.
+- `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's marginal is multiplied by its n-gram
+  probability behind the path, and the products are normalised over the position's K likeliest tokens, to the
+  probability that these have together. A step is at most 0 in log space, so that scores fall along a path and the best
+  prefixes are found exactly, as with marginals alone.
 
 L drafted positions, K tokens a position, M nodes with the root, O order of the n-gram model.
 
-While a path grows by a token, each of its suffixes grows in the trie by one child. So a path carries the nodes of its
-O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never seen), and a step is one look at
-the children of each: no context is searched for from the start.
+When a path grows by a token, each of its suffixes moves to a child in the trie. So a path carries the nodes of its
+O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never seen), and a step is one lookup
+among the children of each: no context is searched for from the root of the trie.
 """
 
 from typing import NamedTuple
@@ -21,10 +21,10 @@ import numpy as np
 from infer.ngrams.model import count_of, find, find_children
 from infer.utils.jit import njit
 
-EPSILON = 1e-5  # of the best-first search: what a token that was never seen is worth
+EPSILON = 1e-5  # of the best-first search: added to probabilities, so that unseen tokens have a score
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
-LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all, and still a number
-ENDED = 1e6  # more than any score: a prefix that ends its text is gone on with after all others
+LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all others, and finite
+ENDED = 1e6  # more than any score: a prefix that ends its text is extended after all others
 
 
 class Candidates(NamedTuple):
@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What DART's algorithm 1 asks of these candidates besides: (L, K) each."""
+    """What DART's algorithm 1 needs besides these candidates: (L, K) each."""
 
     q: np.ndarray  # float64: the drafter's probabilities, as scores count them
     ends: np.ndarray  # bool: whether the token ends a text
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def begin(arrays, context, suffixes):
-    """Fills suffixes (O - 1,) int64 for a text that ends in context (C,) int64."""
+    """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64."""
     for k in range(len(suffixes)):
         start = len(context) - 1 - k
         suffixes[k] = find(arrays, context, start, len(context)) if start >= 0 else -1
@@ -52,20 +52,20 @@ def begin(arrays, context, suffixes):
 
 @njit(cache=True, nogil=True)
 def unigrams(arrays, total, tokens, out):
-    """Fills out (K,) with what tokens (K,) int64 are worth when the context says nothing of them."""
+    """Fill out (K,) with the unigram probabilities of tokens (K,) int64."""
     for i in range(len(tokens)):
         out[i] = count_of(arrays, find(arrays, tokens, i, i + 1)) / max(total, 1)
 
 
 @njit(cache=True, nogil=True)
 def extend(arrays, suffixes, tokens, alone, grown, probabilities):
-    """One step from a path: fills probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, as
+    """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, as
     `NGram.probabilities` has it, and grown (O, K) with the suffixes of the path behind each of them, and in its last
     row with the n-grams of order O that end there; `alone` (K,) are their `unigrams`."""
     probabilities[:] = alone
     for i in range(len(tokens)):
         grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1
-    for k in range(len(suffixes)):  # the longest context that knows a token has the last word
+    for k in range(len(suffixes)):  # a longer context overrides a shorter one
         found = grown[k + 1]
         if find_children(arrays, suffixes[k], tokens, found) == 0:
             continue
@@ -79,14 +79,15 @@ def extend(arrays, suffixes, tokens, alone, grown, probabilities):
 
 @njit(cache=True, nogil=True)
 def _worse(score, index, other_score, other_index):
-    """Whether an entry comes after another one: by score, then by index."""
+    """Return whether an entry ranks below another one: by score, then by index."""
     return score < other_score or (score == other_score and index > other_index)
 
 
 @njit(cache=True, nogil=True)
 def _best(scores, first, last, chosen):
-    """Fills chosen (C,) with the best indices of scores[first:last], best first, the earlier of equal ones; returns how
-    many there are. A heap of the best so far, the worst of them on top, which most entries do not even enter."""
+    """Fill chosen (C,) with the best indices of scores[first:last], best first, the earlier of equal ones; return how
+    many there are. Keeps a heap of the best so far, the worst of them on top, so that most entries cost one
+    comparison."""
     size = 0
     for index in range(first, last):
         if size < len(chosen):
@@ -101,7 +102,7 @@ def _best(scores, first, last, chosen):
             chosen[hole] = index
         elif _worse(scores[chosen[0]], chosen[0], scores[index], index):
             _sift(scores, chosen, size, index)
-    for left in range(size - 1, 0, -1):  # the worst goes last, again and again
+    for left in range(size - 1, 0, -1):  # heap sort: the worst goes last
         worst, moving = chosen[0], chosen[left]
         _sift(scores, chosen, left, moving)
         chosen[left] = worst
@@ -110,7 +111,7 @@ def _best(scores, first, last, chosen):
 
 @njit(cache=True, nogil=True)
 def _sift(scores, heap, size, moving):
-    """Puts `moving` in the place of the heap's top."""
+    """Replace the top of the heap by `moving`."""
     hole = 0
     while True:
         child = 2 * hole + 1
@@ -128,13 +129,13 @@ def _sift(scores, heap, size, moving):
 
 @njit(cache=True, nogil=True)
 def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_probs):
-    """DART algorithm 1 for one row: `Candidates` and `Judged`, a context (C,) int64 that ends with the bonus token, the
-    beam's width. Fills nodes (3, M - 1), that is tokens, parents and depths, best first, and log_probs (M - 1,) of
-    their prefixes under the drafter alone; returns how many there are.
+    """Run DART algorithm 1 for one row: `Candidates` and `Judged`, a context (C,) int64 that ends with the bonus token,
+    the beam's width. Fills nodes (3, M - 1), that is tokens, parents and depths, best first, and log_probs (M - 1,) of
+    their prefixes under the drafter alone; return how many there are.
 
-    As in the authors' code: the first position is judged by the drafter alone, and a prefix that ends its text is gone
-    on with only where others are lacking. A step is at most 0, which rounding could exceed: no child before its parent.
-    """
+    As in the authors' code: the first position is judged by the drafter alone, and a prefix that ends its text is
+    extended only where others are lacking. A step is at most 0, which rounding could exceed: no child before its
+    parent."""
     tokens, log_q, alone = candidates
     length, ranks = tokens.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
@@ -184,8 +185,8 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
 
 @njit(cache=True, nogil=True)
 def best_first(arrays, order, weight, candidates, context, nodes, scores):
-    """The best prefixes under marginals times n-gram probabilities to the power of `weight`, for one row: arguments as
-    in `beam`; fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
+    """Find the best prefixes under marginals times n-gram probabilities to the power of `weight`, for one row:
+    arguments as in `beam`; fill nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
     tokens, log_q, alone = candidates
     length, ranks = tokens.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
@@ -199,7 +200,7 @@ def best_first(arrays, order, weight, candidates, context, nodes, scores):
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
     probabilities, step = np.empty(ranks), np.empty(ranks)
     begin(arrays, context, suffixes[0])
-    for node in range(budget):  # node's children come into sight, then the next node is taken
+    for node in range(budget):  # score the node's children, then take the best node that waits
         level = nodes[2, node - 1] if node > 0 else 0
         if level < length:
             extend(arrays, suffixes[node], tokens[level], alone[level], grown[node], probabilities)
