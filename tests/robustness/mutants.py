@@ -142,7 +142,7 @@ MUTANTS = [
     (
         "the shortest context has the last word",
         "infer/trees/guided.py",
-        ("for k in range(len(suffixes)):  # the", "for k in range(len(suffixes) - 1, -1, -1):  # the"),
+        ("for k in range(len(suffixes)):  # a", "for k in range(len(suffixes) - 1, -1, -1):  # the"),
         CONTINUITY,
     ),
     (
