@@ -348,3 +348,9 @@ def test_every_package_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {path.parent.relative_to(ROOT) for path in sources(*PACKAGES)}
     assert set(project["tool"]["setuptools"]["packages"]) == {".".join(folder.parts) for folder in folders} | {"conf"}
+
+
+def test_text_files_are_written_in_one_place():
+    """Whole, and without secrets: by infer/utils/files.py."""
+    writers = [str(path.relative_to(ROOT)) for path in sources(*PACKAGES) if ".write_text(" in path.read_text()]
+    assert writers == ["infer/utils/files.py"]

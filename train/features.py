@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from data.packing import packed_rows
 from infer.targets.loading import weight_files
 from infer.targets.target import Features, Target
+from infer.utils.entry import going_on
 from infer.utils.files import atomic_write, json_digest, refuse_other_settings, replacing, save_readable
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
@@ -244,7 +245,7 @@ def store_features(config: FeaturesConfig) -> None:
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
-    with Progress() as progress:
+    with going_on(f"{config.out} has whole shards, the same command goes on behind them"), Progress() as progress:
         task = progress.add_task("features", total=len(dataset))
         out = write_features(config, target, layers, dataset, lambda done, total: progress.update(task, completed=done))
     print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")

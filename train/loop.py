@@ -23,6 +23,7 @@ from infer.drafters.base import Drafter
 from infer.drafters.families import FAMILIES
 from infer.targets.loading import load_target, resolve_device, resolve_dtype
 from infer.targets.target import Features, Target
+from infer.utils.entry import INTERRUPTED
 from train.batches import Prefetch, StepRows, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import TrainConfig
@@ -39,7 +40,7 @@ from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.progress import Progress
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
-from train.safety.processes import StallWatch, first_only, start_processes
+from train.safety.processes import StallWatch, catch_signals, first_only, start_processes
 from train.safety.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
@@ -275,11 +276,14 @@ def run_steps(run: Run, watch: StallWatch) -> Path:
             dist.barrier()
             saved_at = log.restart_clock()
         if agreed.stop:
-            progress.say(f"stopped by a signal after step {step}; saved {saved}; the same command goes on from there")
+            how = f"saved {saved}; the same command goes on from there"
+            progress.say(f"stopped by {stopping.name} after step {step}; {how}")
             break
     watch.close()
     progress.close()
     finish(run, progress, tracker)
+    if stopping.number == signal.SIGINT:
+        raise SystemExit(INTERRUPTED)
     return run.folder
 
 
@@ -328,21 +332,3 @@ def agree(stop: bool, save: bool, device: torch.device) -> Agreed:
     flags = torch.tensor([float(stop), float(save and dist.get_rank() == 0)], device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return Agreed(*(bool(flag) for flag in flags.tolist()))
-
-
-@dataclass
-class StopFlag:
-    is_set: bool = False
-
-
-def catch_signals() -> StopFlag:
-    """Let SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved, and the run stops with
-    exit code 0."""
-    flag = StopFlag()
-
-    def handler(number: int, frame: object) -> None:
-        flag.is_set = True
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, handler)
-    return flag

@@ -19,6 +19,8 @@ def run(config: TrainConfig) -> None:
     except Stopped as error:
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         code = STOPPED
+    except SystemExit as error:  # saved after Ctrl-C
+        code = error.code
     except (ValueError, FileNotFoundError, ModuleNotFoundError):
         raise  # the caller reports it in one sentence
     except Exception:  # noqa: BLE001

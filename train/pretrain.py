@@ -24,6 +24,7 @@ from data.rows import DataConfig, training_rows
 from infer.api import decode
 from infer.config import DecodeOptions
 from infer.targets.loading import load_target
+from infer.utils.entry import going_on
 from infer.utils.files import write_json
 from train.config import OptimConfig, PretrainConfig
 from train.optim import make_optimizer
@@ -123,23 +124,25 @@ def pretrain(config: PretrainConfig) -> dict:
         return loss.item()
 
     began = time.time()
-    for taken in take_steps(model, optimizer, config, 0, backward):
-        if taken.step % config.save_every == 0 or taken.step == config.steps:
-            loss = held_out_loss(model, held_stream, config.length)
-            figures = {
-                "step": taken.step,
-                "held_out_loss": loss,
-                "held_out_bits_per_byte": loss * len(held_stream) / held_bytes / math.log(2),
-                "minutes": (time.time() - began) / 60,
-                "train_tokens": len(stream),
-                "recipe": asdict(config),
-            }
-            print(figures, flush=True)
-            half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
-            half.load_state_dict(model.state_dict())
-            half.save_pretrained(out)
-            write_json(out / "pretraining.json", figures)
-    write_answers(config, out)
+    with going_on(f"{out} is as it was last saved, if it was; the same command begins anew"):
+        for taken in take_steps(model, optimizer, config, 0, backward):
+            if taken.step % config.save_every == 0 or taken.step == config.steps:
+                loss = held_out_loss(model, held_stream, config.length)
+                figures = {
+                    "step": taken.step,
+                    "held_out_loss": loss,
+                    "held_out_bits_per_byte": loss * len(held_stream) / held_bytes / math.log(2),
+                    "minutes": (time.time() - began) / 60,
+                    "train_tokens": len(stream),
+                    "recipe": asdict(config),
+                }
+                print(figures, flush=True)
+                half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+                half.load_state_dict(model.state_dict())
+                half.save_pretrained(out)
+                write_json(out / "pretraining.json", figures)
+    with going_on(f"the model in {out} is finished, its answers are not; the same command begins anew"):
+        write_answers(config, out)
     return figures
 
 

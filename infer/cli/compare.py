@@ -50,6 +50,7 @@ def run(config: CompareCommand) -> None:
     from infer.evaluation.report import comparison_figure
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import comparison
+    from infer.utils.files import atomic_write
 
     options, evaluations = config.evaluation, {}
     loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
@@ -62,6 +63,6 @@ def run(config: CompareCommand) -> None:
     write_result(out / "comparison.json", evaluations)
     some = next(iter(evaluations.values()))
     text = comparison(evaluations)
-    (out / "comparison.md").write_text(f"{text}\n\n{some.device}, {some.prompts} prompts.\n")
+    atomic_write(out / "comparison.md", f"{text}\n\n{some.device}, {some.prompts} prompts.\n")
     comparison_figure(evaluations).savefig(out / "comparison.png")
     print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.png'}")

@@ -15,6 +15,7 @@ from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder
 from infer.formats.folders import open_folder
 from infer.formats.layouts import read as read_layout
+from infer.utils.files import atomic_write
 
 PICTURE = "acceptance.png"
 
@@ -58,7 +59,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     if evaluation is not None:
         budget_figure(evaluation).savefig(out / PICTURE)
     card = out / "README.md"
-    card.write_text(model_card(reading, engines, run, evaluation, license, base_model), encoding="utf-8")
+    atomic_write(card, model_card(reading, engines, run, evaluation, license, base_model))
     return card
 
 

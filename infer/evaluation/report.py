@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infer.evaluation.results import Evaluation, MethodResult
 from infer.evaluation.tables import headline
+from infer.utils.files import atomic_write
 
 
 def _axes(width: float, height: float, columns: int = 1):
@@ -187,7 +188,7 @@ def write_report(folder: Path, evaluations: list[Evaluation], notes: Sequence[st
         encoded = base64.b64encode(data).decode()
         parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{encoded}">')
     page = folder / "report.html"
-    page.write_text(_page(best, parts, notes), encoding="utf-8")
+    atomic_write(page, _page(best, parts, notes))
     return page
 
 

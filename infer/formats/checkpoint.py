@@ -15,6 +15,7 @@ from infer.formats.folders import open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
 from infer.ngrams.model import NGram
+from infer.utils.files import atomic_write
 
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -25,7 +26,7 @@ def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: 
 def write_folder(config: dict, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a drafter's folder in any layout, with digests (`infer.formats.integrity`)."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    atomic_write(folder / "config.json", json.dumps(config, indent=2) + "\n")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_weights(weights, folder / "model.safetensors", config)
 

@@ -13,7 +13,9 @@ from itertools import islice
 from pathlib import Path
 
 from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
+from infer.utils.entry import going_on
 from infer.utils.files import refuse_other_settings, write_json
+from infer.utils.redact import redact_text
 
 LARGEST_RESPONSE = 32 << 20  # bytes of what a server answers
 
@@ -114,11 +116,14 @@ def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int)
 
     def answers(rows: Iterable[Row]) -> Iterator[Answer]:
         rows = iter(rows)
-        with ThreadPoolExecutor(at_once) as pool:
+        pool = ThreadPoolExecutor(at_once)
+        try:
             queue = [pool.submit(ask, row) for row in islice(rows, 2 * at_once)]
             while queue:
                 yield queue.pop(0).result()
                 queue += [pool.submit(ask, row) for row in islice(rows, 1)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # who stops does not wait for the requests under way
 
     return answers
 
@@ -139,7 +144,7 @@ def regenerate(
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
         message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
-        refuse_other_settings(json.loads(settings_path.read_text()), settings, message)
+        refuse_other_settings(_settings(settings_path, out), settings, message)
     if out.exists() and not settings_path.exists():
         raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
     write_json(settings_path, settings)
@@ -147,7 +152,8 @@ def regenerate(
     ready = {line["index"] for line in done + failed}
     count, lost = len(done), len(failed)
     left = [row for row in rows if row.index not in ready]
-    with out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
+    keep = going_on(f"{out} has the answers so far, the same command goes on from there")
+    with keep, out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
         for answer in answers(left):
             index, prompt = answer.row.index, answer.row.prompt
             if answer.error is None:
@@ -157,13 +163,21 @@ def regenerate(
                 good.flush()
                 count += 1
             else:
-                bad.write(json.dumps({"index": index, "error": answer.error}, ensure_ascii=False) + "\n")
+                bad.write(json.dumps({"index": index, "error": redact_text(answer.error)}, ensure_ascii=False) + "\n")
                 bad.flush()
                 lost += 1
             progress(count + lost, len(rows), lost)
             if lost > most_failures:
                 raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {answer.error!r}")
     return {"answers": count, "failed": lost}
+
+
+def _settings(path: Path, out: Path) -> dict:
+    """What the answers in `out` were begun with. Raises ValueError if it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: delete it and {out}, or give another out") from error
 
 
 def _whole_lines(path: Path) -> list[dict]:

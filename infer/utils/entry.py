@@ -4,11 +4,14 @@ Used by the `main.py` stubs only; the rest of `infer` needs no Hydra.
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import NoReturn
 
 from infer.utils.redact import redact_text
 
@@ -38,6 +41,7 @@ _HYDRA_FLAGS = (
 LONGEST_SENTENCE = 500  # characters
 LARGEST = 2**62  # of a whole number: seeds and counts are 64 bits
 STOPPED = 3  # exit code of what was begun and could not go on
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 class Stopped(Exception):
@@ -49,6 +53,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
 
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
     goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped.
+    Ctrl-C is one sentence and exit code 130, see `going_on`.
     Hydra's own flags (`--cfg job`, `--help`) work as usual.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -66,6 +71,25 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         fail(str(error))
     except Stopped as error:
         fail(str(error), STOPPED)
+    except KeyboardInterrupt as error:
+        interrupted(error)
+
+
+def interrupted(error: KeyboardInterrupt) -> NoReturn:
+    """End the process after Ctrl-C, with a sentence, and without waiting for threads: a request may take minutes."""
+    print(f"\nstopped by Ctrl-C: {str(error) or 'files written before are whole'}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
+def going_on(how: str) -> Iterator[None]:
+    """Give Ctrl-C within the block a sentence that says what is kept and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(how) from error
 
 
 def refuse_hydra_settings(arguments: list[str]) -> None:

@@ -1,5 +1,5 @@
-"""Files that are whole or as they were before whenever the process is killed; their modes, their digests, and the
-refusal to go on with what was begun with other settings."""
+"""Files that are whole or as they were before whenever the process is killed, and hold no secrets; their modes, their
+digests, and the refusal to go on with what was begun with other settings."""
 
 import hashlib
 import json
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from infer.utils.redact import redact, redact_text
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +32,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, whole or not at all, without secrets (`infer.utils.redact`)."""
     with replacing(path) as fresh:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_text(redact_text(text), encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON, whole or not at all."""
-    atomic_write(path, json.dumps(value, indent=1) + "\n")
+    """Write a value as JSON, whole or not at all, without secrets."""
+    atomic_write(path, json.dumps(redact(value), indent=1) + "\n")
 
 
 def save_readable(tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict[str, str] | None = None) -> None:
@@ -78,8 +80,9 @@ def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
 
 def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[str, ...] = ()) -> None:
     """Raise ValueError if what is on the disk was begun with other settings than those wanted now. The message has
-    {keys} where the differing keys go; keys that start with one of `free` may differ."""
-    changed = differences(known, json.loads(json.dumps(wanted)))
+    {keys} where the differing keys go; keys that start with one of `free` may differ. Secrets are not compared: what
+    was written has none."""
+    changed = differences(redact(known), redact(json.loads(json.dumps(wanted))))
     changed = [key for key in changed if not key.startswith(free)]
     if changed:
         raise ValueError(message.replace("{keys}", ", ".join(changed)))

@@ -6,8 +6,12 @@ import re
 HIDDEN = "<redacted>"
 # names of secrets: api_key, HF_TOKEN, password; not mask_token_id, prompt_tokens, tokens_per_second
 NAMES = re.compile(r"(^|_|-)(api_?key|key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
-# what secrets look like: of the hub, of OpenAI's and W&B's interfaces, and user:password@ in an address
-SHAPES = re.compile(r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+# what secrets look like: of the hub, of OpenAI's and W&B's interfaces, user:password@ and ?token= in an address
+SHAPES = re.compile(
+    r"\bhf_\w{16,}|\bsk-[\w-]{16,}|\blocal-[0-9a-f]{40}\b|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+    r"|(?<=[?&])(?:[\w-]*[_-])?(?:api_?key|key|token|password|passwd|secret)=[^&\s\"']+",
+    re.IGNORECASE,
+)
 SHORTEST = 10  # shorter values of the environment are words that stand elsewhere too
 
 

@@ -58,7 +58,7 @@ def run_here(monkeypatch):
     monkeypatch.setattr(infer.evaluation.report, "_png", lambda figure: b"a picture")
 
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield train
     for number, handler in handlers.items():
         signal.signal(number, handler)

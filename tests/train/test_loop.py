@@ -93,6 +93,15 @@ def whole_run(run_from_the_shell, tmp_path_factory) -> Path:
     return runs / "whole"
 
 
+def test_ctrl_c_ends_the_step_and_saves(start, tmp_path):
+    process = start(tmp_path, "name=interrupted", "optim.steps=10000", "guards.self_check=false")
+    wait_for_step(process, tmp_path / "interrupted", 2)
+    process.send_signal(signal.SIGINT)
+    said = process.finish(130)
+    assert "stopped by Ctrl-C after step" in said and "the same command goes on from there" in said
+    assert "Traceback" not in said and newest(tmp_path / "interrupted")[0].name.startswith("rolling-")
+
+
 def test_killed_and_resumed_run_has_the_same_losses(start, whole_run):
     """A SIGTERM, then a kill -9 between checkpoints, then the rest."""
     runs, options = whole_run.parent, ("name=killed", "optim.steps=60", "checkpoints=5")
@@ -100,7 +109,7 @@ def test_killed_and_resumed_run_has_the_same_losses(start, whole_run):
     process = start(runs, *options)
     wait_for_step(process, run, 17)
     process.send_signal(signal.SIGTERM)
-    assert "stopped by a signal" in process.finish()
+    assert "stopped by SIGTERM after step" in process.finish()
     stopped = lines(run)[-1]["step"]
     assert 17 <= stopped < 60
 

@@ -16,6 +16,7 @@ no engine, and what makes DeepSpeed worth its rules (sharded states, several mac
 import json
 import math
 import shutil
+import signal
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,8 +32,8 @@ from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
+from infer.utils.entry import INTERRUPTED
 from infer.utils.files import READABLE, refuse_other_settings, replacing, write_json
-from infer.utils.redact import redact
 from train.batches import seeded
 from train.config import OptimConfig
 from train.engine import plain_state, restore_moments
@@ -40,7 +41,7 @@ from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
 from train.optim import make_optimizer
 from train.run.log import trim_log
-from train.safety.processes import disk
+from train.safety.processes import catch_signals, disk
 from train.single import take_steps
 
 # streams of random numbers, see train.batches.seeded
@@ -188,7 +189,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
 
 def open_folder(config: DiffusionConfig, out: Path) -> None:
     """Make the run's folder. Raises ValueError if it holds a run of another configuration."""
-    file, options = out / "options.json", redact(asdict(config))
+    file, options = out / "options.json", asdict(config)
     if file.exists():
         message = f"out={out} holds a run with other options ({{keys}}): choose another folder"
         refuse_other_settings(json.loads(file.read_text()), options, message)
@@ -231,8 +232,14 @@ def train(config: DiffusionConfig) -> dict:
 
         if first == 0:
             figures = measure(0)
+        stopping = catch_signals()
         for taken in take_steps(model, optimizer, config, first, backward):
             note(**asdict(taken))
+            if stopping.is_set:
+                with disk(str(out)):
+                    save_state(out / "state.safetensors", model, optimizer, taken.step)
+                print(f"stopped by {stopping.name} after step {taken.step}, saved; the same command goes on from there")
+                raise SystemExit(INTERRUPTED if stopping.number == signal.SIGINT else 0)
             if taken.step % config.save_every == 0 or taken.step == config.steps:
                 figures = measure(taken.step)
                 with disk(str(out)):

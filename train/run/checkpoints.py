@@ -24,7 +24,7 @@ from transformers import Qwen3Config
 
 from infer.formats.checkpoint import save_drafter
 from infer.utils.entry import Stopped
-from infer.utils.files import file_digest, replacing, sync
+from infer.utils.files import file_digest, replacing, sync, write_json
 from train.engine import training_state
 from train.safety.processes import disk, first_only
 
@@ -99,7 +99,7 @@ def _write(
                 save_drafter(config, weights, partial / "drafter")
             files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
             manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
-            (partial / "state" / MANIFEST).write_text(json.dumps({"step": step, "files": manifest}, indent=1) + "\n")
+            write_json(partial / "state" / MANIFEST, {"step": step, "files": manifest})
             log = final.parent.parent / "metrics.jsonl"  # has all steps up to this one: on the disk before it
             for path in (*partial.rglob("*"), *[log] * log.exists()):
                 sync(path)

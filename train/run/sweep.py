@@ -7,12 +7,14 @@ stopped sweep goes on with the run that it was in; finished runs are not done ag
 """
 
 import os
+import signal
 import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
-from infer.utils.entry import composed, fail
+from infer.utils.entry import composed, fail, interrupted
+from infer.utils.files import atomic_write
 from train.config import TrainConfig
 
 LAUNCH = Path(__file__).resolve().parent.parent.parent / "launch.sh"
@@ -59,8 +61,9 @@ def sweep(arguments: list[str]) -> None:
         folder = Path(config.runs_dir) / config.name
         print(f"\n== {number} of {len(configs)}: {name}", flush=True)
         command = [str(LAUNCH), "train", *overrides, f"runs_dir={folder}", f"name='{name}'"]
-        done = subprocess.run(command, env=os.environ | {"LAUNCH_PYTHON": sys.executable}, check=False)
-        if done.returncode:
+        with subprocess.Popen(command, env=os.environ | {"LAUNCH_PYTHON": sys.executable}) as started:
+            code = await_run(started)
+        if code:
             failed.append(name)
         else:
             finished[name] = folder / name
@@ -69,6 +72,19 @@ def sweep(arguments: list[str]) -> None:
     if failed:
         print(f"{len(failed)} of {len(configs)} runs failed: {'; '.join(failed)}", file=sys.stderr)
         raise SystemExit(1)
+
+
+def await_run(run: subprocess.Popen) -> int:
+    """Return the exit code of a run. After Ctrl-C, end the sweep once the run, which got it too, has saved."""
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        code = run.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        interrupted(KeyboardInterrupt("the run has saved; the same command goes on from there"))
+    return code
 
 
 def compare(runs: dict[str, Path], folder: Path) -> None:
@@ -92,6 +108,6 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
         cells += [f"{tau:.2f}" for tau in taus[name]]
         rows.append([*cells, f"{result.fastest.speedup:.2f}x", "yes" if result.same_output else "no"])
     table = markdown(["run", "step", *heads, "best speedup", "same output"], rows, last="---")
-    (folder / "sweep.md").write_text(table + "\n", encoding="utf-8")
+    atomic_write(folder / "sweep.md", table + "\n")
     sweep_figure(names, taus).savefig(folder / "sweep.png")
     print(f"\n{table}\n\ntable    {folder / 'sweep.md'}\npicture  {folder / 'sweep.png'}")

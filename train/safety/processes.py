@@ -4,12 +4,14 @@ A run that has begun and cannot go on raises `infer.utils.entry.Stopped`, one se
 """
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -77,6 +79,41 @@ def disk(what: str) -> Iterator[None]:
             f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
             "from there"
         ) from error
+
+
+@dataclass
+class StopFlag:
+    """Whether a signal asked the run to stop: `number` is the signal's."""
+
+    number: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self.number is not None
+
+    @property
+    def name(self) -> str:
+        """Return what the user knows the signal as."""
+        if self.number is None:
+            return "a signal to another process"
+        return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
+
+
+def catch_signals() -> StopFlag:
+    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved, and the run stops
+    with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once, without saving."""
+    flag = StopFlag()
+
+    def handler(number: int, frame: object) -> None:
+        flag.number = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\nCtrl-C: ending this step, then saving; once more stops at once\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, handler)
+    return flag
 
 
 class StallWatch(threading.Thread):

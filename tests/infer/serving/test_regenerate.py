@@ -45,7 +45,7 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
             asked.append(row.index)
             yield Answer(row, error="no" if row.index % 7 == 3 else None, text=f"t{row.index}", finish="stop")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="has the answers so far, the same command goes on"):
         regenerate(rows(), lambda rows: answers(rows, 11), out, {"a": 1}, 10)
     with out.open("a") as file:
         file.write('{"index": 11, "prom')  # killed while writing
@@ -153,3 +153,46 @@ def test_answers_from_a_server(tmp_path, monkeypatch):
 def test_no_server_is_one_sentence():
     with pytest.raises(ValueError, match="no models there"):
         by_server("http://127.0.0.1:9/v1", None, OPTIONS, 2)
+
+
+def test_settings_that_cannot_be_read_are_a_sentence(tmp_path):
+    out = tmp_path / "a.jsonl"
+    regenerate(rows(), lambda rows: iter(()), out, {"a": 1}, 0)
+    (tmp_path / "a.jsonl.settings.json").write_text("")
+    with pytest.raises(ValueError, match=r"a\.jsonl\.settings\.json is damaged: delete it"):
+        regenerate(rows(), lambda rows: iter(()), out, {"a": 1}, 0)
+
+
+class Echo(Server):
+    """Refuses, and says what it was sent."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        self.reply(400, {"url": "http://me:hunter2hunter2@here/v1?token=hunter2hunter2", "sent": body, **self.headers})
+
+
+def test_no_secret_of_an_address_reaches_a_file(tmp_path, monkeypatch):
+    """All that `regenerate` writes, with a password and tokens in every option that can hold them; settings of an
+    earlier version, which had them, are gone on with."""
+    from infer.cli.regenerate import RegenerateCommand, run
+    from infer.utils.entry import composed
+
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong-key-of-mine")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    Thread(target=server.serve_forever, daemon=True).start()
+    secrets = ("hunter2hunter2", "wrong-key-of-mine", "hf_" + "Q" * 30)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:4]))
+    address = f"http://me:{secrets[0]}@127.0.0.1:{server.server_port}/v1"
+    options = [f"server={address}", "data=jsonl", f"data.path={source}"]
+    command = composed("regenerate", RegenerateCommand, [*options, "decoding=plain", f"out={tmp_path}/out/a.jsonl"])
+    command.model = secrets[2]
+    run(command)
+    written = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+    assert len(lines(tmp_path / "out" / "a.jsonl.failed")) == 4 and "a.jsonl.settings.json" in written
+    assert not [name for name, text in written.items() for secret in secrets if secret in text]
+    settings = tmp_path / "out" / "a.jsonl.settings.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"server": address}))
+    run(command)
+    assert secrets[0] not in settings.read_text()
+    server.shutdown()

@@ -1,5 +1,8 @@
 """Whatever is typed: a checked configuration, or one sentence and exit code 2."""
 
+import subprocess
+import sys
+
 import pytest
 
 from infer.cli.chat import ChatCommand
@@ -44,3 +47,24 @@ def test_no_configuration_reads_the_environment(monkeypatch, text):
             composed(name, schema, [f"{key}='{text}'"])
         assert "hunter2" not in str(refusal.value)
     assert composed("train", TrainConfig, ["name=x-${drafter.family}"]).name == "x-dflash"  # what is inside, it reads
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+from infer.cli.eval import EvalCommand
+from infer.utils.entry import entry, going_on
+
+def run(config):
+    threading.Thread(target=time.sleep, args=(600,)).start()  # as of a request under way
+    with going_on("the same command goes on"):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(600)
+
+entry("eval", EvalCommand, run, ["checkpoint=runs/mine"])
+"""
+
+
+def test_ctrl_c_is_one_sentence_and_waits_for_nothing():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130
+    assert done.stderr.strip() == "stopped by Ctrl-C: the same command goes on"

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -268,6 +270,20 @@ def test_a_stopped_run_goes_on_exactly_and_the_bound_falls(start, tmp_path, monk
         with pytest.raises(KeyboardInterrupt):
             train(small(start, tmp_path / "stopped"))
     assert len(lines(tmp_path / "stopped")) == len(straight) - 2  # the fifth step is done again
+
+    def ask(model, rows, config, step):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step_once(model, rows, config, step)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    with monkeypatch.context() as patch:
+        patch.setattr(diffusion, "train_step", ask)
+        with pytest.raises(SystemExit, match="130"):
+            train(small(start, tmp_path / "stopped"))
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert lines(tmp_path / "stopped")[-1]["step"] == 5  # saved between two saves
     train(small(start, tmp_path / "stopped"))
     assert lines(tmp_path / "stopped") == straight
     one, other = (load_masked(str(tmp_path / name / "model")).model for name in ("straight", "stopped"))
