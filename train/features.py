@@ -16,9 +16,11 @@ thread that reads ahead. A digest of whole shards would have to read them all be
 import hashlib
 import json
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -203,6 +205,12 @@ class StoredRows:
                 raise ValueError(
                     f"{self.folder} has features of another {key}: {self.manifest.get(key)}, this run has {value}"
                 )
+
+    def column_parts(self, name: str) -> Iterator[np.ndarray]:
+        """Yield a column of all rows, shard by shard, (entries,) each."""
+        for shard in self.manifest["shards"]:
+            with safe_open(self.folder / shard["file"], "pt") as opened:
+                yield opened.get_tensor(name).flatten().numpy()
 
     def __len__(self) -> int:
         return len(self._places)

@@ -38,6 +38,7 @@ from train.run.hooks import evaluate_checkpoint, finish_report
 from train.run.initial import initial_drafter, resolve_init
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.progress import Progress
+from train.run.sources import sources
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
 from train.safety.processes import StallWatch, catch_signals, first_only, start_processes
@@ -192,7 +193,9 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     drafter = initial_drafter(config, target)
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
-    folder = first_only(lambda: held.enter_context(open_run(config)))
+    dataset = stored if stored is not None else prepared_rows(config, target)
+    learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
+    folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
     if config.target.shard:
         target.shard(device)
     if stored is not None:
@@ -201,7 +204,6 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     state = load(checkpoint) if checkpoint is not None else {}
     if state:
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
-    dataset = stored if stored is not None else prepared_rows(config, target)
     check = SelfCheck(drafter.to(device), target, dataset, config) if config.guards.self_check else None
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     engine = build_engine(drafter, config, device)

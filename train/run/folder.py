@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -19,6 +19,7 @@ from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.run.checkpoints import remove_partial
+from train.run.sources import SOURCES, refuse_other_sources
 from train.safety.processes import disk
 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
@@ -59,10 +60,15 @@ def _sign(file: IO[str]) -> None:
     file.flush()
 
 
+def begun(run: Path) -> bool:
+    """Return whether a run took a step: one that ended before that keeps nobody from using its name."""
+    return any((run / name).exists() for name in ("metrics.jsonl", "checkpoints", "skipped"))
+
+
 def refuse_another(config: TrainConfig, run: Path) -> None:
     """Raise ValueError when the folder holds a run of another configuration, or any run and resume=never."""
     file = run / "config.json"
-    if not file.exists():
+    if not file.exists() or not begun(run):
         return
     if config.resume == "never":
         raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
@@ -90,15 +96,26 @@ def check_run_folder(config: TrainConfig) -> None:
 
 
 @contextmanager
-def open_run(config: TrainConfig) -> Iterator[Path]:
-    """Create the run folder, write the resolved configuration, and hold its lock until the run ends. Rank 0 only."""
+def open_run(config: TrainConfig, learnt_from: dict) -> Iterator[Path]:
+    """Create the run folder, write the resolved configuration and what is learnt from (`train.run.sources`), and hold
+    its lock until the run ends. A run that ends before its first step leaves no folder. Rank 0 only."""
     run = run_folder(config)
     with disk(str(run)):
         run.mkdir(parents=True, exist_ok=True)
     with locked(run):
         refuse_another(config, run)
+        if begun(run):
+            refuse_other_sources(run, learnt_from)
         with disk(str(run)):
-            if not (run / "config.json").exists():
+            if not begun(run):
                 write_json(run / "config.json", plain(config))
+                write_json(run / SOURCES, learnt_from)
             remove_partial(run)
-        yield run
+        try:
+            yield run
+        finally:
+            if not begun(run):
+                for name in ("config.json", SOURCES, "lock"):
+                    (run / name).unlink(missing_ok=True)
+                with suppress(OSError):  # something else lies there
+                    run.rmdir()

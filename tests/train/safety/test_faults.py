@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 import train.batches as batches
 import train.loop as loop
@@ -24,10 +25,12 @@ import train.run.folder as run_folder
 import train.run.hooks as hooks
 import train.run.tracking as tracking
 from infer.evaluation.results import write_result
+from infer.targets.loading import EMBEDDED
 from infer.utils.entry import Stopped
 from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
 from train.config import TrainConfig
+from train.features import StoredRows
 from train.run.checkpoints import checkpoints, newest, rolling
 from train.run.folder import locked
 from train.run.log import read_log
@@ -177,8 +180,96 @@ def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_lo
     with pytest.raises(ValueError, match=r"/proc/runs/small cannot be written \(.*choose another runs_dir="):
         run_here(small("runs_dir=/proc/runs"))
     (run / "config.json").write_text('{"na')
+    (run / "checkpoints").mkdir()
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
         run_here(config)
+
+
+def texts(file: Path, count: int) -> None:
+    rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def stopped(small, run_here, tmp_path, monkeypatch):
+    """A run on a target and a file of its own that was stopped after two steps: its folder, and how to go on."""
+    shutil.copytree(EMBEDDED, tmp_path / "target")
+    texts(tmp_path / "texts.jsonl", 100)
+    options = ["data=jsonl", f"data.path={tmp_path}/texts.jsonl", "data.limit=null", "guards.self_check=false"]
+    options += [f"target.path={tmp_path}/target", "optim.steps=3"]
+    with monkeypatch.context() as patch:
+        after_steps(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run = run_here(small(*options))
+    return run, lambda: run_here(small(*options))
+
+
+def test_resuming_notices_other_rows_under_the_same_path(stopped, tmp_path, capsys):
+    run, go_on = stopped
+    texts(tmp_path / "texts.jsonl", 80)
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ValueError, match=r"begun with other contents under the same paths \(data.rows, data.content"):
+        go_on()
+    assert sorted(run.rglob("*")) == before
+    content = (tmp_path / "texts.jsonl").read_text()
+    texts(tmp_path / "texts.jsonl", 100)
+    assert content != (whole := (tmp_path / "texts.jsonl").read_text())
+    (tmp_path / "texts.jsonl").write_text(whole.replace("def f7(", "def g7("))  # one letter
+    with pytest.raises(ValueError, match=r"\(data.content differ\)"):
+        go_on()
+    texts(tmp_path / "texts.jsonl", 100)  # the same again, of another time
+    go_on()
+    assert "going on after step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["weights", "config"])
+def test_resuming_notices_another_target_under_the_same_path(stopped, tmp_path, part):
+    _, go_on = stopped
+    if part == "weights":
+        weights = tmp_path / "target" / "model.safetensors"
+        tensors = {name: tensor * 1.5 for name, tensor in load_file(weights).items()}
+        save_file(tensors, weights, metadata={"format": "pt"})
+    else:
+        file = tmp_path / "target" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(ValueError, match=rf"\(target.{part} differ\)"):
+        go_on()
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_gets_a_record(stopped, tmp_path, capsys):
+    run, go_on = stopped
+    record = (run / "sources.json").read_text()
+    (run / "sources.json").unlink()
+    go_on()
+    assert "going on after step 2" in capsys.readouterr().out and (run / "sources.json").read_text() == record
+
+
+def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_path):
+    from train.run.sources import rows_digest
+
+    options = features(tmp_path)
+    config = small(*options)
+    target = loop.load_frozen(config, torch.device("cpu"))
+    rows = batches.packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
+    assert rows_digest(rows) == rows_digest(StoredRows(config.features))
+
+
+def test_a_run_that_is_refused_leaves_nothing(small, run_here, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"text": ""}\n' * 3)
+    wrong = ["data=jsonl", "data.limit=null", f"data.path={tmp_path}/one.jsonl", "guards.self_check=false"]
+    with pytest.raises(ValueError):
+        run_here(small(*wrong, "optim.steps=2"))
+    assert not (tmp_path / "small").exists()
+    run = run_here(small("optim.steps=1", "guards.self_check=false"))
+    assert checkpoints(run)
+
+
+def test_what_fails_before_the_first_step_leaves_nothing(small, run_here, tmp_path, monkeypatch):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text('{"name": "of a run that was killed while it loaded"}')
+    monkeypatch.setattr(loop, "build_engine", lambda *arguments: (tmp_path / "small/sources.json").read_text()[:0] / 0)
+    with pytest.raises(TypeError):
+        run_here(small("optim.steps=1"))
+    assert not (tmp_path / "small").exists()
 
 
 def test_a_lock_goes_with_its_process(tmp_path):
