@@ -1,4 +1,4 @@
-"""What people call: text or token ids in, text, ids and statistics out; at once or piece by piece."""
+"""The functions for users: text or token ids in; text, ids and statistics out, at once or piece by piece."""
 
 import time
 from collections import abc
@@ -41,7 +41,7 @@ def generate(
     clock: abc.Callable[[], float] = time.perf_counter,
     **overrides: object,
 ) -> Generation | list[Generation]:
-    """Continues one prompt or many: a string, token ids, or chat messages ({"role": ..., "content": ...}), which go
+    """Continue one prompt or many: a string, token ids, or chat messages ({"role": ..., "content": ...}), which go
     through the tokenizer's chat template. Options are those of `DecodeOptions`, as one object or by name:
     `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7, seed=1)`.
 
@@ -69,7 +69,7 @@ def stream(
     processors: abc.Sequence[Processor] = (),
     **overrides: object,
 ) -> abc.Iterator[str]:
-    """Continues one prompt and yields its text as rounds commit it: the pieces joined are `generate(...).text`."""
+    """Continue one prompt and yield its text as rounds commit it: the pieces joined are `generate(...).text`."""
     options = settings(options, overrides)
     ids = encode(target, prompt)
     check_length(target, len(ids) + options.room(options.max_new_tokens))
@@ -139,7 +139,7 @@ class TextStream:
         self.start = self.read = 0  # tokens: `held` has those before `read`, decoding begins at `start`
 
     def next(self) -> str:
-        """What was not given yet. The pieces of a finished text make up its `answer_text`."""
+        """Return the text since the last call. The pieces of a finished text make up its `answer_text`."""
         if self.text.finish is not None:
             piece = answer_text(self.target, self.text.ids, self.text.options)[self.given :]
         else:
@@ -154,7 +154,7 @@ class TextStream:
         return piece
 
     def _undecided(self) -> int:
-        """How many characters at the end may begin a stop string."""
+        """Return how many characters at the end may begin a stop string."""
         stops = self.text.options.stop
         longest = max(map(len, stops), default=0)
         sizes = range(min(longest - 1, len(self.held)), 0, -1)
@@ -165,7 +165,7 @@ class TextStream:
 
 
 def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> DecodeOptions:
-    """Checked options. Raises ValueError for unknown names and for options given both ways."""
+    """Return checked options. Raises ValueError for unknown names and for options given both ways."""
     if options is not None and overrides:
         raise ValueError(f"give options or {', '.join(overrides)}, not both")
     unknown = sorted(overrides.keys() - DecodeOptions.__dataclass_fields__.keys())
@@ -179,19 +179,19 @@ def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> Dec
 
 
 def positions_of(target: AnyTarget) -> int:
-    """How many positions a text may take, prompt and answer."""
+    """Return how many positions prompt and answer may take together."""
     return getattr(target.config, "max_position_embeddings", None) or 2**31
 
 
 def check_length(target: AnyTarget, positions: int) -> None:
-    """Raises ValueError when the target has fewer positions than prompt and answer may take."""
+    """Raise ValueError when the target has fewer positions than prompt and answer may take."""
     limit = positions_of(target)
     if positions > limit:
         raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
 
 
 def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
-    """A prompt's token ids; messages through the chat template. Raises ValueError where there is none."""
+    """Return a prompt's token ids; messages go through the chat template. Raises ValueError without a template."""
     tokenizer = target.tokenizer
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     if not isinstance(prompt, str) and not chat:
@@ -211,18 +211,18 @@ def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
 
 
 def generation(target: AnyTarget, text: Sequence) -> Generation:
-    """A finished text as an answer."""
+    """Return a finished text as an answer."""
     words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
     return Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
 
 
 def answer_text(target: AnyTarget, ids: list[int], options: TextOptions) -> str:
-    """The answer without special tokens, cut before the first stop string."""
+    """Return the answer without special tokens, cut before the first stop string."""
     text = target.tokenizer.decode(ids, skip_special_tokens=True)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 def is_prompt(prompts: object) -> bool:
-    """One prompt, rather than a list of them."""
+    """Return whether this is one prompt, rather than a list of prompts."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))

@@ -23,14 +23,14 @@ def inherited_help(cls: type) -> type:
 
 
 def check_device(key: str, device: str) -> None:
-    """Raises ValueError for what names no device."""
+    """Raise ValueError for a text that is no device's name."""
     if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", device):
         raise ValueError(f"{key}={device}: use auto, cpu, cuda, or cuda:1 and the like")
 
 
 @dataclass
 class TargetConfig:
-    """Which target, and how it is loaded.
+    """The target and how it is loaded.
 
     path: a hub id, a local folder, or "embedded": the small target of the repository
     dtype: float32, bfloat16, or auto: bfloat16 on CUDA, else float32
@@ -48,7 +48,7 @@ class TargetConfig:
     shard: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for a target without a name, or a dtype that does not exist."""
+        """Raise ValueError for a target without a name, or a dtype that does not exist."""
         if not self.path:
             raise ValueError("target.path=<folder or hub id>: which model is the target?")
         one_of(self, "target.", dtype=("auto", "float32", "bfloat16", "float16"))
@@ -57,7 +57,7 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """Sizes of a drafter to be trained; everything not named here is taken from the target.
+    """Sizes of a drafter to train; all others are the target's.
 
     family: a row of `infer.drafters.families`: dflash or dart
     layers: decoder layers; DART has one
@@ -80,7 +80,7 @@ class DrafterConfig:
     init: str | None = None
 
     def check(self) -> None:
-        """Raises ValueError for sizes that no drafter can have."""
+        """Raise ValueError for sizes that no drafter can have."""
         if self.init == "":
             raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
         check_options(self.family, self.layers)
@@ -118,7 +118,7 @@ class TextOptions:
     trace: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for options that cannot be followed."""
+        """Raise ValueError for options that cannot be followed."""
         at_least(self, max_new_tokens=1, top_k=0)
         temperature(self)
         if not 0 < self.top_p <= 1:
@@ -134,7 +134,7 @@ class TextOptions:
 
 
 def check_masked_text(options: TextOptions) -> None:
-    """Raises ValueError for what a masked diffusion model cannot follow: it writes in no order, and a token is the
+    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and a token is the
     likeliest one of its position, or drawn from the whole distribution there."""
     neutral = TextOptions()
     for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs"):
@@ -145,7 +145,7 @@ def check_masked_text(options: TextOptions) -> None:
 
 @dataclass(kw_only=True)
 class MaskedConfig:
-    """How a masked diffusion model's text comes about. Unlike the rest of an engine, this decides what is written.
+    """How a masked diffusion model writes. Unlike the rest of an engine, this decides what is written.
 
     block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
         cut
@@ -158,7 +158,7 @@ class MaskedConfig:
     refresh: int = 8
 
     def check(self) -> None:
-        """Raises ValueError for a way of decoding that does not exist."""
+        """Raise ValueError for a way of decoding that does not exist."""
         at_least(self, block_length=1, refresh=1)
         one_of(self, cache=("none", "dual"))
 
@@ -195,21 +195,21 @@ class EngineConfig(MaskedConfig):
 
     @property
     def tree(self) -> TreeMethod | None:
-        """The tree method's row, which an n-gram file may change; None: a method of masked diffusion models."""
+        """Return the row of the tree method, which an n-gram file may change; None for methods of masked models."""
         row = TREES.get(self.method)
         return TREES[row.with_ngrams] if row and row.with_ngrams and self.continuity else row
 
     @property
     def drafts(self) -> bool:
-        """Whether the method needs a drafter."""
+        """Return whether the method needs a drafter."""
         return self.tree is not None and self.tree.drafts
 
     def room(self, tokens: int) -> int:
-        """Positions that an answer of so many tokens takes: a masked model's is whole blocks."""
+        """Return the positions that an answer of so many tokens takes: a masked model writes whole blocks."""
         return tokens + -tokens % self.block_length if self.method in MASKED_METHODS else tokens
 
     def check(self) -> None:
-        """Raises ValueError for a way of decoding that does not exist."""
+        """Raise ValueError for a way of decoding that does not exist."""
         MaskedConfig.check(self)
         one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
         at_least(self, width=1, rows=1, nodes=1)
@@ -244,7 +244,7 @@ class DecodeOptions(EngineConfig, TextOptions):
     """What is written and how it is decoded: the options of EngineConfig and TextOptions."""
 
     def check(self) -> None:
-        """Raises ValueError for options that cannot be followed."""
+        """Raise ValueError for options that cannot be followed."""
         TextOptions.check(self)
         EngineConfig.check(self)
         if self.method in MASKED_METHODS:
@@ -281,7 +281,7 @@ class EvaluationConfig:
     continuity_weight: float = 1.0
 
     def check(self) -> None:
-        """Raises ValueError for an evaluation that measures nothing."""
+        """Raise ValueError for an evaluation that measures nothing."""
         at_least(self, "evaluation.", prompts=1, prompt_tokens=1, max_new_tokens=1, rows=1, samples=0)
         temperature(self, "evaluation.")
         if not self.budgets or any(budget < 1 for budget in self.budgets):

@@ -70,7 +70,7 @@ def find(place: str) -> object:
 
 
 def usage() -> str:
-    """The help text: every command with its line."""
+    """Return the help text: every command with its line."""
     lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
     return (
         f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\n"

@@ -21,7 +21,7 @@ ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
 @dataclass
 class ChatCommand:
-    """Where the chat goes, and how it is answered.
+    """Talk to a server.
 
     url: address of the server
     system: what the model is told before anything else
@@ -35,14 +35,14 @@ class ChatCommand:
     max_tokens: int | None = 256
 
     def check(self) -> None:
-        """Raises ValueError for what no server would take."""
+        """Raise ValueError for options that every server would refuse."""
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
         at_least(self, temperature=0, max_tokens=1)
 
 
 def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:
-    """The chunks of one streamed answer. Raises ValueError with the server's own sentence if it refuses."""
+    """Yield the chunks of one streamed answer. Raises ValueError with the server's own sentence if it refuses."""
     body = {"messages": messages, "temperature": config.temperature, "stream": True, "trace": True}
     if config.max_tokens is not None:
         body["max_tokens"] = config.max_tokens
@@ -63,7 +63,7 @@ def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
 
 
 def coloured(text: str, round: dict | None) -> Text:
-    """One round's text: what was accepted, what was refused, and the target's own token last."""
+    """Return one round's text: accepted drafts, rejected drafts, and the target's own token last."""
     if round is None:
         return Text(text, BONUS)
     bonus = round["bonus"] if text.endswith(round["bonus"]) else ""
@@ -72,7 +72,7 @@ def coloured(text: str, round: dict | None) -> Text:
 
 
 def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand, console: Console) -> str:
-    """Prints one answer as it is written; returns it."""
+    """Print one answer as it is written; return it."""
     said, rounds, tokens, drafted = "", 0, 0, 0
     for chunk in chunks(client, messages, config):
         text, round = chunk["choices"][0]["delta"].get("content", ""), chunk.get("round")
@@ -87,7 +87,7 @@ def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
 
 
 def run(config: ChatCommand, console: Console | None = None) -> None:
-    """Talks until the input ends. Raises ValueError if there is no server."""
+    """Talk until the input ends. Raises ValueError if there is no server."""
     console = console or Console(highlight=False)
     messages = [{"role": "system", "content": config.system}] if config.system else []
     key = os.environ.get(KEY_VARIABLE)

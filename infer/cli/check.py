@@ -7,7 +7,7 @@ from infer.utils.checks import at_least
 
 @dataclass
 class CheckCommand:
-    """Says which engines would load a drafter's folder, and what is at fault where one would not.
+    """Say which engines would load a drafter's folder, and why the others would not.
 
     path: a folder, a training checkpoint, or a hub id
     target_layers: how many layers the target has, for configs that do not say
@@ -17,7 +17,7 @@ class CheckCommand:
     target_layers: int | None = None
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be looked at."""
+        """Raise ValueError for a path or number that cannot be checked."""
         if not self.path:
             raise ValueError("path=<folder or hub id>: which drafter?")
         at_least(self, target_layers=1)

@@ -11,14 +11,14 @@ from infer.utils.checks import check_parts
 
 
 def run_name(checkpoint: str) -> str:
-    """What a checkpoint is called beside others: its run, or its folder."""
+    """Return the name of a checkpoint beside others: its run's, or its folder's."""
     parts = Path(checkpoint).parts
     return parts[parts.index("checkpoints") - 1] if "checkpoints" in parts[1:] else Path(checkpoint).name
 
 
 @dataclass
 class CompareCommand:
-    """Evaluates several drafters with every tree, on the same prompts.
+    """Evaluate several drafters with every tree, on the same prompts.
 
     checkpoints: drafter folders, training checkpoints, or n-gram files
     out: where the table, the picture and the numbers go
@@ -36,7 +36,7 @@ class CompareCommand:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be compared."""
+        """Raise ValueError for what cannot be compared."""
         check_parts(self)
         if not self.checkpoints:
             raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")

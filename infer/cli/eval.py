@@ -13,8 +13,8 @@ from infer.utils.checks import check_parts
 
 @dataclass
 class EvalCommand:
-    """Evaluates a drafter the way training does at a checkpoint, or on a suite of question sets; of a masked diffusion
-    model, which has no drafter, what drafting for itself saves.
+    """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked diffusion model,
+    which has no drafter, measure what drafting for itself saves.
 
     checkpoint: a drafter folder or a training checkpoint
     out: where numbers and pictures go
@@ -35,7 +35,7 @@ class EvalCommand:
     masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be evaluated."""
+        """Raise ValueError for what cannot be evaluated."""
         check_parts(self)
 
 

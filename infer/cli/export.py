@@ -10,7 +10,7 @@ from infer.utils.checks import one_of
 
 @dataclass
 class ExportCommand:
-    """Writes a drafter for other engines, and uploads it if that is asked for.
+    """Write a drafter for other engines, and upload it if asked to.
 
     checkpoint: anything that load_drafter reads
     format: the layout. dflash: vLLM and SGLang; speculators: vLLM; dart: the DART authors' code
@@ -30,7 +30,7 @@ class ExportCommand:
     target: TargetConfig = field(default_factory=TargetConfig)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be written."""
+        """Raise ValueError for what cannot be written."""
         self.target.check()
         one_of(self, format=FORMATS)
         if not self.out:

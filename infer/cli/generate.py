@@ -10,7 +10,7 @@ from infer.utils.checks import check_parts
 
 @dataclass
 class GenerateCommand:
-    """Continues a prompt and says what it took.
+    """Continue a prompt and print the rounds and tokens a second.
 
     checkpoint: a drafter folder, a training checkpoint or an n-gram file
     prompt: the text to continue
@@ -24,7 +24,7 @@ class GenerateCommand:
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be decoded."""
+        """Raise ValueError for what cannot be decoded."""
         check_parts(self)
         if not self.prompt:
             raise ValueError("prompt: at least one character")

@@ -1,4 +1,4 @@
-"""The models that commands load, and what they print while they work."""
+"""What several commands need: loading target and drafter, and a line of progress."""
 
 import sys
 
@@ -6,9 +6,9 @@ from infer.config import MASKED_METHODS, TargetConfig
 
 
 def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
-    """Target and drafter, the drafter in the target's dtype. The drafter is looked at first: it is the cheaper one. An
-    n-gram file is a drafter too: of its pairs. A masked diffusion model has none. Raises ValueError, before weights are
-    loaded, where the method is for the other kind of model."""
+    """Load target and drafter, the drafter in the target's dtype. The drafter is opened first, because a mistake in it
+    costs less time. An n-gram file is a drafter too, of its pairs; a masked diffusion model has none. Raises ValueError,
+    before weights are loaded, if the method is for the other kind of model."""
     from infer import load_masked, load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked

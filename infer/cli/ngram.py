@@ -11,7 +11,7 @@ from infer.utils.checks import at_least, check_parts
 
 @dataclass
 class NgramCommand:
-    """Counts n-grams of token ids, for trees that judge paths by them.
+    """Count n-grams of token ids, for trees that judge paths by them.
 
     out: the file that is written
     trie: a .trie file of DART's authors, taken over instead of counting data; it must be of the target's tokenizer

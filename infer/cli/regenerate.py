@@ -12,7 +12,7 @@ from infer.utils.checks import at_least, check_parts
 
 @dataclass
 class RegenerateCommand:
-    """Lets the target rewrite the answers of a data set: what a drafter should learn from.
+    """Let the target rewrite the answers of a data set, for a drafter to learn from.
 
     out: one line a row, in the rows' order; a stopped run goes on where it was
     checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
@@ -38,7 +38,7 @@ class RegenerateCommand:
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be asked for."""
+        """Raise ValueError for options that cannot be followed."""
         check_parts(self)
         if self.server is None and self.checkpoint is None and self.decoding.drafts:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")

@@ -11,7 +11,7 @@ from infer.utils.checks import check_parts
 
 @dataclass
 class ServeCommand:
-    """Serves a target and its drafter over HTTP.
+    """Serve a target and its drafter over HTTP.
 
     checkpoint: a drafter folder, a training checkpoint or an n-gram file
     target: see TargetConfig in infer/config.py
@@ -25,7 +25,7 @@ class ServeCommand:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be served."""
+        """Raise ValueError for what cannot be served."""
         check_parts(self)
         if self.server.verify and self.decoding.method in MASKED_METHODS:
             raise ValueError(f"server.verify={self.server.verify}: for causal targets, not for {self.decoding.method}")

@@ -11,7 +11,7 @@ KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment variable with the key tha
 
 
 def loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether the address is reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -20,7 +20,7 @@ def loopback(host: str) -> bool:
 
 @dataclass
 class ServerConfig:
-    """How the server meets the network. On loopback, the default, it asks nobody for a key unless one is given.
+    """How the server meets the network. On loopback, the default, no key is needed unless one is given.
 
     host: address to listen on; 127.0.0.1: this machine only
     port: TCP port
@@ -48,7 +48,7 @@ class ServerConfig:
     verify: float = 0.0
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be served."""
+        """Raise ValueError for options that no server can follow."""
         if not 1 <= self.port < 65536:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
         if not self.host:
@@ -65,8 +65,8 @@ class ServerConfig:
             )
 
     def key(self) -> bytes | None:
-        """The key that requests must carry, from the file or the environment; None: nobody is asked for one. Raises
-        ValueError, which does not show it, for a key that is none."""
+        """Return the key that requests must carry, from the file or the environment; None: no key is asked for. Raises
+        ValueError for a malformed key, without showing it."""
         if self.api_key_file is None:
             key, where = os.environ.get(KEY_VARIABLE, "").encode(errors="replace"), KEY_VARIABLE
             if not key:

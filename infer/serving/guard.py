@@ -1,7 +1,7 @@
-"""Who may ask the server, how much, and how slowly.
+"""Limits on requests: who may send them, how large, and how slowly.
 
-`Guard` stands around the application: the key, the size of a request, the count of answers. `Patient` is the protocol
-below it: a client that sends or reads too slowly is hung up on.
+`Guard` wraps the application: it checks the key and the size of a request and counts answers. `Patient` is the protocol
+below it, which closes the connection of a client that sends or reads too slowly.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/compl
 
 
 class Refused(HTTPException):
-    """What a client is told: an HTTP status, a sentence, and which field it is about."""
+    """A refusal for the client: an HTTP status, a sentence, and the field that it is about."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(status, message)
@@ -31,15 +31,15 @@ class Refused(HTTPException):
 
 
 class Guard:
-    """Around the application: asks for the key (but for /health), counts answers, and reads no more of a request than
-    it may have."""
+    """Middleware that asks for the key (except for /health), counts answers, and stops reading a request that is too
+    large."""
 
     def __init__(self, app: ASGIApp, options: ServerConfig, answered: prometheus_client.Counter) -> None:
         self.app, self.most, self.answered, key = app, options.max_body, answered, options.key()
         self.digest = None if key is None else hashlib.sha256(b"Bearer " + key).digest()
 
-    def welcome(self, scope: Scope) -> bool:
-        """Whether a request carries the key. Digests are compared: how long that takes says nothing about the key."""
+    def authorized(self, scope: Scope) -> bool:
+        """Return whether a request carries the key. Comparing digests takes a time that says nothing about the key."""
         if self.digest is None or scope["path"] == "/health":
             return True
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -64,7 +64,7 @@ class Guard:
                 self.answered.labels(path, message["status"]).inc()
             await send(message)
 
-        if self.welcome(scope):
+        if self.authorized(scope):
             return await self.app(scope, bounded, counted)
         refusal = error(401, "this server asks for a key: send it as Authorization: Bearer <key>")
         refusal.headers["WWW-Authenticate"] = "Bearer"
@@ -72,8 +72,8 @@ class Guard:
 
 
 class Patient(H11Protocol):
-    """HTTP/1.1 with an end to waiting: `patience` seconds for a client to send a whole request, and for one that has
-    stopped reading to go on."""
+    """HTTP/1.1 with time limits: a client has `patience` seconds to send a whole request, and to go on reading after it
+    stopped."""
 
     def __init__(self, patience: float, **uvicorns: object) -> None:
         super().__init__(**uvicorns)
@@ -110,8 +110,8 @@ class Patient(H11Protocol):
 
 
 def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
-    """How uvicorn serves the application. Headers may have 16 KiB together; a stopped server gives answers that are on
-    their way five seconds to end."""
+    """Return uvicorn's settings. Headers may have 16 KiB together; a stopped server gives running answers five seconds
+    to end."""
     return uvicorn.Config(
         app,
         host=options.host,

@@ -31,7 +31,7 @@ KNOWN = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-# What `generate` prepares for a loop of its own, and this one has no use for.
+# Prepared by `generate` for its own loops; not used here.
 UNUSED = {"past_key_values", "use_cache", "cache_position", "position_ids", "logits_to_keep", "token_type_ids"}
 
 
@@ -43,7 +43,7 @@ def speculative(
     streamer=None,
     continuity: str | None = None,
 ) -> abc.Callable:
-    """A decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
+    """Return a decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
 
     Greedy output is what `generate` writes without it. Sampled output has the same distribution; its seeds come from
     torch's generator, so that `torch.manual_seed` repeats it, whatever the method. A streamer is given here and not to
@@ -91,14 +91,14 @@ def speculative(
 
 
 def _padded_call(processor: Processor, padding: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A processor that counts positions counts the padding too."""
+    """Call a processor with the padding in front, which those that count positions expect."""
     return processor(torch.cat([padding, ids], 1), scores)
 
 
 def _run(
     engine: Engine, texts: list[Sequence], prompts: torch.Tensor, criteria: abc.Sequence[abc.Callable], streamer
 ) -> list:
-    """Decodes until every text has ended or a criterion has ended it; returns the kept new tokens of each."""
+    """Decode until every text has ended by itself or by a criterion; return the kept new tokens of each."""
     lengths = dict.fromkeys(texts, 0)  # tokens that the criteria and the streamer have seen
     rows = dict(zip(texts, prompts, strict=True))
     while engine.busy:
@@ -116,7 +116,7 @@ def _run(
 
 
 def _settings(processors: abc.Sequence[Processor]) -> tuple[dict[str, float], abc.Sequence[Processor]]:
-    """Text options that say the same as the processors, if there are such; else the processors themselves, which then
+    """Return text options with the same effect as the processors, if there are any; else the processors, which then
     see every node's true prefix, one after the other."""
     kinds = [type(processor) for processor in processors]
     order = list(KNOWN)
@@ -128,7 +128,7 @@ def _settings(processors: abc.Sequence[Processor]) -> tuple[dict[str, float], ab
 
 
 def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, object]) -> None:
-    """Raises ValueError for what this loop does not do."""
+    """Raise ValueError for what this loop does not do."""
     outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     asked = [name for name in outputs if config.return_dict_in_generate and getattr(config, name, False)]
     unknown = sorted(name for name, value in others.items() if value is not None and name not in UNUSED)
@@ -143,7 +143,7 @@ def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, objec
 
 
 def _padded(input_ids: torch.Tensor, kept: list[list[int]], config) -> torch.Tensor:
-    """(B, T + longest) with padding after shorter answers."""
+    """Return prompts and answers (B, T + longest), padding after shorter answers."""
     longest = max(map(len, kept))
     pad = getattr(config, "_pad_token_tensor", None)
     new = torch.full((len(kept), longest), 0 if pad is None else int(pad), dtype=torch.long)

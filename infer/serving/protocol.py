@@ -1,4 +1,4 @@
-"""OpenAI's HTTP formats: the requests that are understood, and how answers look."""
+"""OpenAI's HTTP formats: requests and answers."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from infer.targets.target import Target
 
 @dataclass(frozen=True)
 class Piece:
-    """News of one text: what it grew by, and how it ended if it did."""
+    """What a round added to one text, and how the text ended if it did."""
 
     text: str
     ids: list[int]
@@ -31,7 +31,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class CompletionRequest(BaseModel):
-    """What both requests share: OpenAI's fields and vLLM's extra sampling fields. Fields unknown here are refused: an
+    """The fields of both requests: OpenAI's, and vLLM's extra sampling fields. Unknown fields are refused, because an
     option that is silently ignored is worse than an error."""
 
     model_config = ConfigDict(extra="forbid")
@@ -57,7 +57,7 @@ class CompletionRequest(BaseModel):
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
 
     def text_options(self, most: int, logprobs: int | None, index: int) -> TextOptions:
-        """How the text number `index` of the request's `n` is written."""
+        """Return the options of text number `index` of the request's `n`."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return TextOptions(
             max_new_tokens=most,
@@ -75,7 +75,7 @@ class CompletionRequest(BaseModel):
 
 
 class PromptRequest(CompletionRequest):
-    """/v1/completions."""
+    """A request to /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -84,12 +84,12 @@ class PromptRequest(CompletionRequest):
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One or many, as a list."""
+        """Return the prompts, one or many, as a list."""
         one = isinstance(self.prompt, str) or (len(self.prompt) > 0 and isinstance(self.prompt[0], int))
         return [self.prompt] if one else self.prompt
 
     def limits(self) -> tuple[int | None, int | None]:
-        """Most tokens (None: as many as there is room for), and alternatives of log-probabilities."""
+        """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""
         return self.max_tokens or 16, self.logprobs
 
 
@@ -112,13 +112,13 @@ class Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates want it."""
+        """Return the message as chat templates read it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content}
 
 
 class ChatRequest(CompletionRequest):
-    """/v1/chat/completions."""
+    """A request to /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -128,11 +128,11 @@ class ChatRequest(CompletionRequest):
     tools: None = None
 
     def prompts(self) -> list[list[dict[str, str]]]:
-        """The one conversation."""
+        """Return the one conversation, as a list."""
         return [[message.plain() for message in self.messages]]
 
     def limits(self) -> tuple[int | None, int | None]:
-        """Most tokens (None: as many as there is room for), and alternatives of log-probabilities."""
+        """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""
         return self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -141,7 +141,7 @@ def event(payload: dict) -> str:
 
 
 def error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    """An error as OpenAI's clients expect it. What it quotes of a request may be no text: half of a surrogate pair."""
+    """Return an error as OpenAI's clients expect it. A quoted part of the request may hold half of a surrogate pair."""
     message, param = (None if said is None else said.encode(errors="replace").decode() for said in (message, param))
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error")
@@ -150,13 +150,13 @@ def error(status: int, message: str, param: str | None = None) -> JSONResponse:
 
 
 def usage(prompts: list[list[int]], completion: int) -> dict:
-    """Token counts of a request with these prompts."""
+    """Return the token counts of a request with these prompts."""
     prompt = sum(map(len, prompts))
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class Form:
-    """How the answer to one request looks, in either API."""
+    """Builds the answer to one request, in the format of an API."""
 
     prefix: str
     kind: str
@@ -171,12 +171,12 @@ class Form:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name, "choices": choices}
 
     def whole(self, prompts: list[list[int]], pieces: list[Piece]) -> dict:
-        """The answer at once."""
+        """Return the whole answer."""
         choices = [self.choice(i, piece) for i, piece in enumerate(pieces)]
         return self.envelope(choices, chunk=False) | {"usage": usage(prompts, sum(len(piece.ids) for piece in pieces))}
 
     def chunk(self, index: int, piece: Piece) -> dict:
-        """News of one text. The key "round" is ours, for whoever asked for a trace."""
+        """Return a streamed chunk of one text. The key "round" is ours, for requests with trace."""
         chunk = self.envelope([self.choice(index, piece, chunk=True)], chunk=True)
         if piece.rejected is not None and piece.ids:
             decode = self.target.tokenizer.decode
@@ -189,7 +189,7 @@ class Form:
         return chunk
 
     def opening(self, index: int) -> dict | None:
-        """What comes before the first chunk of a text."""
+        """Return what is sent before the first chunk of a text, if anything."""
         return None
 
     def choice(self, index: int, piece: Piece, chunk: bool = False) -> dict:
@@ -200,7 +200,7 @@ class Form:
 
 
 class Completion(Form):
-    """/v1/completions."""
+    """Answers of /v1/completions."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -217,7 +217,7 @@ class Completion(Form):
 
 
 class Chat(Form):
-    """/v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -1,4 +1,4 @@
-"""The target's own answers to the prompts of a data set: what a drafter should learn from.
+"""Answers of the target to the prompts of a data set, for drafters to learn from.
 
 Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on behind the last
 whole line. Either our engine writes them, or any server with OpenAI's API (vLLM, SGLang, ours).
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a row: a text and why it ended, or what went wrong."""
+    """The outcome of a row: a text and why it ended, or an error."""
 
     row: Row
     text: str | None = None
@@ -39,7 +39,7 @@ class Answer:
 
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callable[[Iterable[Row]], Iterator[Answer]]:
-    """Answers by our engine, `options.rows` side by side, handed out in order."""
+    """Return a function that answers rows with our engine, `options.rows` side by side, in the rows' order."""
     from infer.api import answer_text, encode, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
@@ -67,17 +67,18 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callabl
 
 
 def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int) -> Callable:
-    """Answers by a server with OpenAI's API, `at_once` requests under way, handed out in order. A request is tried
-    three times before its row counts as failed; the key is taken from OPENAI_API_KEY and goes nowhere else."""
+    """Return a function that answers rows by a server with OpenAI's API, `at_once` requests under way, in the rows'
+    order. A request is tried three times before its row counts as failed; the key in OPENAI_API_KEY is sent to that
+    server only."""
     import httpx
 
-    headers = {"Accept-Encoding": "identity"}  # what is small on the way stays small here
+    headers = {"Accept-Encoding": "identity"}  # no compressed answer that grows when it is unpacked
     if os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
     client = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=600))
 
     def asked(method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
-        """A response's status and content; ValueError for one that is larger than any answer."""
+        """Return a response's status and content. Raises ValueError for one that is larger than any answer."""
         content = b""
         with client.stream(method, path, json=body) as response:
             for part in response.iter_bytes():
@@ -136,7 +137,7 @@ def regenerate(
     most_failures: int,
     progress: Callable[[int, int, int], None] = lambda done, total, failed: None,
 ) -> dict[str, int]:
-    """Writes {"index", "prompt" or "messages", "response", "finish"} lines to `out`, and {"index", "error"} lines to
+    """Write {"index", "prompt" or "messages", "response", "finish"} lines to `out`, and {"index", "error"} lines to
     `out`.failed; returns how many of each there are. `settings` say how the answers come about: a file that was begun
     with others is not gone on with. Raises ValueError for that, and when more than `most_failures` rows failed."""
     failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
@@ -181,7 +182,7 @@ def _settings(path: Path, out: Path) -> dict:
 
 
 def _whole_lines(path: Path) -> list[dict]:
-    """The lines that were written to their end; a last one that was not is cut off."""
+    """Return the complete lines of a file; cut off a last one that is not complete."""
     if not path.exists():
         return []
     content = path.read_bytes()
@@ -193,7 +194,7 @@ def _whole_lines(path: Path) -> list[dict]:
 
 
 def options_of(options: DecodeOptions) -> dict:
-    """What an answer depends on: not how fast it is decoded."""
+    """Return the options that decide an answer, without those that only change the speed."""
     speed = {"method", "budget", "rows", "compile", "draft_length", "order", "nodes"}
     if options.method not in MASKED_METHODS:
         speed |= MaskedConfig.__dataclass_fields__.keys()

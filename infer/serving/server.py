@@ -58,13 +58,13 @@ class Ticket:
     cancelled: bool = False
 
     def tell(self, piece: Piece) -> None:
-        """From the engine's thread to the event loop."""
+        """Hand a piece from the engine's thread to the event loop."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
 class Metrics:
-    """What /metrics shows."""
+    """The counters and gauges of /metrics."""
 
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
@@ -87,7 +87,7 @@ class Metrics:
 
 
 class Worker(threading.Thread):
-    """Runs the engine as long as there is something to write."""
+    """The thread that runs the engine while there is work, and sleeps otherwise."""
 
     def __init__(self, engine: EngineBase, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
@@ -164,7 +164,7 @@ class Worker(threading.Thread):
 
 
 class Service:
-    """The event loop's side: the texts in work, from the moment they are let in until their request has ended."""
+    """The event loop's side: the texts of all requests that have not ended."""
 
     def __init__(self, engine: EngineBase, options: ServerConfig) -> None:
         self.engine, self.options = engine, options
@@ -174,7 +174,7 @@ class Service:
         self.inside: set[Ticket] = set()
 
     def admit(self, body: CompletionRequest) -> list[Ticket]:
-        """Checks a request's texts and queues them, all or none."""
+        """Check a request's texts and queue them, all or none. Raises Refused."""
         if body.model not in (None, self.name):
             raise Refused(404, f"the model here is {self.name}, not {body.model}", "model")
         prompts = body.prompts()
@@ -199,7 +199,7 @@ class Service:
         return tickets
 
     def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
-        """Checked options of one text. Raises ValueError."""
+        """Return the checked options of one text. Raises ValueError."""
         vocabulary, capacity = self.target.head_weight.shape[0], self.engine.capacity
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
@@ -217,7 +217,7 @@ class Service:
         return settings
 
     def leave(self, tickets: list[Ticket]) -> None:
-        """Every request ends here, however it ends: an abandoned text stops costing work."""
+        """Forget the texts of a request that has ended; cancel those that have not."""
         for ticket in self.inside.intersection(tickets):
             self.inside.discard(ticket)
             if ticket.text is None or ticket.text.finish is None:
@@ -225,7 +225,7 @@ class Service:
             ticket.cancelled = True
 
     async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
-        """The response to a request, whole or streamed."""
+        """Return the response to a request, whole or streamed."""
         tickets = self.admit(body)
         form = form(self.target, self.name, body.limits()[1] is not None)
         if body.stream:
@@ -244,7 +244,7 @@ class Service:
             self.leave(tickets)
 
     async def events(self, tickets: list[Ticket], form: Form, usage_too: bool) -> AsyncIterator[str]:
-        """Server-sent events, as rounds commit; texts of one request come mixed, told apart by their index."""
+        """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart by their index."""
         merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
         async def forward(index: int, ticket: Ticket) -> None:
@@ -276,7 +276,7 @@ class Service:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events. `after` is called when the response is over, even if nobody ever listened."""
+    """Server-sent events. `after` is called when the response is over, even if nobody listened."""
 
     def __init__(self, events: AsyncIterator[str], after: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -290,7 +290,7 @@ class Stream(StreamingResponse):
 
 
 def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
-    """The application around an engine; starting it starts the engine's thread, stopping it ends the thread."""
+    """Return the application around an engine; its start and stop start and end the engine's thread."""
     service = Service(engine, options)
     began = int(time.time())
 
@@ -342,7 +342,7 @@ def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
 
 
 async def follow(ticket: Ticket) -> AsyncIterator[Piece]:
-    """The pieces of a text up to its end."""
+    """Yield the pieces of a text up to its end."""
     while True:
         piece = await ticket.pieces.get()
         yield piece
@@ -351,7 +351,7 @@ async def follow(ticket: Ticket) -> AsyncIterator[Piece]:
 
 
 async def gather(tickets: list[Ticket]) -> list[Piece]:
-    """Whole texts."""
+    """Wait for whole texts; return each as one piece."""
     texts = []
     for ticket in tickets:
         pieces = [piece async for piece in follow(ticket)]
@@ -365,11 +365,11 @@ async def gather(tickets: list[Ticket]) -> list[Piece]:
 
 
 async def disconnected(request: Request) -> None:
-    """Returns when the client has gone away."""
+    """Return when the client has gone away."""
     while not await request.is_disconnected():
         await asyncio.sleep(0.1)
 
 
 def serve(engine: EngineBase, options: ServerConfig) -> None:
-    """Serves until interrupted."""
+    """Serve until interrupted."""
     uvicorn.Server(network(create_app(engine, options), options)).run()

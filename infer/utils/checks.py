@@ -1,4 +1,4 @@
-"""What the check() of an options dataclass says again and again. Every function raises ValueError, naming the key."""
+"""Checks that several options dataclasses need. Every function raises ValueError, naming the key."""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass

@@ -45,11 +45,11 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 class Stopped(Exception):
-    """What was begun has to end, for the reason that the message says in one sentence."""
+    """Raised to end what has begun; the message is one sentence that says why."""
 
 
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
-    """Composes conf/<name>.yaml with the overrides, checks it against the dataclass `schema`, and calls `run(config)`.
+    """Compose conf/<name>.yaml with the overrides, check it against the dataclass `schema`, and call `run(config)`.
 
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
     goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped.
@@ -122,7 +122,7 @@ def prepare(name: str, schema: type) -> None:
 
 
 def composed(name: str, schema: type, arguments: list[str]):
-    """conf/<name>.yaml with the overrides as a checked `schema`, which has a `check()` that raises ValueError for
+    """Return conf/<name>.yaml with the overrides as a checked `schema`, whose `check()` raises ValueError for
     impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
     import hydra
     from omegaconf import OmegaConf
@@ -146,8 +146,8 @@ def composed(name: str, schema: type, arguments: list[str]):
 
 
 def check_values(config: object) -> None:
-    """Raises ValueError for a value that nothing can be meant by, whatever its key: nan, infinity, a number beyond 64
-    bits, a text that is no UTF-8 or holds a null byte."""
+    """Raise ValueError for a value that makes no sense for any key: nan, infinity, a number beyond 64 bits, a text that
+    is not UTF-8 or holds a null byte."""
     for name, value in values(config):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}={value}: a finite number")
@@ -163,7 +163,7 @@ def check_values(config: object) -> None:
 
 
 def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """(key, value) of everything in a dataclass, its lists and dictionaries. Raises ValueError for lists of lists."""
+    """Yield (key, value) of all values in a dataclass, its lists and dictionaries. Raises ValueError for nested lists."""
     if is_dataclass(config):
         inside = ((field.name, getattr(config, field.name)) for field in fields(config))
     elif isinstance(config, dict):
@@ -180,7 +180,7 @@ def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an error and of its cause as one sentence, with the choices there are."""
+    """Return the first line of an error and of its cause as one sentence, with the available choices."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if type(error) is ValueError:  # ours: lines of a value, not of the message
         lines = [" ".join(lines)]

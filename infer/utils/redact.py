@@ -1,4 +1,4 @@
-"""Keys, tokens and passwords stay out of everything that is written or sent."""
+"""Removal of keys, tokens and passwords from everything that is written or sent."""
 
 import os
 import re
@@ -16,7 +16,7 @@ SHORTEST = 10  # shorter values of the environment are words that stand elsewher
 
 
 def redact_text(text: str) -> str:
-    """The text without what looks like a secret, and without the values of the environment's secrets."""
+    """Return the text without what looks like a secret, and without the values of the environment's secrets."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and NAMES.search(name):
             text = text.replace(value, HIDDEN)
@@ -24,7 +24,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: object, name: str = "") -> object:
-    """A configuration (dictionaries, lists, plain values) without secrets: by name, by shape, by the environment."""
+    """Return a configuration (dictionaries, lists, values) without secrets: by name, by shape, by the environment."""
     if isinstance(value, dict):
         return {key: redact(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
