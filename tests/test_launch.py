@@ -74,6 +74,18 @@ def test_the_installed_command_has_the_same_commands(capsys):
         assert f"\n  {command} " in help
 
 
+@pytest.mark.parametrize("command", ["generate", "serve", "chat", "check", "export"])
+def test_commands_for_users_need_neither_data_nor_train(repo, command):
+    """A folder with a package `data` of its own is where many people stand."""
+    code = (
+        "import sys; sys.modules.update(data=None, train=None)\n"
+        f"from infer.main import COMMANDS, find; command = COMMANDS[{command!r}]\n"
+        "command.options_class()().check; find(command.run)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_installed_command_refuses_in_one_sentence(capsys, monkeypatch):
     with pytest.raises(SystemExit) as refused:
         infer.main.main(["trian", "a=1"])

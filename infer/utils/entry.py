@@ -163,7 +163,7 @@ def check_values(config: object) -> None:
 
 
 def values(config: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (key, value) of all values in a dataclass, its lists and dictionaries. Raises ValueError for nested lists."""
+    """Yield (key, value) of all values in a dataclass, its lists and dictionaries. ValueError for nested lists."""
     if is_dataclass(config):
         inside = ((field.name, getattr(config, field.name)) for field in fields(config))
     elif isinstance(config, dict):
