@@ -112,10 +112,14 @@ def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the files that a path stands for."""
-    if not Path(path).is_dir():
-        return [Path(path)]
-    return sorted(file for kind in ("jsonl", "jsonl.gz", "parquet") for file in Path(path).rglob(f"*.{kind}"))
+    """Return the files that a path stands for. Raises ValueError for a device or pipe among them, which might never end."""
+    found = [Path(path)]
+    if found[0].is_dir():
+        found = sorted(file for kind in ("jsonl", "jsonl.gz", "parquet") for file in found[0].rglob(f"*.{kind}"))
+    for file in found:
+        if file.exists() and not file.is_file():
+            raise ValueError(f"data.path={path}: {file} is no regular file, but a device, pipe or folder")
+    return found
 
 
 def _records(config: DataConfig) -> Iterator[tuple[str, object]]:

@@ -63,6 +63,8 @@ class DrafterConfig:
     layers: decoder layers; DART has one
     block_size: bonus token and block_size - 1 drafted positions
     target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
+    last_tap: where a tap of the last layer reads: raw, what the layer puts out, as vLLM does; or normed, behind the
+        target's last norm, as transformers and the DFlash authors' code do
     warm_start: begin with the target's own layers where the shapes agree, else from noise
     mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, else the first id
         past its own
@@ -74,6 +76,7 @@ class DrafterConfig:
     layers: int = 2
     block_size: int = 8
     target_layer_ids: list[int] | None = None
+    last_tap: str = "raw"
     warm_start: bool = True
     mask_token_id: int | None = None
     shifted: bool = True
@@ -85,6 +88,8 @@ class DrafterConfig:
             raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
         check_options(self.family, self.layers)
         at_least(self, "drafter.", layers=1, block_size=2)  # a block is a bonus token and at least one draft
+        if self.last_tap not in ("raw", "normed"):
+            raise ValueError(f"drafter.last_tap={self.last_tap}: use raw or normed")
 
 
 @dataclass

@@ -60,6 +60,13 @@ def default_mask_token(target: Target) -> int:
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 
+def tap_ids(own: dict, layers: int | None) -> tuple[int, ...]:
+    """Return the tapped layers as `Target` counts them, where id `layers` is the last layer's states behind the last
+    norm. own: the family's part of config.json; layers: how many the target has."""
+    normed = layers is not None and own.get("last_tap") == "normed"
+    return tuple(layers if normed and i == layers - 1 else i for i in own["target_layer_ids"])
+
+
 def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """Return the keys of a drafter's config.json that all families share: sizes of the target and of the options."""
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
@@ -183,7 +190,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.block_size: int = config.block_size
-        self.layer_ids: tuple[int, ...] = tuple(self.own["target_layer_ids"])
+        self.layer_ids = tap_ids(self.own, getattr(config, "num_target_layers", None))
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self._program: tuple[Target, Program] | None = None  # compiled for a target
@@ -211,6 +218,17 @@ class Drafter(nn.Module):
         return tuple(int(layer) for layer in ids)
 
     @classmethod
+    def taps(cls, options: DrafterConfig, theirs: PretrainedConfig) -> dict:
+        """Return what every family's part of config.json says of the tapped layers. Raises ValueError as
+        `tapped_layers` does, and for a `last_tap` without a tap of the last layer."""
+        ids, last = list(cls.tapped_layers(options, theirs)), theirs.num_hidden_layers - 1
+        if last in ids:
+            return {"target_layer_ids": ids, "last_tap": options.last_tap}
+        if options.last_tap != "raw":
+            raise ValueError(f"drafter.last_tap={options.last_tap}: the target's last layer, {last}, is not tapped")
+        return {"target_layer_ids": ids}
+
+    @classmethod
     def config_for(
         cls, options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None
     ) -> Qwen3Config:
@@ -227,7 +245,8 @@ class Drafter(nn.Module):
             "family": self.family.name,
             "layers": self.config.num_hidden_layers,
             "block_size": self.block_size,
-            "target_layer_ids": list(self.layer_ids),
+            "target_layer_ids": list(self.own["target_layer_ids"]),
+            "last_tap": self.own.get("last_tap", "raw"),
         }
 
     def add_ends(self, embedding: bool, head: bool) -> None:
@@ -270,8 +289,11 @@ class Drafter(nn.Module):
         if self.embed_tokens is not None or self.lm_head is not None:
             pairs["vocab_size"] = ours.vocab_size, len(target.head_weight)
         faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
-        if max(self.layer_ids) >= theirs.num_hidden_layers:
-            faults.append(f"target_layer_ids {list(self.layer_ids)}, the target has {theirs.num_hidden_layers} layers")
+        ids, layers = self.own["target_layer_ids"], theirs.num_hidden_layers
+        if max(ids) >= layers:
+            faults.append(f"target_layer_ids {list(ids)}, the target has {layers} layers")
+        if layers - 1 in ids and self.own.get("last_tap") == "normed" and layers not in self.layer_ids:
+            faults.append(f"no num_target_layers, and it taps the last: load_drafter(..., target_layers={layers})")
         mask = getattr(self, "mask_token_id", 0)
         if mask >= len(target.head_weight):
             faults.append(f"mask_token_id {mask}, the target has {len(target.head_weight)} tokens")

@@ -1,6 +1,7 @@
 """Read a drafter's config.json without trusting it, and write it: what the families' layouts are made of.
 
-Whatever is missing or wrong is noted, all of it. V vocabulary.
+Whatever is missing, wrong or unknown is noted, all of it. A key is used (a reader asks for it), plain (`PLAIN`: only
+the values with which it changes nothing), harmless (`HARMLESS`), or a fault. V vocabulary.
 """
 
 from collections.abc import Collection
@@ -29,6 +30,12 @@ PLAIN: dict[str, tuple] = {
     "output_multiplier": (1.0,),
     "final_logit_softcapping": (0.0,),
     "logit_scale": (1.0,),
+    "input_embedding_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "norm_before_residual": (False,),
     "is_neox_style": (True,),
     "rope_is_neox_style": (True,),
     "use_aux_hidden_state": (True,),
@@ -40,13 +47,49 @@ PLAIN: dict[str, tuple] = {
     "quantization_config": (),
 }
 
+# keys that say nothing about what a drafter computes, by the reason
+HARMLESS = {
+    "who wrote the file, and with what": (
+        *("_name_or_path", "_commit_hash", "name_or_path", "transformers_version", "speculators_version", "model_type"),
+        *("dtype", "torch_dtype", "license"),
+    ),
+    "how a framework runs it": (
+        *("_attn_implementation", "attn_implementation", "auto_map", "use_cache", "pretraining_tp", "torchscript"),
+        *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "use_bfloat16"),
+    ),
+    "how it was trained": (
+        *("attention_dropout", "hidden_dropout", "initializer_range", "max_anchors", "num_anchors", "loss_decay_gamma"),
+    ),
+    "where the target's texts begin and end": ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+    "what transformers writes for classifiers and text generation": (
+        *("id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task", "tokenizer_class"),
+        *("tf_legacy_loss", "pruned_heads", "tie_encoder_decoder", "cross_attention_hidden_size", "prefix"),
+        *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens"),
+        *("suppress_tokens", "bad_words_ids", "do_sample", "early_stopping", "temperature", "top_k", "top_p"),
+        *("typical_p", "min_length", "max_length", "length_penalty", "repetition_penalty", "no_repeat_ngram_size"),
+        *("encoder_no_repeat_ngram_size", "num_beams", "num_beam_groups", "num_return_sequences", "output_scores"),
+        *("diversity_penalty", "exponential_decay_length_penalty", "return_dict_in_generate", "remove_invalid_values"),
+    ),
+    "said by the tensors, or where it counts": ("tie_word_embeddings", "max_window_layers", "sliding_window"),
+}
+_HARMLESS = {key for keys in HARMLESS.values() for key in keys}
+# keys of rotary positions beside ROPES; transformers' code for a kind reads those that it knows
+ROPE_OPTIONS = {
+    "default": ("original_max_position_embeddings",),
+    "linear": ("original_max_position_embeddings",),
+    "yarn": (
+        *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
+        *("mscale_all_dim", "truncate"),
+    ),
+    "llama3": (),
+}
+
 # Larger values are refused at once: the model would be built before any tensor shows that they are wrong.
 MOST = {"num_hidden_layers": 1024, "block_size": 4096, "draft_length": 4096}
 
 
 WRITTEN = (  # keys of the public layout, in this order
     "architectures",
-    "auto_map",
     "model_type",
     "block_size",
     *(family.config_key for family in FAMILIES.values()),
@@ -74,11 +117,13 @@ WRITTEN = (  # keys of the public layout, in this order
 class Reading:
     """A config.json in our terms."""
 
-    layout: str  # dflash, DeepSpec, speculators, DART; none where it is unknown
+    layout: str  # dflash, DeepSpec, speculators, transformers, DART; none where it is unknown
     family: Family | None
     options: dict[str, Any]  # of the Qwen3Config
     problems: list[str]
     unused: set[str] = field(default_factory=set)  # tensors that belong to the layout, and that we do not need
+    guessed_tap: str | None = None  # a sentence on a tap of the target's last layer that the config leaves open
+    renamed: dict[str, str] = field(default_factory=dict)  # tensors with other names in the layout: theirs to ours
 
     @property
     def own(self) -> dict[str, Any]:
@@ -91,18 +136,34 @@ class Reading:
 
 @dataclass
 class Keys:
-    """One level of a config.json; null counts as missing. Faults are added to `problems`."""
+    """One level of a config.json; null counts as missing. Faults are added to `problems`. What is asked for is noted in
+    `used`, so that `note_unknown` can name the rest."""
 
     raw: dict
     problems: list[str]
     prefix: str = ""
+    used: set[str] = field(default_factory=set)
+    parts: dict[str, "Keys"] = field(default_factory=dict)  # the levels below that were asked for
+
+    def get(self, *keys: str) -> Any:
+        """Return the value of the first of the keys that is not missing, None if all are."""
+        self.used.update(keys)
+        return next((self.raw[key] for key in keys if self.raw.get(key) is not None), None)
+
+    def note_unknown(self) -> None:
+        """Note every key of this level, and of the levels below, that is neither used nor harmless."""
+        for key, value in self.raw.items():
+            if value is not None and key not in self.used and key not in _HARMLESS:
+                self.note(key, "is a key that this project does not know: it may make it another drafter")
+        for part in self.parts.values():
+            part.note_unknown()
 
     def note(self, key: str, what: str) -> None:
         self.problems.append(f"config.json: {self.prefix}{key} {what}")
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> int | None:
         """Return a whole number of at least `least`; without a default the key must be there."""
-        value = default if self.raw.get(key) is None else self.raw[key]
+        value = default if self.get(key) is None else self.raw[key]
         if value is None:
             self.note(key, "is missing")
         elif not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -115,7 +176,7 @@ class Keys:
 
     def real(self, key: str, default: float) -> float:
         """Return a number above 0."""
-        value = default if self.raw.get(key) is None else self.raw[key]
+        value = default if self.get(key) is None else self.raw[key]
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             self.note(key, f"is {value!r}, expected a number above 0")
             return default
@@ -123,7 +184,7 @@ class Keys:
 
     def flag(self, key: str) -> bool | None:
         """Return true or false, None where the key is missing."""
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is not None and not isinstance(value, bool):
             self.note(key, f"is {value!r}, expected true or false")
             return None
@@ -131,7 +192,7 @@ class Keys:
 
     def numbers(self, key: str) -> list[int] | None:
         """Return a list of at least one whole number, or None."""
-        value = self.raw.get(key)
+        value = self.get(key)
         if value is None:
             return None
         ints = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
@@ -142,25 +203,29 @@ class Keys:
 
     def part(self, key: str) -> "Keys":
         """Return the object under a key, empty where there is none."""
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, dict):
-            self.note(key, f"is {value!r}, expected an object")
-        return Keys(value if isinstance(value, dict) else {}, self.problems, f"{self.prefix}{key}.")
+        if key not in self.parts:
+            value = self.get(key)
+            if value is not None and not isinstance(value, dict):
+                self.note(key, f"is {value!r}, expected an object")
+            found = value if isinstance(value, dict) else {}
+            self.parts[key] = Keys(found, self.problems, f"{self.prefix}{key}.")
+        return self.parts[key]
 
     def plain(self) -> None:
         """Note every key with which the model would compute something that ours does not."""
         for key, values in PLAIN.items():
-            value = self.raw.get(key)
+            value = self.get(key)
             if value is not None and value not in values:
                 self.note(key, f"is {value!r}, which this project's drafters do not have")
 
     def transformer(self, layers: int | None) -> dict[str, Any]:
         """Return the Qwen3 part of a config, checked; `layers`: the default of num_hidden_layers."""
         self.plain()
+        self.get("architectures")
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
-        if self.raw.get("target_hidden_size") not in (None, hidden):
+        if self.get("target_hidden_size") not in (None, hidden):
             self.note("target_hidden_size", f"is {self.raw['target_hidden_size']}, expected hidden_size, {hidden}")
-        if self.raw.get("head_dim") is None and hidden and heads and hidden % heads:
+        if self.get("head_dim") is None and hidden and heads and hidden % heads:
             self.note("head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads")
         groups = self.number("num_key_value_heads", heads or 1)
         if heads and groups and heads % groups:
@@ -188,19 +253,26 @@ class Keys:
         new, old = self.part("rope_parameters"), self.part("rope_scaling")
         part = new if new.raw else old
         theta = part.real("rope_theta", self.real("rope_theta", 10000.0))
-        kind = part.raw.get("rope_type", part.raw.get("type", "default"))
+        kind = part.get("rope_type", "type") or "default"
         if kind not in ROPES:
             part.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
-        for key in ROPES.get(kind, ()):
-            if part.raw.get(key) is None:
+            return {"rope_type": "default", "rope_theta": theta}
+        for key in ROPES[kind]:
+            if part.get(key) is None:
                 part.note(key, f"is missing, which {kind} needs")
             part.real(key, 1.0)
-        rest = {key: value for key, value in part.raw.items() if key not in ("type", "rope_type", "rope_theta")}
-        return {"rope_type": kind, "rope_theta": theta} | (rest if kind != "default" else {})
+        if part.get("partial_rotary_factor") not in (None, 1):
+            part.note("partial_rotary_factor", f"is {part.raw['partial_rotary_factor']!r}, expected 1")
+        given = {key: part.get(key) for key in ROPES[kind] + ROPE_OPTIONS[kind]}
+        if part is new and old.raw:
+            same = {"type", "rope_type", "rope_theta"} | {key for key, value in given.items() if old.get(key) == value}
+            old.used |= {key for key in old.raw if key in same}
+        given = {key: value for key, value in given.items() if value is not None} if kind != "default" else {}
+        return {"rope_type": kind, "rope_theta": theta} | given
 
     def sliding(self, layers: int | None) -> dict[str, Any]:
         """Return which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
-        types, on = self.raw.get("layer_types"), self.flag("use_sliding_window")
+        types, on = self.get("layer_types"), self.flag("use_sliding_window")
         if layers is None:  # noted already
             layers = len(types) if isinstance(types, list) else 1
         if types is None:
@@ -218,7 +290,7 @@ class Keys:
     @property
     def architecture(self) -> str | None:
         """The first name in `architectures`."""
-        named = self.raw.get("architectures")
+        named = self.get("architectures")
         return named[0] if isinstance(named, list) and named else None
 
     def draft_vocabulary(self, tensors: Collection[str], options: dict[str, Any]) -> set[str]:
@@ -235,7 +307,7 @@ class Keys:
 
     def target_layers(self, target_layers: int | None) -> int | None:
         """Return how many layers the target has, if the config says so, or the caller."""
-        return target_layers if self.raw.get("num_target_layers") is None else self.number("num_target_layers")
+        return target_layers if self.get("num_target_layers") is None else self.number("num_target_layers")
 
     def tapped(self, key: str, layers: int | None, first: int = 0) -> list[int]:
         """Return the target's layers under a key, where they are counted from `first`, counted from 0; `layers`: how
@@ -250,6 +322,15 @@ class Keys:
             self.note(key, f"is {ids}: the target has layers {first}{last}")
         return [i - first for i in ids]
 
+    def last_tap(self, ids: list[int], layers: int | None, default: str) -> dict[str, str]:
+        """Return `last_tap` of the family's part: where a tap of the target's last layer reads its states, `raw`, as
+        the layer puts them out, or `normed`, behind the target's last norm; nothing if that layer is not tapped.
+        default: what the layout's own code reads."""
+        value = self.get("last_tap")
+        if value not in (None, "raw", "normed"):
+            self.note("last_tap", f"is {value!r}, expected 'raw' or 'normed'")
+        return {"last_tap": value or default} if layers is None or layers - 1 in ids else {}
+
     def mask_token(self, vocabulary: int | None) -> int:
         """Return the id of the mask token, which must be in the vocabulary."""
         mask = self.number("mask_token_id", least=0)
@@ -263,7 +344,7 @@ def config_dict(config: Qwen3Config) -> dict:
     readers."""
     rope = dict(config.rope_parameters)
     everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta")}
-    everything |= {"architectures": config.architectures, "auto_map": getattr(config, "auto_map", None)}
+    everything["architectures"] = config.architectures
     everything["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     if "sliding_attention" not in config.layer_types:
         for key in ("use_sliding_window", "sliding_window"):

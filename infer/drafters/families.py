@@ -18,7 +18,6 @@ class Family:
     drafter: str  # "module:class" of its drafters; imported when the first one is made
     architecture: str  # what `architectures` in config.json names
     config_key: str  # the object in config.json that holds what only this family has
-    auto_map: str | None = None  # where transformers' AutoModel would find the class, for layouts that say so
     layers: int | None = None  # the only number of layers that it can have; None: any
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
     formats: dict[str, bool] = field(default_factory=dict)  # export formats; does writing one need the target?
@@ -30,8 +29,7 @@ class Family:
 
     def config_part(self, own: dict) -> dict:
         """Return the keys of a config.json that belong to the family; `own`: the content of `config_key`."""
-        named = {"architectures": [self.architecture], self.config_key: own}
-        return named | ({"auto_map": {"AutoModel": self.auto_map}} if self.auto_map else {})
+        return {"architectures": [self.architecture], self.config_key: own}
 
 
 _ROWS = (
@@ -41,8 +39,7 @@ _ROWS = (
         drafter="infer.drafters.dflash.model:DFlash",
         architecture="DFlashDraftModel",
         config_key="dflash_config",
-        auto_map="dflash.DFlashDraftModel",
-        formats={"dflash": False, "speculators": True},
+        formats={"dflash": False, "speculators": True, "transformers": False},
     ),
     Family(
         name="dart",

@@ -57,7 +57,10 @@ def load_drafter(
             f"{folder}/config.json was changed after its weights were saved; copy it again unless that was you",
             stacklevel=2,
         )
+    opened = opened.renamed(reading.renamed)
     drafter = reading.family.load()(reading.config())
+    if reading.guessed_tap:
+        warnings.warn(f"{folder}: {reading.guessed_tap}", stacklevel=2)
     names = drafter.state_dict().keys()
     weights = opened.load({*names} | (opened.tensors.keys() & {"t2d"} if drafter.d2t is not None else set()))
     if drafter.d2t is not None:

@@ -37,6 +37,8 @@ def check_folder(path: str | Path, target_layers: int | None = None) -> list[Ver
         Verdict("vLLM (method dflash)", engine_problems(folder, reading, "dflash", vllm)),
         Verdict("SGLang (DFLASH)", engine_problems(folder, reading, "dflash", sglang)),
         Verdict("speculators, and vLLM through it", engine_problems(folder, reading, "speculators", speculators)),
+        Verdict("the DFlash authors' code", engine_problems(folder, reading, "dflash", authors)),
+        Verdict("transformers (speculation_type=dflash)", engine_problems(folder, reading, "transformers", native)),
         Verdict("blockdraft", find_problems(folder, reading)),
     ]
 
@@ -66,6 +68,8 @@ def vllm(keys: Keys, folder: Folder, reading: Reading) -> None:
         keys.note("model_type", f"is {keys.raw.get('model_type')!r}, expected 'qwen3'")
     check_window(keys, reading, "vLLM")
     check_anchor(keys, reading, "vLLM")
+    check_causal(keys, reading, "vLLM", keys.raw.get("is_causal"), keys.part("dflash_config").raw.get("causal"))
+    check_last_tap(keys, reading, "vLLM")
     if "d2t" in folder.tensors and "draft_vocab_size" not in reading.options and not reading.problems:
         keys.problems.append("d2t is stored, and draft_vocab_size says that the vocabulary is whole")
     check_tensors(keys, folder, reading, stored_ends(folder, reading), {"t2d", "d2t"})
@@ -79,16 +83,15 @@ def sglang(keys: Keys, folder: Folder, reading: Reading) -> None:
         keys.note("block_size", "is missing")
     if keys.raw.get("num_target_layers") is None and part.raw.get("num_target_layers") is None:
         keys.note("num_target_layers", "is missing: SGLang would take the drafter's own number of layers for it")
-    kinds, causal = reading.options["layer_types"], reading.own.get("causal")
     if part.raw.get("use_swa"):
         part.note("use_swa", "is unknown to SGLang, which goes by layer_types alone")
-    elif causal is not None and any((kind == "sliding_attention") != causal for kind in kinds):
-        keys.note("causal", f"is {causal}: SGLang goes by layer_types alone")
+    else:
+        check_causal(keys, reading, "SGLang")
+    if "last_tap" in reading.own and reading.options.get("num_target_layers") is not None:
+        keys.note("target_layer_ids", "has the target's last layer: SGLang taps before the layer behind, and has none")
     check_window(keys, reading, "SGLang")
     check_anchor(keys, reading, "SGLang")
-    unused = sorted(ENDS & folder.tensors.keys())
-    if unused:
-        keys.problems.append(f"SGLang takes the target's embedding and head and ignores {', '.join(unused)}")
+    check_ends(folder, "SGLang", keys.problems)
     check_tensors(keys, folder, reading, set(), ENDS)
 
 
@@ -101,7 +104,25 @@ def speculators(keys: Keys, folder: Folder, reading: Reading) -> None:
         check_speculators_config(part)
     check_window(keys.part("transformer_layer_config"), reading, "vLLM")
     check_anchor(keys, reading, "vLLM")
+    check_causal(keys, reading, "vLLM", keys.raw.get("is_causal"), keys.raw.get("sliding_window_non_causal") is False)
+    check_last_tap(keys, reading, "vLLM")
     check_tensors(keys, folder, reading, stored_ends(folder, reading), reading.unused)
+
+
+def authors(keys: Keys, folder: Folder, reading: Reading) -> None:
+    """The authors' package: `DFlashDraftModel.from_pretrained`, a Qwen3Config, the target's embedding and head."""
+    check_window(keys, reading, "the authors' code")
+    check_anchor(keys, reading, "the authors' code")
+    check_causal(keys, reading, "the authors' code", keys.raw.get("is_causal"))
+    if reading.own.get("last_tap") == "raw" and reading.options.get("num_target_layers") is not None:
+        keys.note("last_tap", "is raw: the authors' code taps the target's last layer behind the last norm")
+    check_ends(folder, "The authors' code", keys.problems)
+    check_tensors(keys, folder, reading, set(), ENDS)
+
+
+def native(keys: Keys, folder: Folder, reading: Reading) -> None:
+    """transformers' own class, which every fault of ours is one of, too."""
+    check_tensors(keys, folder.renamed(reading.renamed), reading, set(), reading.unused)
 
 
 def check_speculators_config(part: Keys) -> None:
@@ -134,9 +155,34 @@ def check_window(keys: Keys, reading: Reading, engine: str) -> None:
         keys.note("use_sliding_window", f"is not true: {engine} would find no sliding_window")
 
 
+def check_causal(keys: Keys, reading: Reading, engine: str, *flags: bool | None) -> None:
+    """Note where an engine reads another causality inside the block than we do: the first of its flags that is set
+    counts for all layers, otherwise a sliding layer is causal and a full one is not."""
+    flag = next((flag for flag in flags if flag is not None), None)
+    kinds = [kind == "sliding_attention" for kind in reading.options.get("layer_types", [])]
+    ours = reading.own.get("causal")
+    if any((slides if flag is None else flag) != (slides if ours is None else ours) for slides in kinds):
+        theirs = "goes by layer_types alone" if flag is None else f"would run every layer with causal {flag}"
+        said = "layers of two kinds" if ours is None else f"is {ours}"
+        keys.note("causal", f"{said}: {engine} {theirs}")
+
+
+def check_last_tap(keys: Keys, reading: Reading, engine: str) -> None:
+    """Note a tap of the target's last layer that an engine reads before the last norm."""
+    if reading.own.get("last_tap") == "normed" and reading.options.get("num_target_layers") is not None:
+        keys.note("last_tap", f"is normed: {engine} taps the target's last layer before the last norm")
+
+
 def check_anchor(keys: Keys, reading: Reading, engine: str) -> None:
     if reading.own.get("sample_from_anchor"):
         keys.note("sample_from_anchor", f"is true: {engine} drafts from the second slot on")
+
+
+def check_ends(folder: Folder, engine: str, problems: list[str]) -> None:
+    """Note a stored embedding or head that an engine would not use."""
+    unused = sorted(ENDS & folder.tensors.keys())
+    if unused:
+        problems.append(f"{engine} takes the target's embedding and head and ignores {', '.join(unused)}")
 
 
 def stored_ends(folder: Folder, reading: Reading) -> set[str]:

@@ -2,14 +2,14 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from infer.formats.integrity import tensor_digest
-from infer.utils.files import json_digest
+from infer.utils.files import NotReadable, json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,6 +20,7 @@ class Stored:
     """A tensor as its file's header describes it."""
 
     file: Path
+    name: str  # in the file
     dtype: str  # F32, BF16, I64, BOOL, ...
     shape: tuple[int, ...]
 
@@ -37,14 +38,20 @@ class Folder:
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
         """Load the tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
-        weights = {}
+        weights: dict[str, torch.Tensor] = {}
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
                 saved = (opened.metadata() or {}).get("sha256")
                 if saved is not None and saved != tensor_digest(opened.keys(), opened.get_tensor):
                     raise ValueError(f"{file} is altered: its weights are not those that were saved; copy it again")
-                weights |= {name: opened.get_tensor(name) for name in names if self.tensors[name].file == file}
+                there = {name: self.tensors[name] for name in names if self.tensors[name].file == file}
+                weights |= {name: opened.get_tensor(stored.name) for name, stored in there.items()}
         return weights
+
+    def renamed(self, names: dict[str, str]) -> "Folder":
+        """Return the folder with tensors under other names, from those stored to ours."""
+        tensors = {names.get(name, name): stored for name, stored in self.tensors.items()}
+        return replace(self, tensors=tensors)
 
 
 def find_folder(path: str | Path) -> Path:
@@ -91,15 +98,14 @@ def open_folder(path: str | Path) -> Folder:
 
 def _json(file: Path, problems: list[str]) -> dict:
     try:
-        if file.stat().st_size > LARGEST_JSON:
-            problems.append(f"{file.name} has {file.stat().st_size} bytes: too large to be true")
-            return {}
-        content = json.loads(file.read_text())
+        content = json.loads(read_text(file, LARGEST_JSON))
         if isinstance(content, dict):
             return content
         problems.append(f"{file.name} is no JSON object")
     except FileNotFoundError:
         problems.append(f"{file.name} is missing")
+    except NotReadable as error:
+        problems.append(str(error))
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{file.name} cannot be read: {error}")
     return {}
@@ -134,7 +140,7 @@ def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | N
         with safe_open(file, "pt") as opened:
             saved = (opened.metadata() or {}).get("config_sha256")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Stored(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}, saved
+            return {name: Stored(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}, saved
     except (SafetensorError, OSError) as error:
         problems.append(f"{file.name} is truncated or altered ({error})")
         return {}, None

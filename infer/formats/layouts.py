@@ -24,7 +24,7 @@ def read(folder: Folder, target_layers: int | None = None) -> Reading:
         if reading is not None:
             return reading
     known = ", ".join(f"['{family.architecture}']" for family in FAMILIES.values())
-    sentence = f"architectures is {raw.get('architectures')}, expected {known} or a speculators_model_type"
+    sentence = f"architectures is {raw.get('architectures')}, expected {known}, or another name of theirs"
     return Reading("none", None, {}, [f"config.json: {sentence}"])
 
 
@@ -60,4 +60,4 @@ def find_problems(folder: Folder, reading: Reading) -> list[str]:
     config = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:
         return config
-    return config + tensor_problems(folder, shapes(reading), reading.unused)
+    return config + tensor_problems(folder.renamed(reading.renamed), shapes(reading), reading.unused)

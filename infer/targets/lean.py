@@ -92,7 +92,7 @@ class LeanDecoder:
         """Run ids (B, Q) at positions (B, Q) under additive masks (B, 1, Q, S), one for all layers or one a kind.
 
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
-        norm, (B, Q, D).
+        norm, (B, Q, D), which can be tapped too, as one layer more.
         """
         states, outputs = self.embed(ids), {}
         masks, rotations = self.prepare(states, positions, mask, window.capacity)
@@ -100,7 +100,7 @@ class LeanDecoder:
             states = self.run_layer(layer, states, rotations[layer.kind], masks[layer.kind], memory)
             if index in tapped:
                 outputs[index] = states
-        last = self.norm(states)
+        last = outputs[len(self.layers)] = self.norm(states)
         return torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0], last
 
     def prepare(

@@ -51,7 +51,10 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
 @contextmanager
 def explain_missing(path: str) -> Iterator[None]:
     """Turn errors of reading a model into FileNotFoundError with the remedy. A ValueError about a folder that exists
-    passes unchanged."""
+    passes unchanged. Raises ValueError for a device or pipe in the folder, which might never end."""
+    for file in Path(resolve_path(path)).glob("*"):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"target.path={path}: {file.name} is no regular file, but a device or pipe")
     try:
         yield
     except (OSError, ValueError) as error:

@@ -40,7 +40,8 @@ class Features:
 
 @dataclass
 class Target:
-    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0."""
+    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0; the id one past the last
+    layer's means the last layer's output behind the last norm."""
 
     model: nn.Module
     tokenizer: object | None = None
@@ -166,7 +167,7 @@ class Target:
             past_key_values=window,
             use_cache=window is not None,
         ).last_hidden_state
-        tapped = [self._tapped[layer] for layer in layers]
+        tapped = [last if layer == len(self.body.layers) else self._tapped[layer] for layer in layers]
         self._tapped.clear()
         return torch.cat(tapped, dim=-1) if tapped else last[..., :0], last
 

@@ -4,6 +4,7 @@ digests, and the refusal to go on with what was begun with other settings."""
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,21 @@ def save_readable(tensors: "dict[str, torch.Tensor]", file: Path, metadata: dict
 
     save_file(tensors, file, metadata=metadata)
     file.chmod(READABLE)
+
+
+class NotReadable(ValueError):
+    """A file is of a kind or size that must not be read; the message says which."""
+
+
+def read_text(path: Path, most: int) -> str:
+    """Return the text of a regular file of at most `most` bytes. Nothing else is opened: a device never ends, and a
+    pipe waits for a writer. Raises NotReadable, and OSError as `open` does."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise NotReadable(f"{path.name} is no regular file, but a device, pipe or folder")
+    if status.st_size > most:
+        raise NotReadable(f"{path.name} has {status.st_size} bytes: too large to be true")
+    return path.read_text(encoding="utf-8")
 
 
 def sync(path: Path) -> None:

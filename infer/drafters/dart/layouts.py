@@ -34,6 +34,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
                 part.note(key, "is missing")
         own = {key: bool(part.flag(key)) for key in ("shifted", "qk_norm", "norm_twice") if key in part.raw}
         own["target_layer_ids"] = part.tapped("target_layer_ids", layers)
+        own |= part.last_tap(own["target_layer_ids"], layers, "raw")
         options["block_size"] = keys.number("block_size", least=2)
     else:
         own = {"shifted": True, "qk_norm": False, "norm_twice": True}
@@ -43,6 +44,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
         length = keys.number("draft_length")
         options["block_size"] = length and length + 2  # masks, the last item before them, and the bonus token
     unused = keys.draft_vocabulary(tensors, options) | {"embed_tokens.weight"}  # the target's, whatever is stored
+    keys.note_unknown()
     options |= family.config_part(own) | {"num_target_layers": layers}
     return Reading("DART", family, options, keys.problems, unused)
 
@@ -58,15 +60,15 @@ def write_published(drafter: Drafter, target: Target | None) -> tuple[dict, dict
         faults.append("its logits are not shifted")
     if not own.get("norm_twice"):
         faults.append("its last norm is applied once, theirs twice")
-    if list(drafter.layer_ids) != default_layer_ids(config.num_target_layers):
-        faults.append(f"it taps layers {list(drafter.layer_ids)}")
+    if own["target_layer_ids"] != default_layer_ids(config.num_target_layers):
+        faults.append(f"it taps layers {own['target_layer_ids']}")
     if faults:
         raise ValueError(f"format=dart: the authors' code would run another drafter: {', '.join(faults)}")
     weights, rows = dict(drafter.state_dict()), len(drafter.lm_head.weight)
     weights.setdefault("d2t", torch.zeros(rows, dtype=torch.long))
     weights["t2d"] = known_tokens(drafter.d2t, config.vocab_size)
     part = config_dict(config)
-    for key in ("auto_map", "block_size", drafter.family.config_key, "layer_types"):
+    for key in ("block_size", drafter.family.config_key, "layer_types"):
         part.pop(key, None)
     part |= {"architectures": ["LlamaForCausalLMDart"], "model_type": "llama", "hidden_act": "silu"}
     part |= {"draft_length": config.block_size - 2, "draft_vocab_size": rows}

@@ -122,9 +122,8 @@ class DART(Drafter):
     @classmethod
     def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dart_config`; queries and keys have norms where the target's have."""
-        ids = list(cls.tapped_layers(options, theirs))
         norms = target is None or hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
-        return {"target_layer_ids": ids, "shifted": options.shifted, "qk_norm": norms}
+        return cls.taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms}
 
     def fixed_options(self) -> dict:
         return super().fixed_options() | {"shifted": self.own["shifted"]}

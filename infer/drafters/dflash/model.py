@@ -87,7 +87,11 @@ class DFlash(Drafter):
     `sample_from_anchor`, the bonus token's slot drafts too: K slots then draft K tokens."""
 
     family = FAMILIES["dflash"]
-    writers = {"dflash": layouts.write_public, "speculators": layouts.write_speculators}
+    writers = {
+        "dflash": layouts.write_public,
+        "speculators": layouts.write_speculators,
+        "transformers": layouts.write_transformers,
+    }
     read = staticmethod(layouts.read)
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -122,12 +126,12 @@ class DFlash(Drafter):
     @classmethod
     def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dflash_config`. Raises ValueError for a mask token outside the target's vocabulary."""
-        ids, mask, vocabulary = cls.tapped_layers(options, theirs), options.mask_token_id, theirs.vocab_size
+        taps, mask, vocabulary = cls.taps(options, theirs), options.mask_token_id, theirs.vocab_size
         if mask is None:
             mask = default_mask_token(target) if target else 0
         if not 0 <= mask < vocabulary:
             raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}")
-        return {"block_size": options.block_size, "mask_token_id": mask, "target_layer_ids": list(ids)}
+        return {"block_size": options.block_size, "mask_token_id": mask} | taps
 
     def fixed_options(self) -> dict:
         return super().fixed_options() | {"mask_token_id": self.mask_token_id}

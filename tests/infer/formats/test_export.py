@@ -17,7 +17,7 @@ from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
 from infer.utils.entry import entry
 
-VLLM, SGLANG, SPECULATORS, OURS = range(4)
+VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, OURS = range(6)
 
 
 def marginals(target, drafter) -> torch.Tensor:
@@ -42,7 +42,7 @@ def authors_dart(make_tiny):
 
 
 def engines(path, **options) -> list[bool]:
-    """Which of the four would load it."""
+    """Which of the engines would load it: vLLM, SGLang, speculators, the DFlash authors' code, transformers, ours."""
     return [not verdict.problems for verdict in check_folder(path, **options)]
 
 
@@ -67,12 +67,13 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
     expected = marginals(target, drafter)
     export_drafter(drafter, "dflash", None, tmp_path / "dflash")
     assert torch.equal(marginals(target, load_drafter(tmp_path / "dflash")), expected)
-    assert engines(tmp_path / "dflash") == [True, True, False, True]
+    assert engines(tmp_path / "dflash") == [True, True, False, True, False, True]
     export_drafter(drafter, "speculators", target, tmp_path / "speculators")
     again = load_drafter(tmp_path / "speculators")
     assert torch.equal(marginals(target, again), expected)
     assert torch.equal(again.embed_tokens.weight, target.embedding.weight)
-    assert engines(tmp_path / "speculators") == [False, False, True, True]
+    # of sliding layers beside full ones, vLLM makes all causal
+    assert engines(tmp_path / "speculators") == [False, False, not sliding, False, False, True]
     with pytest.raises(ValueError, match="give target.path"):
         export_drafter(again, "dflash", None, tmp_path / "back")
     export_drafter(again, "dflash", target, tmp_path / "back")  # and back, without the copies
@@ -169,7 +170,7 @@ def test_darts_layout(make_tiny, tmp_path):
     names = load_file(tmp_path / "dart" / "model.safetensors").keys()
     assert {name.split(".")[0] for name in names} == {"fc", "midlayer", "norm", "lm_head", "t2d", "d2t"}
     assert torch.equal(marginals(target, load_drafter(tmp_path / "dart")), expected)
-    assert engines(tmp_path / "dart") == [False, False, False, True]
+    assert engines(tmp_path / "dart") == [False] * 5 + [True]
     for format in ("dflash", "speculators"):
         with pytest.raises(ValueError, match="this is a DART drafter"):
             export_drafter(drafter, format, target, tmp_path / "no")
@@ -186,11 +187,13 @@ def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
     with pytest.raises(ValueError, match="give target.path"):
         export_drafter(drafter, "speculators", None, tmp_path / "no")
     drafter.config.dflash_config["causal"] = True
+    drafter = type(drafter)(drafter.config)
     with pytest.raises(ValueError, match=r"dflash_config\.causal"):
         export_drafter(drafter, "speculators", target, tmp_path / "no")
     export_drafter(drafter, "dflash", None, tmp_path / "causal")  # vLLM has a word for it, SGLang has not
     verdicts = check_folder(tmp_path / "causal")
     assert not verdicts[VLLM].problems
+    assert not verdicts[AUTHORS].problems
     assert "causal is True: SGLang goes by layer_types alone" in verdicts[SGLANG].problems[0]
     drafter.config.dflash_config["sample_from_anchor"] = True
     with pytest.raises(ValueError, match="sample_from_anchor"):
@@ -240,7 +243,7 @@ def test_check_names_every_key_at_fault(exported):
     found = exported("dflash", {"dflash_config.block_size": None, "block_size": None})
     assert "block_size is missing" in found[SGLANG]
     found = exported("dflash", {"dflash_config.block_size": None})
-    assert found[0] == found[1] == found[3] == ""
+    assert found[VLLM] == found[SGLANG] == found[OURS] == ""
     found = exported("dflash", {"architectures": ["DFlashDraftModel", "Other"]})
     assert all("expected exactly ['DFlashDraftModel']" in found[engine] for engine in (VLLM, SGLANG))
     found = exported("dflash", {"model_type": "llama"})
@@ -269,9 +272,9 @@ def test_check_names_every_tensor_at_fault(exported):
 
 
 def test_check_of_the_speculators_layout(exported):
-    assert exported("speculators")[2:] == ["", ""]
+    assert [exported("speculators")[i] for i in (SPECULATORS, OURS)] == ["", ""]
     without = {"embed_tokens.weight": None, "lm_head.weight": None}  # newer ones leave the target's own away
-    assert exported("speculators", tensors=without)[2:] == ["", ""]
+    assert [exported("speculators", tensors=without)[i] for i in (SPECULATORS, OURS)] == ["", ""]
     found = exported("speculators", {"speculators_config": None})
     assert "speculators_config is missing" in found[SPECULATORS] and found[OURS] == ""
     keys = {"speculators_config.verifier": {}, "speculators_config.proposal_methods": []}
@@ -297,7 +300,7 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exp
         run_check(CheckCommand(str(tmp_path / "dflash")))
     assert end.value.code == 1
     out = capsys.readouterr().out
-    assert out.count("would not") == 4 and out.count("config.json is missing") == 4
+    assert out.count("would not") == out.count("config.json is missing") == 6
     with pytest.raises(FileNotFoundError, match="is no folder"):
         run_check(CheckCommand(str(tmp_path / "gone")))
 
@@ -338,7 +341,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys):
     (out / "model.safetensors").unlink()
     with pytest.raises(SystemExit) as end:
         entry("check", CheckCommand, run_check, [f"path={out}"])
-    assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 4
+    assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 6
 
 
 def test_export_options_are_checked():
