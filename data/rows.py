@@ -112,7 +112,7 @@ def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the files that a path stands for. Raises ValueError for a device or pipe among them, which might never end."""
+    """Return the files that a path stands for. Raises ValueError for a device or pipe, which might never end."""
     found = [Path(path)]
     if found[0].is_dir():
         found = sorted(file for kind in ("jsonl", "jsonl.gz", "parquet") for file in found[0].rglob(f"*.{kind}"))

@@ -238,7 +238,6 @@ def test_drafter_folder_is_the_public_layout(whole_run):
     config = json.loads((folder / "config.json").read_text())
     assert config == {
         "architectures": ["DFlashDraftModel"],
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": 8,
         "dflash_config": {"block_size": 8, "mask_token_id": 1, "target_layer_ids": [6]},

@@ -2,7 +2,10 @@
 written here, decode losslessly, and whatever is wrong with them is named."""
 
 import json
+import os
+import random
 import re
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer import generate, load_drafter, save_drafter
 from infer.attention.masks import block_mask_mod, dense
+from infer.formats.folders import Folder
+from infer.formats.layouts import read
+from infer.targets.loading import load_config
 from train.blocks import block_mask
 
 D, V, HEADS, GROUPS, E, LAYERS = 32, 97, 4, 2, 8, 6  # of `make_tiny`'s targets
@@ -252,6 +258,13 @@ def by_hand(kind: str, folder: Path, target) -> tuple[Path, torch.Tensor]:
             public(dflash_config=own),
             plain_dflash(weights, target, features, bonus, [(True, None)] * 2)[1:],
         )
+    elif kind == "jetspec":  # their flag, beside keys of transformers that say nothing
+        own = {"mask_token_id": MASK, "target_layer_ids": TAPPED, "causal_head": True}
+        config = public(dflash_config=own, use_cache=True, dtype="bfloat16", initializer_range=0.02)
+        states = plain_dflash(weights, target, features, bonus, [(True, None)] * 2)[1:]
+    elif kind == "nemo":
+        names = {"architectures": ["Qwen3DFlashDraftModel"], "is_causal": False, "auto_map": None}
+        config, states = public(**names), plain_dflash(weights, target, features, bonus, full)[1:]
     elif kind == "own ends":
         weights = dflash_weights(**ends)
         config, states = public(), plain_dflash(weights, target, features, bonus, full)[1:]
@@ -283,6 +296,8 @@ KINDS = (
     "full",
     "sliding",
     "causal",
+    "jetspec",
+    "nemo",
     "own ends",
     "deepspec",
     "speculators",
@@ -516,6 +531,8 @@ WRONG = [
     (public(target_hidden_size=64), ["target_hidden_size is 64"]),
     (public(architectures=["DFlash2DraftModel"]), ["DFlash2DraftModel.*not supported"]),
     (public(architectures="DFlashDraftModel"), ["architectures is DFlashDraftModel, expected"]),
+    (public(is_causal=False, dflash_config=public()["dflash_config"] | {"causal": True}), ["is_causal contradicts"]),
+    (public(dflash_config=public()["dflash_config"] | {"last_tap": "both"}), ["last_tap is 'both'"]),
     (flat(markov_rank=256), ["markov_rank is 256"]),
     (speculators(speculators_model_type="eagle3"), ["'eagle3', expected 'dflash'"]),
     (speculators(transformer_layer_config=None), ["transformer_layer_config is missing"]),
@@ -535,6 +552,83 @@ def test_wrong_and_missing_keys_are_named_all_of_them(config, words, tmp_path):
         load_drafter(folder)
     for word in words:
         assert re.search(word, str(error.value)), str(error.value)
+
+
+NATIVE = {
+    "architectures": ["MuseGlimmerAssistantModel"],
+    "model_type": "muse_glimmer_assistant",
+    "block_size": BLOCK,
+    "mask_token_id": MASK,
+    "target_layer_ids": TAPPED,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+    "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+    **SIZES,
+}
+OURS = {"dart_config": {"target_layer_ids": TAPPED, "shifted": True, "qk_norm": True}, "block_size": 5}
+LAYOUTS = {
+    "public": public(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "deepspec": flat(),
+    "speculators": speculators(),
+    "transformers": NATIVE,
+    "dart": dart(20, num_target_layers=LAYERS),
+    "our dart": dart(20, draft_length=None, architectures=["DARTDraftModel"], num_target_layers=LAYERS) | OURS,
+}
+
+
+def levels(config: object, path: tuple = ()) -> list[tuple]:
+    """Paths of all objects in a config.json."""
+    below = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    found = [path] if isinstance(config, dict) and path != ("auto_map",) else []
+    return found + [place for key, part in below for place in levels(part, (*path, key))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_unknown_key_at_any_level_is_named(layout):
+    """Random keys with random values, one at a time, in every object of every layout."""
+    config, dice = LAYOUTS[layout], random.Random(layout)
+    tensors = {"lm_head.weight": None, "d2t": None}
+    found = read(Folder(Path(), config, tensors, []))
+    assert found.problems == [] and found.options
+    for place in levels(config):
+        for value in (True, 0, 2.5, "word", [1], {"inner": 1}, None):
+            changed = deepcopy(config)
+            level = changed
+            for key in place:
+                level = level[key]
+            key = "".join(dice.choices("abcdefghijklmnopqrstuvwxyz_", k=12))
+            level[key] = value
+            problems = read(Folder(Path(), changed, tensors, [])).problems
+            assert (problems == []) == (value is None), (place, key, value)
+            assert all(f"{key} is a key that this project does not know" in problem for problem in problems)
+
+
+def test_what_transformers_writes_into_every_config_is_harmless(tmp_path):
+    """Its class, with all that it saves, defaults included."""
+    config = Qwen3Config(**SIZES, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    raw = config.to_dict() | {key: value for key, value in public().items() if key != "rope_theta"}
+    assert load_drafter(written(tmp_path, raw, dflash_weights())).layer_ids == tuple(TAPPED)
+
+
+def test_files_that_never_end_are_not_read(tmp_path):
+    with pytest.raises(ValueError, match="config.json is no regular file"):
+        os.mkfifo(tmp_path / "config.json")
+        load_config(str(tmp_path))  # a target's folder
+    for make in (lambda file: file.symlink_to("/dev/zero"), os.mkfifo, Path.mkdir):
+        folder = written(tmp_path / "drafter", public(), dflash_weights())
+        (folder / "config.json").unlink()
+        make(folder / "config.json")
+        with pytest.raises(FileNotFoundError, match="config.json is no regular file"):
+            load_drafter(folder)
+        (folder / "config.json").rmdir() if (folder / "config.json").is_dir() else (folder / "config.json").unlink()
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(FileNotFoundError, match="too large to be true"):
+        load_drafter(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(FileNotFoundError, match="model.safetensors is missing"):
+        load_drafter(folder)
 
 
 @pytest.mark.parametrize(
