@@ -96,9 +96,10 @@ alone() {
     return 1
 }
 
-# Prints how many training processes to start on this machine: NPROC, or one for each visible GPU, at least one.
+# Prints how many training processes to start on this machine: NPROC, or one for each visible GPU, at least one; one on
+# the CPU, and one where torch cannot use the GPUs, to say so.
 process_count() {
-    local gpus
+    local gpus argument
     if [[ -n ${NPROC:-} ]]; then
         [[ $NPROC =~ ^[1-9][0-9]*$ ]] || die "NPROC=$NPROC is not a number of processes: give 1 or more."
         echo "$NPROC"
@@ -108,6 +109,8 @@ process_count() {
     if [[ $gpus -gt 0 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
         gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') || gpus=0 # "" and -1 hide all of them
     fi
+    for argument; do [[ $argument != target.device=cpu ]] || gpus=1; done
+    if [[ $gpus -gt 1 ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then gpus=1; fi
     echo "$((gpus > 1 ? gpus : 1))"
 }
 
@@ -138,7 +141,7 @@ train() {
     local processes cores nodes cluster
     processes=1 nodes=1 cluster=(--standalone)
     if ! alone "$@"; then
-        processes=$(process_count)
+        processes=$(process_count "$@")
         find_nodes
     fi
     if [[ $processes == 1 && $nodes == 1 ]]; then exec "$python" "$repo/train/main.py" "$@"; fi

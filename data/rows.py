@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -163,12 +164,16 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
         yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
     else:
         opened = gzip.open if file.suffix == ".gz" else open
-        with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(bounded_lines(lines), 1):
-                try:
-                    yield f"{file}, line {number}", json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    yield f"{file}, line {number}", ValueError(error)
+        number = 0
+        try:
+            with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(bounded_lines(lines), 1):
+                    try:
+                        yield f"{file}, line {number}", json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        yield f"{file}, line {number}", ValueError(error)
+        except (OSError, EOFError, zlib.error) as error:  # the last two, and an OSError, are gzip's
+            raise ValueError(f"{file}: damaged or cut off after line {number} ({error})") from error
 
 
 def bounded_lines(file: TextIO) -> Iterator[str]:

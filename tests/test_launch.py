@@ -267,11 +267,23 @@ def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visib
     variables = {"PATH": with_tool(tmp_path / "bin", "nvidia-smi", listing), "NPROC": ""}
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
-    done, [call] = launch("a=1", **variables)
+    done, [*asked, call] = launch("a=1", **variables)
     assert done.returncode == 0, done.stderr
+    assert len(asked) == (processes > 1)  # whether torch can use them
     expected = f"--nproc-per-node={processes}" if processes > 1 else str(repo / "train" / "main.py")
     assert expected in call
     assert ("torch.distributed.run" in call) == (processes > 1)
+
+
+def test_one_process_on_the_cpu_and_where_torch_cannot_use_the_gpus(launch, tmp_path):
+    listing = "".join(f"GPU {i}: A GPU (UUID: GPU-{i})\n" for i in range(3))
+    variables = {"PATH": with_tool(tmp_path / "bin", "nvidia-smi", listing), "NPROC": ""}
+    _, [call] = launch("target.device=cpu", **variables)
+    assert "torch.distributed.run" not in call
+    with (tmp_path / "python").open("a") as stub:
+        stub.write("[[ $1 != -c ]]\n")  # as of a driver that is too old
+    _, [asked, call] = launch("a=1", **variables)
+    assert "torch.cuda.is_available" in " ".join(asked) and "torch.distributed.run" not in call
 
 
 def test_only_training_takes_several_processes(launch):

@@ -17,7 +17,7 @@ import torch
 from data.rows import files_of, single, training_rows
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
-from infer.targets.loading import load_config, resolve_device, resolve_dtype, resolve_path
+from infer.targets.loading import load_config, resolve_dtype, resolve_path
 from infer.targets.support import head_size, key_heads, refuse_unsupported
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
@@ -272,7 +272,7 @@ def print_plan(config: TrainConfig) -> None:
     else:
         print(f"data       about {tokens:,.0f} tokens; {in_bytes(stored['bfloat16'] * tokens)} of features in bfloat16")
         steps = total_steps(config, tokens / shape.length)
-    present = resolve_device("auto")
+    present = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = matmul_rate(present, resolve_dtype("auto", present))
     for name, rate in ((f"this machine's {present.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):
         seconds = steps * whole / world / (SHARE * rate)

@@ -1,5 +1,7 @@
 """Loading targets: by hub id, by folder or "embedded"; whole, or the tokenizer, config.json or some layers alone."""
 
+import os
+import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +20,46 @@ EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is CUDA where there is one, else the CPU."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    """Return the device of that name; "auto" is CUDA where there is one, else the CPU. Raises ValueError for a device
+    that cannot be used, and under "auto" where torch cannot use the GPUs that there are."""
+    if name == "auto" and torch.cuda.is_available():
+        return torch.device("cuda")
+    if name == "auto":
+        if idle := visible_gpus():
+            raise ValueError(
+                f"nvidia-smi lists {idle} GPUs, and {without_cuda()}; or ask for the CPU, target.device=cpu"
+            )
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"target.device={name}: torch knows no such device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"target.device={name}: {without_cuda()}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"target.device={name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return device
+
+
+def without_cuda() -> str:
+    """Say why this torch has no CUDA, and what to do."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA: install one with CUDA"
+    return (
+        f"torch {torch.__version__}, which is built for CUDA {torch.version.cuda}, finds none that it can use: "
+        "if there is a GPU, its driver is older than that needs; update it, or install a torch for an older CUDA"
+    )
+
+
+def visible_gpus() -> int:
+    """Count the GPUs that nvidia-smi lists, 0 if CUDA_VISIBLE_DEVICES hides all."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

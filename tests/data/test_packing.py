@@ -1,7 +1,9 @@
 """Documents to packed rows: nothing lost, nothing mixed, prompts without loss, held-out text unseen."""
 
+import gzip
 import hashlib
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -207,3 +209,23 @@ def test_tokenising_in_several_processes_gives_the_same_rows(tokenizer, tmp_path
         columns = zip(rows["ids"][:], rows["documents"][:], strict=True)
         tokens.append(sorted(token for ids, documents in columns for token in ids[documents >= 0].tolist()))
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("damage", ["cut off", "checksum", "block", "no gzip"])
+def test_a_damaged_compressed_file_of_a_folder_is_named(tmp_path, damage):
+    lines = "".join(json.dumps({"text": hashlib.sha256(str(i).encode()).hexdigest()}) + "\n" for i in range(2000))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    bad = tmp_path / "b.jsonl.gz"
+    content = bytearray(bad.read_bytes())
+    if damage == "cut off":
+        content = content[: len(content) // 2]
+    elif damage == "checksum":
+        content[-6] ^= 1
+    elif damage == "block":
+        content[10] = 7  # of a kind that there is not
+    else:
+        content = lines.encode()
+    bad.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(bad))}: damaged or cut off after line \d+ "):
+        list(read_rows(DataConfig(source="jsonl", path=str(tmp_path))))
