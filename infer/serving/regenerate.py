@@ -115,18 +115,19 @@ def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int)
                 error = f"{type(wrong).__name__}: {wrong}"
         return Answer(row, error=error)
 
-    def answers(rows: Iterable[Row]) -> Iterator[Answer]:
-        rows = iter(rows)
-        pool = ThreadPoolExecutor(at_once)
-        try:
-            queue = [pool.submit(ask, row) for row in islice(rows, 2 * at_once)]
-            while queue:
-                yield queue.pop(0).result()
-                queue += [pool.submit(ask, row) for row in islice(rows, 1)]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # who stops does not wait for the requests under way
+    return lambda rows: in_order(ask, iter(rows), at_once)
 
-    return answers
+
+def in_order(ask: Callable[[Row], Answer], rows: Iterator[Row], at_once: int) -> Iterator[Answer]:
+    """Yield the answers to rows, `at_once` of them under way. Who stops does not wait for those."""
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        queue = [pool.submit(ask, row) for row in islice(rows, 2 * at_once)]
+        while queue:
+            yield queue.pop(0).result()
+            queue += [pool.submit(ask, row) for row in islice(rows, 1)]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def regenerate(
