@@ -1,5 +1,7 @@
 """The functions for users: text or token ids in; text, ids and statistics out, at once or piece by piece."""
 
+import inspect
+import re
 import time
 from collections import abc
 from dataclasses import dataclass, replace
@@ -190,8 +192,9 @@ def check_length(target: AnyTarget, positions: int) -> None:
         raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
 
 
-def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
-    """Return a prompt's token ids; messages go through the chat template. Raises ValueError without a template."""
+def encode(target: AnyTarget, prompt: Prompt, template_options: abc.Mapping[str, object] | None = None) -> list[int]:
+    """Return a prompt's token ids; messages go through the chat template, which is told `template_options`, such as
+    {"enable_thinking": False}. Raises ValueError where there is no template, or none that knows the options."""
     tokenizer = target.tokenizer
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     if not isinstance(prompt, str) and not chat:
@@ -202,12 +205,23 @@ def encode(target: AnyTarget, prompt: Prompt) -> list[int]:
         raise ValueError(f"{target.name} has no chat template: give the whole prompt as one text")
     try:
         if chat:
-            found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+            options = template_options or {}
+            _check_template_options(tokenizer, options)
+            found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **options)
         else:
             found = tokenizer(prompt)
         return found["input_ids"]
     except (TypeError, TemplateError) as error:  # half of a surrogate pair; roles that the template refuses
         raise ValueError(f"the prompt cannot be read: {error}") from error
+
+
+def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]) -> None:
+    """Raise ValueError for names that the chat template does not read, or that are `apply_chat_template`'s own."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    words = set(re.findall(r"\w+", tokenizer.get_chat_template())) if options else set()
+    for name in options:
+        if name in own or name == "messages" or name not in words:
+            raise ValueError(f"chat_template_kwargs.{name}: this model's chat template has no such option")
 
 
 def generation(target: AnyTarget, text: Sequence) -> Generation:

@@ -180,6 +180,8 @@ class EngineConfig(MaskedConfig):
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
     rows: texts decoded side by side at most; others wait
+    prefill: positions of new prompts that are computed between two rounds of the texts in work (half as many as the
+        round verifies, if that is more); more of them let new texts begin sooner and the others wait longer
     compile: drafting and verification under torch.compile; None: on CUDA only
     draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
     order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
@@ -193,6 +195,7 @@ class EngineConfig(MaskedConfig):
     continuity_weight: float = 1.0
     width: int = 2
     rows: int = 16
+    prefill: int = 128
     compile: bool | None = None
     draft_length: int | str = 4
     order: str = "guided"
@@ -217,7 +220,7 @@ class EngineConfig(MaskedConfig):
         """Raise ValueError for a way of decoding that does not exist."""
         MaskedConfig.check(self)
         one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
-        at_least(self, width=1, rows=1, nodes=1)
+        at_least(self, width=1, rows=1, prefill=1, nodes=1)
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
         if self.tree is not None:

@@ -100,29 +100,36 @@ class KVCache:
 
     @contextmanager
     def add(self, count: int) -> Iterator["KVCache"]:
-        """Take the next `count` rows into use: a context with a cache of their own over the same memory, to be filled.
-        What is committed to that cache is committed to this one at the end. Raises ValueError if too few are free."""
-        first = len(self.lengths)
-        if first + count > self.rows:
-            raise ValueError(f"the cache has {self.rows} rows and {first} are in use: {count} more do not fit")
+        """Give the last `count` rows as a cache of their own over the same memory, to be filled. At the end they come
+        into use as the next rows, and each moves there. Meanwhile the rows in use can be read and written, and given
+        up, but no others added."""
+        first, used = self.rows - count, len(self.lengths)
+        if used > first:
+            raise ValueError(f"the cache has {self.rows} rows and {used} are in use: {count} more do not fit")
         part = object.__new__(KVCache)
         part.rows, part.capacity, part.heads, part.static = count, self.capacity, self.heads, False
-        part.buffer = self.buffer[:, first * self.capacity : (first + count) * self.capacity]
-        part.ends, part.origins = self.ends[first : first + count], self.origins[:count]
+        part.buffer = self.buffer[:, first * self.capacity :]
+        part.ends, part.origins = self.ends[first:].zero_(), self.origins[:count]
         part.lengths = [0] * count
         yield part
-        self.lengths += part.lengths
+        for index, length in enumerate(part.lengths):
+            self._move(first + index, len(self.lengths), length)
+            self.lengths.append(length)
 
     def keep(self, order: list[int]) -> None:
         """Make row i what row order[i] was, and give up the rows not named. order[i] must be at least i."""
         for to, index in enumerate(order):
-            if to != index:
-                length = self.lengths[index]
-                target, source = to * self.capacity, index * self.capacity
-                self.buffer[:, target : target + length] = self.buffer[:, source : source + length]
-                self.ends[to] = self.ends[index]
+            self._move(index, to, self.lengths[index])
+        self.ends[len(order) : len(self.lengths)] = 0
         self.lengths = [self.lengths[index] for index in order]
-        self.ends[len(order) :] = 0
+
+    def _move(self, source: int, to: int, length: int) -> None:
+        """Row `source` of so many positions becomes row `to`, and is empty."""
+        if source != to:
+            start, begin = to * self.capacity, source * self.capacity
+            self.buffer[:, start : start + length] = self.buffer[:, begin : begin + length]
+            self.ends[to] = self.ends[source]
+            self.ends[source] = 0
 
     def window(self, width: int) -> Window:
         """Return the window of the next `width` positions of every row. Raises ValueError beyond the capacity."""

@@ -37,14 +37,14 @@ def run(config: ServeCommand) -> None:
     from infer.serving.server import serve
 
     decoding, server = config.decoding, config.server
-    target, drafter = load(config.target, config.checkpoint, decoding.method)
+    checkpoint = config.checkpoint if decoding.drafts else None
+    target, drafter = load(config.target, checkpoint, decoding.method)
     spare = decoding.room(1) - 1  # an answer's last block is a whole one
     capacity = min(server.max_length, positions_of(target) - spare)
     engine = open_engine(target, drafter, decoding, capacity)
-    print(
-        f"{server.model_name or target.name} at http://{server.host}:{server.port}/v1: {decoding.method}, "
-        f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat",
-        file=sys.stderr,
-        flush=True,
+    place = f"[{server.host}]" if ":" in server.host else server.host
+    said = (
+        f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {decoding.method}, "
+        f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat"
     )
-    serve(engine, server)
+    serve(engine, server, lambda: print(said, file=sys.stderr, flush=True))

@@ -357,7 +357,7 @@ class Drafter(nn.Module):
         window = cache.window(self.num_queries)
         rows = len(window.slots)
         run = self.program(target, cache.static)
-        place = Place(cache.ends[:rows], state.angles, window)
+        place = Place(padded(cache.ends[: len(bonus)], rows), state.angles, window)
         (marginals,) = run(padded(bonus, rows), place, *state.pass_inputs(rows))
         return marginals[: len(bonus)]
 

@@ -1,5 +1,6 @@
 """What the engines share: texts wait, are admitted into rows, grow round by round, and give their rows back."""
 
+import math
 import time
 from collections import abc, deque
 
@@ -8,17 +9,24 @@ import torch
 from infer.config import EngineConfig, TextOptions
 from infer.engine.sequence import STAGES, Model, Processor, Sequence, check_prompt, check_text
 
+PREFILL_CHUNK = 1024  # prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
+
 
 class EngineBase:
     """Writes texts side by side: every row has its own length and end; a row that ends makes room for the next text.
 
+    A text waits, enters while its prompt is computed, and is written. Between two rounds at most `options.prefill`
+    positions of prompts are computed (or half as many as a round verifies, if that is more, so that many rows do not
+    wait for prompts): texts in work go on however long the new prompts are.
+
     `capacity` is the number of positions a row may take, prompt and answer. `clock` times the stages; on CUDA pass one
-    that synchronises. An engine adds
+    that synchronises. An engine extends `reset`, and adds
 
     - `_new_sequence(prompt, options, processors)`: a text to be queued; ValueError for what it cannot follow;
-    - `_admit(texts)`: rows for texts, and their prompts computed;
+    - `_prefill(width)`: the next `width` positions of the prompts of `entering` computed; after the last of them the
+      texts are moved on to `writing`. Returns how many positions were computed, padding included;
     - `_round()`: one round for all texts of `writing`, where finished ones stay;
-    - `_free(finished)`: these texts taken out of `writing`, and their rows given up.
+    - `_free(finished)`: these texts taken out of `writing` and `entering`, and their rows given up.
     """
 
     def __init__(
@@ -31,18 +39,21 @@ class EngineBase:
         EngineConfig.check(options)
         self.target, self.options, self.capacity, self.clock = target, options, capacity, clock
         self.rows = options.rows
+        self.nodes = 0  # drafted tokens of a row that a round verifies
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.waiting: deque[Sequence] = deque()
 
     def reset(self) -> None:
-        """Forget all texts. Caches are allocated anew: after an error their contents are unknown."""
-        self.waiting: deque[Sequence] = deque()
+        """Give up all texts in work; those that wait go on waiting. Caches are allocated anew, since after an error
+        their contents are unknown, and the old ones are freed before. After an error here it can be called again."""
+        self.entering: list[Sequence] = []  # their prompts are being computed
         self.writing: list[Sequence] = []
         self._began: dict[Sequence, tuple[float, dict[str, float]]] = {}  # time and stage seconds at admission
 
     @property
     def busy(self) -> bool:
         """Whether a text is being written or waits."""
-        return bool(self.waiting or self.writing)
+        return bool(self.waiting or self.entering or self.writing)
 
     def check_text(self, options: TextOptions) -> None:
         """Raise ValueError for options of a text that cannot be followed."""
@@ -59,23 +70,43 @@ class EngineBase:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Admit waiting texts, run one round for all rows, and return the texts that grew or ended."""
-        before = {text: len(text.ids) for text in (*self.writing, *self.waiting)}
+        before = {text: len(text.ids) for text in (*self.writing, *self.entering, *self.waiting)}
         for text in before:
             if text.cancelled:
                 text.finish = "cancelled"
         self.waiting = deque(text for text in self.waiting if text.finish is None)
         self._release()
-        while free := min(self.rows - len(self.writing), len(self.waiting)):
-            mark, texts = self.clock(), [self.waiting.popleft() for _ in range(free)]
-            self._began |= {text: (mark, dict(self.seconds)) for text in texts}
-            self._admit(texts)
-            self.writing += texts
-            self._lap("prefill", mark)
-            self._release()
+        self._admit()
         if self.writing:
             self._round()
             self._release()
         return [text for text, length in before.items() if text.finish is not None or len(text.ids) > length]
+
+    def _admit(self) -> None:
+        """Compute prompts of waiting texts: a piece if other texts are being written, else all."""
+        verified = len(self.writing) * (self.nodes + 1)
+        room = max(self.options.prefill, verified // 2) if self.writing else math.inf
+        while room > 0:
+            mark = self.clock()
+            if not self.entering:
+                self.entering = [self.waiting.popleft() for _ in range(self._fitting(room))]
+                self._began |= {text: (mark, dict(self.seconds)) for text in self.entering}
+            if not self.entering:
+                return
+            room -= self._prefill(max(1, int(min(PREFILL_CHUNK, room / len(self.entering)))))
+            self._lap("prefill", mark)
+            self._release()
+
+    def _fitting(self, room: float) -> int:
+        """Return how many waiting texts enter together: as many as have free rows and prompts that fit into `room`
+        positions, padded to one length. A longer prompt enters alone, over several rounds."""
+        free = min(self.rows - len(self.writing), len(self.waiting))
+        longest = 0
+        for count in range(free):
+            longest = max(longest, len(self.waiting[count].prompt))
+            if count and (count + 1) * longest > room:
+                return count
+        return free
 
     def _lap(self, stage: str, mark: float) -> float:
         """Count the time since `mark` to a stage; return the time."""
@@ -85,7 +116,7 @@ class EngineBase:
 
     def _release(self) -> None:
         """Take finished texts out of their rows, and note what they took."""
-        finished = [text for text in self.writing if text.finish is not None]
+        finished = [text for text in (*self.writing, *self.entering) if text.finish is not None]
         if not finished:
             return
         self._free(finished)

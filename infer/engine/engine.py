@@ -8,13 +8,15 @@ B rows, M tree nodes, L drafted positions, W = max depth + 1, D hidden size, V v
 
 import time
 from collections import abc
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, EngineConfig, TextOptions
-from infer.drafters.base import Drafter
+from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import BudgetRule, calibrate
 from infer.engine.rejection import children_noise, decide
@@ -25,7 +27,16 @@ from infer.ngrams.model import NGram
 from infer.targets.target import Target, pad_ids
 from infer.trees.tree import DraftTree, Proposal, root_only
 
-PREFILL_CHUNK = 1024  # prompt positions per forward pass, so that a long prompt's mask stays small
+
+@dataclass
+class Prefill:
+    """The prompts that are being computed, in rows that are not in use yet."""
+
+    rows: ExitStack  # closing it takes the rows into use
+    cache: KVCache
+    state: DraftState | None
+    last: list[torch.Tensor | None]  # (D,) each: the final hidden state of a prompt's last token
+    done: int = 0  # positions computed
 
 
 class Engine(EngineBase):
@@ -69,10 +80,12 @@ class Engine(EngineBase):
 
     def reset(self) -> None:
         super().reset()
+        self.cache = self.state = self.prefill = self.fresh = None  # the old memory goes first
         self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
         self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.drafts else None
         self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
         self.fresh: abc.Callable[[], None] | None = None  # gives the drafter the features of committed nodes
+        self.prefill: Prefill | None = None
 
     def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
         if processors and self.method.draws and options.temperature > 0:
@@ -81,35 +94,44 @@ class Engine(EngineBase):
             )
         return Sequence(prompt, options, processors)
 
-    def _admit(self, texts: list[Sequence]) -> None:
-        """Prefill: the prompts' features feed the first draft, their last positions yield the first bonus tokens."""
+    def _prefill(self, width: int) -> int:
+        """Run a piece of the prompts through target and drafter."""
+        prompts = [text.prompt for text in self.entering]
+        if self.prefill is None:
+            rows = ExitStack()
+            cache = rows.enter_context(self.cache.add(len(prompts)))
+            state = None if self.state is None else rows.enter_context(self.state.add(len(prompts)))
+            self.prefill = Prefill(rows, cache, state, [None] * len(prompts))
+        prefill, end = self.prefill, self.prefill.done + width
+        parts = [prompt[prefill.done : end] for prompt in prompts]
+        features = self.target.extend(parts, prefill.cache, self.layers)
+        if prefill.state is not None:
+            tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
+            self.drafter.update_context(self.target, features.context, tokens, counts, prefill.state)
+        for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
+            if part and prefill.done + len(part) == len(prompt):
+                prefill.last[row] = features.last[row, len(part) - 1]
+        prefill.done = end
+        if all(last is not None for last in prefill.last):
+            self._begin_writing()
+        return len(parts) * max(map(len, parts))
+
+    def _begin_writing(self) -> None:
+        """Take the rows into use whose prompts are computed: their last positions yield the first bonus tokens."""
         self._update_context()
-        prompts = [text.prompt for text in texts]
-        logits = self.target.head(self._prefill(prompts))  # (B, 1, V)
-        start = torch.tensor([len(prompt) - 1 for prompt in prompts], device=logits.device)
-        tree = root_only(torch.tensor([prompt[-1] for prompt in prompts], device=logits.device))
+        texts, last = self.entering, torch.stack(self.prefill.last)[:, None]  # (B, 1, D)
+        self.prefill.rows.close()
+        self.prefill = None
+        logits = self.target.head(last)  # (B, 1, V)
+        start = torch.tensor([len(text.prompt) - 1 for text in texts], device=logits.device)
+        tree = root_only(torch.tensor([text.prompt[-1] for text in texts], device=logits.device))
         noise = round_noise([text.options for text in texts], start, 1, logits.shape[-1])
         chosen = self._choose(tree, tree.ancestors(), logits, texts, noise, self._seen(texts))  # (B, 1)
         self._log_probabilities(logits, chosen, [1] * len(texts), texts)
         self.bonus = torch.cat([self.bonus, chosen[:, 0]])
         for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
             text.append([token], self.target)
-
-    def _prefill(self, prompts: list[list[int]]) -> torch.Tensor:
-        """Run the prompts through target and drafter, in new rows of their caches; return the final hidden state of
-        each one's last token, (B, 1, D)."""
-        rows, last = len(prompts), [None] * len(prompts)
-        with self.cache.add(rows) as cache, self.state.add(rows) if self.drafts else nullcontext() as state:
-            for first in range(0, max(map(len, prompts)), PREFILL_CHUNK):
-                parts = [prompt[first : first + PREFILL_CHUNK] for prompt in prompts]
-                features = self.target.extend(parts, cache, self.layers)
-                if self.drafts:
-                    tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
-                    self.drafter.update_context(self.target, features.context, tokens, counts, state)
-                for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
-                    if part and first + len(part) == len(prompt):
-                        last[row] = features.last[row, len(part) - 1]
-        return torch.stack(last)[:, None]
+        self.writing, self.entering = self.writing + texts, []
 
     def _update_context(self) -> None:
         """Give the drafter the features of the last round's committed nodes."""
@@ -211,7 +233,9 @@ class Engine(EngineBase):
                 text.rejected.append(rejected)
 
     def _free(self, finished: list[Sequence]) -> None:
-        """Move the last rows into the rows of finished texts."""
+        """Move the last rows into the rows of finished texts. At most one text enters over several rounds."""
+        if any(text.finish is not None for text in self.entering):
+            self.entering, self.prefill = [], None
         self._update_context()
         for text in finished:
             text.stats.histogram = [0] * (self.length + 1)

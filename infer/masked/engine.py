@@ -50,7 +50,7 @@ class MaskedEngine(EngineBase):
 
     def reset(self) -> None:
         super().reset()
-        options = self.options
+        options, self.passes = self.options, None  # the old memory goes first
         spare = options.room(1) - 1
         self.passes = (
             Rows(self.target, options)
@@ -70,10 +70,13 @@ class MaskedEngine(EngineBase):
             raise ValueError("logits processors: masked diffusion decoding has no prefixes that they could see")
         return MaskedSequence(prompt, options)
 
-    def _admit(self, texts: list[MaskedSequence]) -> None:
-        for text in texts:
+    def _prefill(self, width: int) -> int:
+        """Lay the texts out; prompts are computed with their answers."""
+        for text in self.entering:
             text.slot = self.free.pop()
             text.begin(self.target, self.options.room(text.options.max_new_tokens))
+        self.writing, self.entering = self.writing + self.entering, []
+        return 0
 
     def _round(self) -> None:
         """Run one pass over the states of all texts, or one for each kind of step."""

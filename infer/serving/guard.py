@@ -8,17 +8,20 @@ import asyncio
 import hashlib
 import hmac
 from functools import partial
+from urllib.parse import urlsplit
 
 import h11
 import prometheus_client
 import uvicorn
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from infer.serving.config import ServerConfig
+from infer.serving.config import ServerConfig, loopback
 from infer.serving.protocol import error
 
+MOST_HEADERS = 16 * 1024  # bytes, names and values together
 PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
 
@@ -32,11 +35,26 @@ class Refused(HTTPException):
 
 class Guard:
     """Middleware that asks for the key (except for /health), counts answers, and stops reading a request that is too
-    large."""
+    large. A server for this machine that asks for no key answers to this machine's names only: a page in a
+    browser here can have a name of its own resolve to 127.0.0.1 (DNS rebinding), and would read the answers."""
 
     def __init__(self, app: ASGIApp, options: ServerConfig, answered: prometheus_client.Counter) -> None:
         self.app, self.most, self.answered, key = app, options.max_body, answered, options.key()
         self.digest = None if key is None else hashlib.sha256(b"Bearer " + key).digest()
+        self.local = key is None and not options.open and loopback(options.host)
+
+    def refusal(self, scope: Scope) -> Response | None:
+        """Return what a request is told before its body is read; None: it may go on."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADERS:
+            return error(431, f"the headers of a request may have {MOST_HEADERS} bytes")
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        if self.local and host and not loopback(hostname(host)):
+            return error(403, f"this server answers to localhost and 127.0.0.1, not to {host[:100]}: see server.open")
+        if not self.authorized(scope):
+            refusal = error(401, "this server asks for a key: send it as Authorization: Bearer <key>")
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            return refusal
+        return None
 
     def authorized(self, scope: Scope) -> bool:
         """Return whether a request carries the key. Comparing digests takes a time that says nothing about the key."""
@@ -64,11 +82,18 @@ class Guard:
                 self.answered.labels(path, message["status"]).inc()
             await send(message)
 
-        if self.authorized(scope):
+        refusal = self.refusal(scope)
+        if refusal is None:
             return await self.app(scope, bounded, counted)
-        refusal = error(401, "this server asks for a key: send it as Authorization: Bearer <key>")
-        refusal.headers["WWW-Authenticate"] = "Bearer"
         await refusal(scope, receive, counted)
+
+
+def hostname(host: str) -> str:
+    """Return a Host header without its port; an empty text where it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 class Patient(H11Protocol):
@@ -122,6 +147,6 @@ def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=options.max_connections,
-        h11_max_incomplete_event_size=16 * 1024,
+        h11_max_incomplete_event_size=MOST_HEADERS,
         timeout_graceful_shutdown=5,
     )

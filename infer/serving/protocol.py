@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infer.config import TextOptions
 from infer.engine.sequence import TokenLogprob
@@ -27,14 +28,36 @@ class Piece:
     rejected: list[int] | None = None  # the likeliest path that it did not take, if asked for
 
 
+FAILED = Piece("", [], [], "error")  # the engine failed on the text
+
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class CompletionRequest(BaseModel):
-    """The fields of both requests: OpenAI's, and vLLM's extra sampling fields. Unknown fields are refused, because an
-    option that is silently ignored is worse than an error."""
+class Strict(BaseModel):
+    """Part of a request. Null says the same as a field left out, and a number is not true. Fields unknown here are
+    refused, and so are known ones that would have no effect: an option that is silently ignored is worse than an error.
+    """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, fields: object) -> object:
+        """Leave known fields out that are null."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None or name not in cls.model_fields}
+
+
+class StreamOptions(Strict):
+    """What a stream says beside the text."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class CompletionRequest(Strict):
+    """What both requests share: OpenAI's fields and vLLM's extra sampling fields."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -48,13 +71,34 @@ class CompletionRequest(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: dict[str, bool] | None = None
-    user: str | None = None
+    stream_options: StreamOptions | None = None
     trace: bool = False  # ours: streamed chunks say what was drafted and rejected
+    # Whose request it is has no effect on the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
     # Accepted at their neutral values only.
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def effective(self) -> "CompletionRequest":
+        """Raise ValueError for options of a stream where there is none."""
+        for name in ("stream_options", "trace"):
+            if getattr(self, name) and not self.stream:
+                raise ValueError(f"{name}: for streams only, add stream=true or leave it out")
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told beside the messages."""
+        return {}
 
     def text_options(self, most: int, logprobs: int | None, index: int) -> TextOptions:
         """Return the options of text number `index` of the request's `n`."""
@@ -93,28 +137,36 @@ class PromptRequest(CompletionRequest):
         return self.max_tokens or 16, self.logprobs
 
 
-class Part(BaseModel):
+class Part(Strict):
     """A piece of a message."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
-    """One turn of a chat."""
-
-    model_config = ConfigDict(extra="forbid")
+class Message(Strict):
+    """One turn of a chat. An answer of this server can be fed back as the client has it."""
 
     role: str
     content: str | list[Part]
-    name: str | None = None
+    # Accepted at their neutral values only.
+    name: None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    tool_calls: list[Any] | None = Field(None, max_length=0)
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates read it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content}
+
+
+class ResponseFormat(Strict):
+    """The form of an answer."""
+
+    type: Literal["text"]
 
 
 class ChatRequest(CompletionRequest):
@@ -124,8 +176,29 @@ class ChatRequest(CompletionRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: None = None
-    tools: None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)  # as vLLM's
+    # Accepted at their neutral values only.
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = Field(None, max_length=0)
+    function_call: Literal["none", "auto"] | None = None
+    audio: None = None
+    prediction: None = None
+
+    @model_validator(mode="after")
+    def consistent(self) -> "ChatRequest":
+        """Raise ValueError for fields of which one makes the other ineffective."""
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: with logprobs=true only, add it or leave this out")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: is the old name of max_completion_tokens, give one of them")
+        return self
+
+    def template_options(self) -> dict[str, Any]:
+        return self.chat_template_kwargs
 
     def prompts(self) -> list[list[dict[str, str]]]:
         """Return the one conversation, as a list."""
@@ -149,10 +222,26 @@ def error(status: int, message: str, param: str | None = None) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
 
 
-def usage(prompts: list[list[int]], completion: int) -> dict:
-    """Return the token counts of a request with these prompts."""
-    prompt = sum(map(len, prompts))
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def byte_of_letter() -> dict[str, int]:
+    """Which byte each letter stands for in the tokens of byte-level BPE (GPT-2's): printable Latin-1 letters for
+    themselves, those from 256 on for the other bytes in their order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+LETTERS = byte_of_letter()
+
+
+def token_bytes(tokenizer: object, id: int) -> list[int] | None:
+    """Return the bytes of one token, which may be part of a character; None where the tokenizer does not say."""
+    word = tokenizer.decode([id])
+    if "\ufffd" not in word:
+        return list(word.encode())
+    token = tokenizer.convert_ids_to_tokens(id)
+    if fallback := re.fullmatch("<0x([0-9A-F]{2})>", token):  # SentencePiece's
+        return [int(fallback[1], 16)]
+    return [LETTERS[letter] for letter in token] if LETTERS.keys() >= set(token) else None
 
 
 class Form:
@@ -162,18 +251,23 @@ class Form:
     kind: str
     chunk_kind: str
 
-    def __init__(self, target: Target, name: str, logprobs: bool) -> None:
-        self.target, self.name, self.logprobs = target, name, logprobs
+    def __init__(self, target: Target, name: str, logprobs: bool, prompt_tokens: int) -> None:
+        self.target, self.name, self.logprobs, self.prompt_tokens = target, name, logprobs, prompt_tokens
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name, "choices": choices}
 
-    def whole(self, prompts: list[list[int]], pieces: list[Piece]) -> dict:
+    def whole(self, pieces: list[Piece]) -> dict:
         """Return the whole answer."""
         choices = [self.choice(i, piece) for i, piece in enumerate(pieces)]
-        return self.envelope(choices, chunk=False) | {"usage": usage(prompts, sum(len(piece.ids) for piece in pieces))}
+        return self.envelope(choices, chunk=False) | {"usage": self.usage(sum(len(piece.ids) for piece in pieces))}
+
+    def usage(self, tokens: int) -> dict:
+        """Token counts, of all prompts, each counted once, and of all answers."""
+        total = self.prompt_tokens + tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
 
     def chunk(self, index: int, piece: Piece) -> dict:
         """Return a streamed chunk of one text. The key "round" is ours, for requests with trace."""
@@ -246,5 +340,4 @@ class Chat(Form):
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def entry(self, id: int, logprob: float) -> dict:
-        word = self.word(id)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        return {"token": self.word(id), "logprob": logprob, "bytes": token_bytes(self.target.tokenizer, id)}

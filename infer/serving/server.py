@@ -5,12 +5,13 @@ The engine lives in a thread of its own and knows no HTTP; the event loop knows 
 """
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import prometheus_client
@@ -29,6 +30,7 @@ from infer.evaluation.lossless import Difference, OutputChecker
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
 from infer.serving.protocol import (
+    FAILED,
     Chat,
     ChatRequest,
     Completion,
@@ -38,10 +40,13 @@ from infer.serving.protocol import (
     PromptRequest,
     error,
     event,
-    usage,
 )
+from infer.utils.entry import Stopped
 
 log = logging.getLogger(__name__)
+
+ENDED = "the engine failed and did not come back: start the server again (fewer decoding.rows take less memory)"
+RESETS = 3  # attempts to give the engine its caches anew; memory that others hold may come free between them
 
 
 @dataclass(eq=False)
@@ -87,7 +92,11 @@ class Metrics:
 
 
 class Worker(threading.Thread):
-    """The thread that runs the engine while there is work, and sleeps otherwise."""
+    """The thread that runs the engine while there is work, and sleeps otherwise.
+
+    A round that fails costs the texts of that round, an error over one text that text. An engine that cannot come back
+    ends the thread: `failure` says why, everybody is told, and `on_failure` is called.
+    """
 
     def __init__(self, engine: EngineBase, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
@@ -95,9 +104,24 @@ class Worker(threading.Thread):
         self.checker = OutputChecker(engine.target, verify, self._checked)
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.open: dict[Sequence, tuple[Ticket, TextStream]] = {}
+        self.failure: str | None = None
+        self.on_failure: Callable[[], None] = lambda: None
 
     def run(self) -> None:
-        while True:
+        try:
+            self._work()
+        except Exception:
+            log.exception("the engine's thread failed")
+            self.failure = ENDED
+        if self.failure is not None:
+            for ticket, _ in list(self.open.values()):
+                self._give_up(ticket)
+            self.refuse_waiting()
+            self.on_failure()
+
+    def _work(self) -> None:
+        """Take texts in and write them until a None comes, or the engine has failed for good."""
+        while self.failure is None:
             working = self.engine.busy or self.checker.busy
             tickets = [] if working else [self.inbox.get()]  # sleeps while there is nothing to do
             while not self.inbox.empty():
@@ -106,10 +130,18 @@ class Worker(threading.Thread):
                 return
             for ticket in tickets:
                 self._take(ticket)
-            if self.engine.busy:
-                self._step()
+            if self.engine.busy and not self._step():
+                self._recover()
             if self.checker.busy:
                 self.checker.step()
+
+    def refuse_waiting(self) -> None:
+        """Tell all that wait or come later that nothing is written any more. From any thread, once `failure` is set."""
+        with suppress(queue.Empty):
+            while True:
+                ticket = self.inbox.get_nowait()
+                if ticket is not None:
+                    ticket.tell(FAILED)
 
     def _checked(self, text: Sequence, difference: Difference | None) -> None:
         self.metrics.checked.labels("same" if difference is None else difference.cause).inc()
@@ -122,27 +154,53 @@ class Worker(threading.Thread):
             return
         try:
             ticket.text = text = self.engine.submit(ticket.prompt, ticket.options)
-        except ValueError:
+            self.open[text] = ticket, TextStream(self.engine.target, text)
+        except Exception:
             log.exception("a text was let in that the engine refuses")
-            return ticket.tell(Piece("", [], [], "error"))
-        self.open[text] = ticket, TextStream(self.engine.target, text)
+            self._give_up(ticket)
 
-    def _step(self) -> None:
+    def _give_up(self, ticket: Ticket) -> None:
+        """Tell a text's client that it failed; the engine drops it with the next round."""
+        if ticket.text is not None:
+            ticket.text.cancelled = True
+            self.open.pop(ticket.text, None)
+        ticket.tell(FAILED)
+
+    def _step(self) -> bool:
+        """Run a round and tell of it; return whether the engine is as it should be."""
         for text, (ticket, _) in self.open.items():
             text.cancelled = ticket.cancelled
         try:
             changed = self.engine.step()
-        except Exception:  # one bad round must not leave everybody waiting
+        except Exception:  # what it holds, tensors among it, is free only after this block
             log.exception("a round failed; all texts in work are given up")
-            for ticket, _ in self.open.values():
-                ticket.tell(Piece("", [], [], "error"))
-            self.open.clear()
-            self.engine.reset()
-            return
+            return False
         for text in changed:
-            self._tell(text)
+            if text not in self.open:  # given up
+                continue
+            ticket, _ = self.open[text]
+            try:
+                self._tell(text)
+            except Exception:
+                log.exception("a text could not be told")
+                self._give_up(ticket)
         self.metrics.writing.set(len(self.engine.writing))
-        self.metrics.waiting.set(len(self.engine.waiting))
+        self.metrics.waiting.set(len(self.engine.waiting) + len(self.engine.entering))
+        return True
+
+    def _recover(self) -> None:
+        """Give up the texts of a failed round; those that wait stay, if the engine comes back."""
+        waiting = set(self.engine.waiting)
+        for ticket, _ in [of for text, of in self.open.items() if text not in waiting]:
+            self._give_up(ticket)
+        for attempt in range(RESETS):
+            gc.collect()
+            try:
+                return self.engine.reset()
+            except Exception:
+                log.exception("the engine's caches could not be made anew (attempt %d of %d)", attempt + 1, RESETS)
+            time.sleep(attempt)
+        self.failure = ENDED
 
     def _tell(self, text: Sequence) -> None:
         ticket, pieces = self.open[text]
@@ -175,6 +233,8 @@ class Service:
 
     def admit(self, body: CompletionRequest) -> list[Ticket]:
         """Check a request's texts and queue them, all or none. Raises Refused."""
+        if self.worker.failure is not None:
+            raise Refused(503, self.worker.failure)
         if body.model not in (None, self.name):
             raise Refused(404, f"the model here is {self.name}, not {body.model}", "model")
         prompts = body.prompts()
@@ -188,7 +248,7 @@ class Service:
         tickets = []
         for prompt in prompts:
             try:
-                ids = encode(self.target, prompt)
+                ids = encode(self.target, prompt, body.template_options())
                 for index in range(body.n):
                     tickets.append(Ticket(ids, self._settings(body, ids, index), asyncio.get_running_loop()))
             except ValueError as wrong:
@@ -196,6 +256,8 @@ class Service:
         self.inside.update(tickets)
         for ticket in tickets:
             self.worker.inbox.put(ticket)
+        if self.worker.failure is not None:  # since then: nobody takes them out any more
+            self.worker.refuse_waiting()
         return tickets
 
     def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
@@ -227,17 +289,17 @@ class Service:
     async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
         """Return the response to a request, whole or streamed."""
         tickets = self.admit(body)
-        form = form(self.target, self.name, body.limits()[1] is not None)
+        prompt_tokens = sum(len(ticket.prompt) for ticket in tickets[:: body.n])
+        form = form(self.target, self.name, body.limits()[1] is not None, prompt_tokens)
         if body.stream:
-            usage_too = bool((body.stream_options or {}).get("include_usage"))
-            return Stream(self.events(tickets, form, usage_too), lambda: self.leave(tickets))
+            return Stream(self.events(tickets, form, body.wants_usage), lambda: self.leave(tickets))
         whole = asyncio.ensure_future(gather(tickets))
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 return error(499, "the client went away")
-            return JSONResponse(form.whole([ticket.prompt for ticket in tickets], whole.result()))
+            return JSONResponse(form.whole(whole.result()))
         finally:
             whole.cancel()
             gone.cancel()
@@ -267,8 +329,7 @@ class Service:
                 if piece.text or piece.logprobs or piece.finish or piece.rejected:
                     yield event(form.chunk(index, piece))
             if usage_too:
-                counts = usage([ticket.prompt for ticket in tickets], tokens)
-                yield event(form.envelope([], chunk=True) | {"usage": counts})
+                yield event(form.envelope([], chunk=True) | {"usage": form.usage(tokens)})
             yield "data: [DONE]\n\n"
         finally:
             for task in tasks:
@@ -311,14 +372,18 @@ def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, wrong: RequestValidationError) -> Response:
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind:
+            return error(400, f"send JSON, with the header Content-Type: application/json (it is '{kind[:100]}')")
         first = wrong.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return error(400, f"{where}: {first['msg']}" if where else first["msg"], where or None)
+        said = first["msg"].removeprefix("Value error, ")
+        return error(400, f"{where}: {said}" if where else said, where or None)
 
     @app.get("/health")
     async def health() -> Response:
         alive = service.worker.is_alive()
-        return JSONResponse({"status": "ok" if alive else "the engine's thread is dead"}, 200 if alive else 503)
+        return JSONResponse({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -370,6 +435,25 @@ async def disconnected(request: Request) -> None:
         await asyncio.sleep(0.1)
 
 
-def serve(engine: EngineBase, options: ServerConfig) -> None:
-    """Serve until interrupted."""
-    uvicorn.Server(network(create_app(engine, options), options)).run()
+class Server(uvicorn.Server):
+    """Calls `on_bound` once the address is this server's."""
+
+    def __init__(self, config: uvicorn.Config, on_bound: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.on_bound = on_bound
+
+    async def startup(self, sockets: list | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_bound()
+
+
+def serve(engine: EngineBase, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
+    """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine cannot go on, so
+    that the process ends with an exit code that a supervisor sees."""
+    app = create_app(engine, options)
+    server, worker = Server(network(app, options), on_bound), app.state.service.worker
+    worker.on_failure = lambda: setattr(server, "should_exit", True)
+    server.run()
+    if worker.failure is not None:
+        raise Stopped(worker.failure)

@@ -244,7 +244,7 @@ class Target:
         used, width = tree.tokens.shape
         window = cache.window(width)
         rows = len(window.slots)
-        ends = cache.ends[:rows]
+        ends = padded(cache.ends[:used], rows)  # 0 for rows that are not in use, even while they are being filled
         positions = padded(tree.positions(ends[:used]), rows)
         mask = self.masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
         if cache.static:

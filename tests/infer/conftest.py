@@ -73,12 +73,16 @@ def _hugging_face(target: Target, prompt: list[int], tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @contextmanager
 def _running(engine: Engine, **options):
     """Serve `engine` on a free port; yield its address and its service."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     app = create_app(engine, ServerConfig(port=port, model_name="embedded", **options))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -114,6 +118,12 @@ def scripted_drafter() -> type[ScriptedDrafter]:
 def hugging_face():
     """(target, prompt, tokens) -> the token ids that transformers' greedy `generate` writes."""
     return _hugging_face
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that nobody listens to."""
+    return _free_port()
 
 
 @pytest.fixture(scope="session")

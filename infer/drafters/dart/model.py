@@ -76,9 +76,11 @@ class DARTState(DraftState):
     @contextmanager
     def add(self, count: int) -> Iterator["DARTState"]:
         """`count` more rows, as a state of their own over the same memory, to be filled."""
-        first = len(self.cache.lengths)
+        pending = self.pending[len(self.pending) - count :]
         with self.cache.add(count) as cache:
-            yield replace(self, cache=cache, pending=self.pending[first : first + count], fresh=True)
+            yield replace(self, cache=cache, pending=pending, fresh=True)
+        used = len(self.cache.lengths)
+        self.pending[used - count : used] = pending.clone()
 
     def keep(self, order: list[int]) -> None:
         """Row i becomes what row order[i] was."""

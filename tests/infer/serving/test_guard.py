@@ -100,7 +100,7 @@ def test_who_sends_or_reads_too_slowly_is_hung_up_on(fuzzer):
     starts = [
         b"",
         b"POST /v1/completions HT",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{",
     ]
     with running(fuzzer, patience=0.3) as (port, _):
         for sent in starts:
@@ -151,3 +151,28 @@ def test_what_is_no_text_is_told_so(fuzzer):
             content = '{"max_tokens": 1, ' + fields + ("}" if "prompt" in fields else ', "prompt": "x"}')
             answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert answer.status_code in (400, 404) and answer.json()["error"]["message"], fields
+
+
+def test_headers_have_sixteen_kib_together(fuzzer):
+    with running(fuzzer) as (port, _), httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        assert client.get("/health", headers={"x": "y" * 15_000}).status_code == 200
+        many = {f"x-{i}": "y" * 1000 for i in range(60)}
+        for headers in ({"x": "y" * 20_000}, {"x": "y" * 60_000}, many):
+            assert client.get("/health", headers=headers).status_code in (400, 431)
+
+
+def test_a_server_for_this_machine_answers_to_its_names_only(fuzzer, tmp_path):
+    """Else a page in a browser here, whose name resolves to 127.0.0.1, would read answers (DNS rebinding)."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    theirs = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::2]", "localhost.evil.example", "[")
+    with running(fuzzer) as (port, _), httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        for host in ("localhost", f"LOCALHOST:{port}", "127.0.0.1:1", "127.0.0.9", "[::1]:8000"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
+        for host in theirs:
+            answer = client.get("/v1/models", headers={"host": host})
+            assert answer.status_code == 403 and "answers to localhost" in answer.json()["error"]["message"], host
+    for options in ({"api_key_file": str(file)}, {"open": True}):  # a proxy's name, as it may be
+        with running(fuzzer, **options) as (port, _):
+            headers = {"host": "models.example", "authorization": f"Bearer {KEY}"}
+            assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200

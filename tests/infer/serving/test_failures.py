@@ -1,0 +1,172 @@
+"""What fails in the engine costs the texts that it concerns, and no more; an engine that is lost ends the process."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from infer import Engine
+from infer.config import EngineConfig
+from infer.serving import server as server_module
+from infer.serving.config import ServerConfig
+from infer.utils.entry import Stopped
+
+BODY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pair(load_program):
+    """A small target with the embedded tokenizer, and its drafter."""
+    return load_program("fuzz_http").small()
+
+
+@pytest.fixture
+def engine(pair):
+    return Engine(*pair, EngineConfig("ddtree", 6, rows=3), 64)
+
+
+def failing(function, times: int = 1):
+    """The function, which raises at its first calls."""
+    left = [times]
+
+    def fails(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("out of memory")
+        return function(*args, **kwargs)
+
+    return fails
+
+
+def inject(step: str, engine: Engine, service, patch, times: int = 1) -> None:
+    """Make a step of the server's worker fail at its next calls."""
+    place, name = {
+        "take": (engine, "submit"),
+        "admit": (engine.target, "extend"),
+        "enter": (engine, "_begin_writing"),
+        "draft": (engine.drafter, "draft"),
+        "verify": (engine.target, "verify"),
+        "commit": (engine, "_commit"),
+        "free": (engine, "_free"),
+        "tell": (service.worker, "_tell"),
+        "reset": (engine.target, "cache"),
+    }[step]
+    if step == "reset":
+        patch.setattr(engine, "_round", failing(engine._round))
+    patch.setattr(place, name, failing(getattr(place, name), times))
+
+
+@pytest.mark.parametrize("step", ["take", "admit", "enter", "draft", "verify", "commit", "free", "tell", "reset"])
+def test_an_error_in_any_step_costs_its_texts_and_nothing_else(running, idle, engine, step, monkeypatch):
+    """Of twelve texts on three rows those of the failed round get 500, at most three, and the others their own text."""
+    prompts = [f"def f{i}(" for i in range(12)]
+    with running(engine) as (url, service), httpx.Client(base_url=url, timeout=60) as client:
+
+        def ask(prompt: str) -> httpx.Response:
+            return client.post("/v1/completions", json=BODY | {"prompt": prompt})
+
+        right = [ask(prompt).json()["choices"][0]["text"] for prompt in prompts]
+        with monkeypatch.context() as patch, ThreadPoolExecutor(12) as pool:
+            inject(step, engine, service, patch)
+            answers = list(pool.map(ask, prompts))
+        failed = [answer for answer in answers if answer.status_code == 500]
+        assert 1 <= len(failed) <= (1 if step in ("take", "tell") else 3)
+        assert all("the engine failed on this text" in answer.text for answer in failed)
+        for answer, text in zip(answers, right, strict=True):
+            assert answer.status_code == 500 or answer.json()["choices"][0]["text"] == text
+        assert [ask(prompt).json()["choices"][0]["text"] for prompt in prompts] == right
+        assert idle(service) and not engine._began and engine.cache.lengths == []
+
+
+def test_the_old_caches_go_before_the_new_ones_come(engine, monkeypatch):
+    cache = engine.target.cache
+
+    def looking(*sizes):
+        assert engine.cache is None and engine.state is None and engine.prefill is None
+        return cache(*sizes)
+
+    monkeypatch.setattr(engine.target, "cache", looking)
+    engine.reset()
+    assert engine.cache is not None
+
+
+def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(pair, monkeypatch, free_port):
+    """Those in work and those that wait get 500, later ones no connection; `serve` ends with a sentence."""
+    engine, ended = Engine(*pair, EngineConfig("ddtree", 6, rows=1), 64), []
+    options, bound = ServerConfig(port=free_port), threading.Event()
+    monkeypatch.setattr(server_module, "RESETS", 2)
+
+    def serving() -> None:
+        try:
+            server_module.serve(engine, options, bound.set)
+        except Stopped as stopped:
+            ended.append(str(stopped))
+
+    thread = threading.Thread(target=serving, daemon=True)
+    thread.start()
+    assert bound.wait(60)
+    url = f"http://127.0.0.1:{free_port}/v1/completions"
+    monkeypatch.setattr(engine, "_round", failing(engine._round, 99))
+    monkeypatch.setattr(engine.target, "cache", failing(engine.target.cache, 99))
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda i: httpx.post(url, json=BODY | {"prompt": f"x{i}"}, timeout=60), range(5)))
+    assert {answer.status_code for answer in answers} <= {500, 503}
+    thread.join(60)
+    assert ended == [server_module.ENDED]
+    with pytest.raises(httpx.ConnectError):
+        httpx.post(url, json=BODY | {"prompt": "x"})
+
+
+def test_a_request_that_comes_after_the_end_is_told(running, engine):
+    with running(engine) as (url, service):
+        service.worker.inbox.put(None)
+        service.worker.join(20)
+        service.worker.failure = server_module.ENDED
+        answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"})
+        assert answer.status_code == 503 and "did not come back" in answer.text
+        assert httpx.get(f"{url}/health").status_code == 503
+
+
+def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(repo, free_port):
+    """Plain decoding asks for no checkpoint. Ctrl-C shows no trace."""
+    command = [sys.executable, "-m", "infer.main", "serve", "decoding=plain", f"server.port={free_port}"]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": repo}
+    with subprocess.Popen([*command, "server.max_length=64"], **pipes) as first:
+        said = first.stderr.readline()
+        while "talk to it" not in said and first.poll() is None:  # warnings
+            said = first.stderr.readline()
+        assert f"http://127.0.0.1:{free_port}/v1: plain" in said
+        assert httpx.get(f"http://127.0.0.1:{free_port}/health").status_code == 200
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 130
+        said = first.stderr.read()
+        assert "stopped by Ctrl-C" in said and "Traceback" not in said
+
+
+def test_a_server_whose_port_is_taken_says_no_address(engine, free_port):
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(SystemExit) as end:
+        server_module.serve(engine, ServerConfig(port=free_port), lambda: pytest.fail("it is not bound"))
+    assert end.value.code != 0
+
+
+def test_a_stop_in_the_chat_is_a_sentence(repo, free_port):
+    """Ctrl-C while the server does not answer."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", free_port)) as listening:
+        command = [sys.executable, "-m", "infer.main", "chat", f"url=http://127.0.0.1:{free_port}"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repo) as chat:
+            listening.settimeout(120)
+            connection, _ = listening.accept()
+            time.sleep(0.2)
+            chat.send_signal(signal.SIGINT)
+            assert chat.wait(60) == 130
+            said = chat.stderr.read()
+            assert "stopped by Ctrl-C" in said and "Traceback" not in said
+            connection.close()

@@ -1,0 +1,119 @@
+"""OpenAI's formats, with OpenAI's client: neutral fields pass, fields without effect are named, counts and bytes."""
+
+import json
+
+import httpx
+import openai
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+from infer import Engine
+from infer.config import EngineConfig
+from infer.serving.protocol import LETTERS, token_bytes
+from infer.targets.loading import load_tokenizer
+
+SAID = [{"role": "user", "content": "def read(path):"}]
+TEMPLATE = "{% if shout is defined and shout %}LOUD {% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def served(running, load_program):
+    target, drafter = load_program("fuzz_http").small()
+    target.tokenizer = load_tokenizer("embedded")
+    target.tokenizer.chat_template = TEMPLATE
+    with running(Engine(target, drafter, EngineConfig("ddtree", 6, rows=4), 64)) as (url, service):
+        yield url, service
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def write(client, messages=SAID, **options):
+    return client.chat.completions.create(model="embedded", messages=messages, **{"max_tokens": 4, **options})
+
+
+NEUTRAL = {
+    **dict.fromkeys(("temperature", "top_p", "n", "stream", "logprobs", "stop", "seed", "stream_options", "user")),
+    **{"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+    **{"store": False, "metadata": {"who": "me"}, "service_tier": "auto", "modalities": ["text"], "audio": None},
+    **{"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "functions": [], "function_call": "none"},
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_fields_pass(client, name):
+    assert write(client, extra_body={name: NEUTRAL[name]}).choices[0].finish_reason in ("length", "stop")
+
+
+def test_an_answer_can_be_fed_back_as_the_client_has_it(client):
+    message = write(client).choices[0].message
+    conversation = [*SAID, message.model_dump(), {"role": "user", "content": "on"}]
+    assert "refusal" in conversation[1] and write(client, conversation).choices[0].message.role == "assistant"
+    assert write(client, [*SAID, message]).choices
+
+
+STREAMED = {"stream": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options: for streams only"),
+        ({"trace": True}, "trace: for streams only"),
+        (STREAMED | {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+        ({"top_logprobs": 2}, "top_logprobs: with logprobs=true only"),
+        ({"max_completion_tokens": 9}, "max_tokens: is the old name of max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages.0.name"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        *(({name: True}, name) for name in ("temperature", "top_p", "n", "seed", "max_tokens", "presence_penalty")),
+        ({"temprature": None}, "temprature"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"store": True}, "store"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ],
+)
+def test_fields_that_would_have_no_effect_are_named(client, fields, says):
+    with pytest.raises(openai.BadRequestError, match=says):
+        write(client, extra_body=fields)
+
+
+def test_the_template_is_told_its_options(served, client):
+    assert write(client, extra_body={"chat_template_kwargs": {"shout": True}}).usage.prompt_tokens == len(
+        served[1].target.tokenizer("LOUD def read(path):")["input_ids"]
+    )
+
+
+def test_a_prompt_counts_once_however_many_answers(served, client):
+    tokens = len(served[1].target.tokenizer("def read(path):")["input_ids"])
+    assert write(client, n=3).usage.prompt_tokens == tokens
+    assert write(client, n=3).usage.total_tokens == tokens + 12
+    *_, last = write(client, n=3, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens == tokens
+    two = client.completions.create(model="embedded", prompt=["def read(path):", "x"], n=2, max_tokens=2)
+    assert two.usage.prompt_tokens == tokens + len(served[1].target.tokenizer("x")["input_ids"])
+
+
+def test_bytes_of_tokens_are_their_own():
+    """Joined, they are the text's, also where a character is spread over several tokens."""
+    assert set(ByteLevel.alphabet()) == LETTERS.keys() and set(LETTERS.values()) == set(range(256))
+    tokenizer = load_tokenizer("embedded")
+    text = "naïve 🎈 日本"
+    ids = tokenizer(text)["input_ids"]
+    assert any("\ufffd" in tokenizer.decode([id]) for id in ids)
+    assert bytes(byte for id in ids for byte in token_bytes(tokenizer, id)).decode() == text
+
+
+def test_what_curl_sends_without_a_content_type_is_told_so(served):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    content = json.dumps({"prompt": "x", "max_tokens": 2})
+    answer = httpx.post(f"{served[0]}/v1/completions", content=content, headers=form)
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]

@@ -1,0 +1,127 @@
+"""The server under memory pressure: a real vocabulary, little memory, and requests of which some cannot fit.
+
+    python tests/robustness/memory.py --requests 200 --after 50
+
+The process bounds its own address space (RLIMIT_AS) so that rounds of greedy texts fit and rounds with sampled ones and
+log-probabilities do not, all the time. Fails (exit code 1) if a request is not answered, if one gets 500 whose text was
+not in a failed round, or if one of the greedy requests afterwards fails.
+"""
+
+import argparse
+import logging
+import random
+import resource
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from infer import Engine
+from infer.config import DrafterConfig, EngineConfig
+from infer.drafters.base import new_drafter
+from infer.serving.config import ServerConfig
+from infer.serving.server import Server, create_app, network
+from infer.targets.loading import load_tokenizer
+from infer.targets.target import Target
+
+VOCABULARY, ROWS, CAPACITY, WAIT = 151_936, 4, 512, 600
+MIB = 2**20
+
+
+def small_engine() -> Engine:
+    """A random target with a large vocabulary and next to no weights beside it, and its drafter."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    target = Target(Qwen3ForCausalLM(config), load_tokenizer("embedded"), "small")
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1, target_layer_ids=[0, 1]), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    return Engine(target, drafter.eval().requires_grad_(False), EngineConfig("ddtree", 16, rows=ROWS), CAPACITY)
+
+
+def memory(name: str) -> int:
+    """Bytes that /proc says this process has."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
+
+
+def body(number: int, dice: random.Random, greedy: bool) -> dict:
+    """A request; token ids as prompt, so that the tokenizer's vocabulary does not matter."""
+    prompt = [dice.randrange(1000) for _ in range(dice.randrange(2, 200))]
+    request = {"prompt": prompt, "max_tokens": dice.randrange(1, 12), "temperature": 0, "user": str(number)}
+    return request if greedy else request | {"temperature": 1, "top_p": 0.9, "logprobs": 20, "seed": number}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--after", type=int, default=50)
+    parser.add_argument("--margin", type=int, default=48, help="MiB beyond what greedy rounds take")
+    options = parser.parse_args()
+    logging.getLogger("infer.serving.server").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    engine, dice = small_engine(), random.Random(0)
+    failed: set[tuple[int, ...]] = set()  # the prompts of failed rounds
+
+    app = create_app(engine, ServerConfig(port=1, model_name="small"))
+    worker, bound = app.state.service.worker, threading.Event()
+    recover = worker._recover
+
+    def recovering() -> None:
+        failed.update(tuple(text.prompt) for text in worker.open if text not in set(engine.waiting))
+        recover()
+
+    worker._recover = recovering
+    config = network(app, ServerConfig(port=1))
+    config.port = 0
+    server = Server(config, bound.set)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    bound.wait()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT, limits=httpx.Limits(max_connections=16))
+    pool = ThreadPoolExecutor(16)
+
+    def ask(request: dict) -> tuple[dict, int]:
+        return request, client.post("/v1/completions", json=request).status_code
+
+    warm = list(pool.map(ask, [body(i, dice, True) | {"max_tokens": 12} for i in range(32)]))
+    faults = [f"{status} before memory was short" for _, status in warm if status != 200]
+    limit = memory("VmPeak") + options.margin * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    mixed = list(pool.map(ask, [body(i, dice, i % 16 > 0) for i in range(options.requests)]))
+    for request, status in mixed:
+        if status not in (200, 500) or (status == 500) != (tuple(request["prompt"]) in failed):
+            faults.append(
+                f"{status} for a request that {'was' if tuple(request['prompt']) in failed else 'was not'}"
+                " in a failed round"
+            )
+    after = list(pool.map(ask, [body(i, dice, True) for i in range(options.after)]))
+    faults += [f"{status} afterwards" for _, status in after if status != 200]
+    kinds = Counter((("greedy" if request["temperature"] == 0 else "sampled"), status) for request, status in mixed)
+    print(f"{len(mixed)} requests: {dict(kinds)}; {len(after)} afterwards: {Counter(s for _, s in after)}")
+    if not failed:
+        faults.append("nothing failed: the margin is too large")
+    server.should_exit = True
+    thread.join(60)
+    print(*faults[:20], f"{len(faults)} faults", sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
