@@ -77,7 +77,7 @@ def model_card(
     base = hub_name(base_model)
     target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
     parts = [
-        front_matter(family, run, license, base),
+        front_matter(reading, run, license, base),
         f"# {family} drafter for {base.rpartition('/')[2] if base else 'a target model'}",
         f"A block-diffusion drafter for {target}: it reads the target's hidden states and proposes "
         f"{block_size - 1} tokens in one pass, which the target then checks at once. The output is the "
@@ -90,7 +90,7 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def front_matter(family: str, run: dict | None, license: str | None, base: str | None) -> str:
+def front_matter(reading: Reading, run: dict | None, license: str | None, base: str | None) -> str:
     """Return the YAML block that the hub reads, without the keys whose values are not known."""
     from huggingface_hub import ModelCardData
 
@@ -101,9 +101,9 @@ def front_matter(family: str, run: dict | None, license: str | None, base: str |
     data = ModelCardData(
         base_model=base,
         datasets=[name for name in map(hub_name, data_names(run)) if name] or None,
-        library_name="transformers",
+        library_name="transformers" if reading.layout == "transformers" else None,  # its AutoModel loads no other
         pipeline_tag="text-generation",
-        tags=["speculative-decoding", "block-diffusion", "draft-model", family.lower()],
+        tags=["speculative-decoding", "block-diffusion", "draft-model", reading.family.title.lower()],
         **named,
     )
     return f"---\n{data.to_yaml()}\n---"
@@ -178,6 +178,16 @@ def use(engines: list[str], block_size: int, target: str) -> str:
         flags = f"--speculative-algorithm DFLASH --speculative-draft-model-path {here}"
         flags += f" --speculative-num-draft-tokens {block_size}"
         parts += ["With SGLang:", f"```\npython -m sglang.launch_server --model-path {target} {flags}\n```"]
+    if any("authors" in engine for engine in engines):
+        load = f'DFlashDraftModel.from_pretrained("{here}")'
+        parts += [f"With the DFlash authors' package: `{load}`; transformers' `AutoModel` does not know this layout."]
+    if any("transformers" in engine for engine in engines):
+        parts += [
+            "With transformers 5.23 or later:",
+            "```python\nfrom transformers import AutoModel\n\n"
+            f'assistant = AutoModel.from_pretrained("{here}")\n'
+            'model.generate(**inputs, assistant_model=assistant, speculation_type="dflash")\n```',
+        ]
     parts += ["With blockdraft, which draws trees of drafts as well:"]
     parts += [f"```\n./launch.sh serve target.path={target} checkpoint={here}\n```"]
     parts += [

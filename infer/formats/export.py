@@ -7,9 +7,11 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter
 from infer.formats.checkpoint import write_folder
+from infer.targets.loading import load_config
 from infer.targets.target import Target
 
 
@@ -25,6 +27,32 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
         raise ValueError(f"format={format}: this is a {title} drafter, which can be exported with format={formats}")
     config, weights = writer(drafter, target)
     write_folder(config, weights, out)
+
+
+def check_base_model(name: str, drafter: Drafter) -> str | None:
+    """Raise ValueError unless the model `name` has the sizes of the drafter's target, whose figures the card presents
+    as that model's. Return a sentence where its config.json cannot be read from here, so that nobody knows; for a
+    drafter of the embedded target, which is no published model, that is refused too."""
+    sizes = target_sizes(drafter.config)
+    try:
+        found = target_sizes(load_config(name).get_text_config())
+    except FileNotFoundError:
+        if all(size in (None, target_sizes(load_config().get_text_config())[key]) for key, size in sizes.items()):
+            raise ValueError(
+                f"base_model={name}: its config.json could not be read from here, and the drafter is one of the "
+                "embedded target, whose figures the card would present as that model's: leave base_model away"
+            ) from None
+        return f"base_model={name}: its config.json could not be read from here, and was not compared with the drafter"
+    wrong = [f"{key} {found[key]}, expected {size}" for key, size in sizes.items() if size not in (None, found[key])]
+    if wrong:
+        raise ValueError(f"base_model={name} is not the target of this drafter: it has {'; '.join(wrong)}")
+    return None
+
+
+def target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
+    """Return a target's sizes, from its own config or from a drafter's."""
+    layers = getattr(config, "num_target_layers", None) if hasattr(config, "block_size") else config.num_hidden_layers
+    return {"hidden_size": config.hidden_size, "layers": layers, "vocab_size": config.vocab_size}
 
 
 def push(folder: Path, name: str) -> str:

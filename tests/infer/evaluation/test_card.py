@@ -61,7 +61,6 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
     validate_repo_id(card.data.base_model)
     assert card.data.to_dict() == {
         "base_model": "Qwen/Qwen3-4B",
-        "library_name": "transformers",
         "license": "apache-2.0",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "block-diffusion", "draft-model", "dflash"],
@@ -122,8 +121,9 @@ def test_only_engines_that_would_load_it_are_named(checkpoint, tmp_path):
     assert "sglang" not in text and "vllm serve" in text
 
 
-def test_an_export_has_a_card(embedded, tmp_path):
-    """`./launch.sh export`, with the licence and the name that the publisher gives."""
+def test_an_export_has_a_card(embedded, tmp_path, monkeypatch):
+    """`./launch.sh export`, with the licence and the name that the publisher gives to the target."""
+    monkeypatch.setattr("infer.formats.export.load_config", lambda name: embedded.model.config)
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     drafter.init_weights(torch.Generator().manual_seed(0))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,7 @@ from infer.cli.export import ExportCommand
 from infer.cli.export import run as run_export
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
+from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 
 VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, OURS = range(6)
@@ -317,7 +319,56 @@ def checkpoint(embedded, tmp_path):
     return str(tmp_path / "run")
 
 
-def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys):
+def test_a_base_model_is_one_of_the_drafters_sizes(repo, checkpoint, make_tiny, tmp_path, monkeypatch):
+    """The card presents figures of the target as those of `base_model`."""
+    from transformers import AutoConfig, Qwen3Config
+
+    from infer.formats.export import check_base_model
+
+    embedded, tiny = load_drafter(checkpoint), make_tiny()[1]
+    with pytest.raises(ValueError, match="is one of the embedded target, whose figures"):
+        run_export(ExportCommand(checkpoint, out=str(tmp_path / "no"), base_model="Qwen/Qwen3-4B"))
+    assert "was not compared" in check_base_model("Qwen/Qwen3-4B", tiny)
+    published = Qwen3Config(hidden_size=2560, num_hidden_layers=36)
+    monkeypatch.setattr("infer.formats.export.load_config", lambda name: published)
+    with pytest.raises(ValueError, match="hidden_size 2560, expected 32; layers 36, expected 6; vocab_size 151936"):
+        run_export(ExportCommand(save(tiny, tmp_path), out=str(tmp_path / "no"), base_model="Qwen/Qwen3-4B"))
+    assert not (tmp_path / "no").exists()
+    monkeypatch.setattr("infer.formats.export.load_config", lambda name: AutoConfig.from_pretrained(EMBEDDED))
+    assert check_base_model("they/theirs", embedded) is None
+
+
+def save(drafter, folder) -> str:
+    """Write a drafter's folder; return its path."""
+    export_drafter(drafter, "dflash", None, folder / "tiny")
+    return str(folder / "tiny")
+
+
+def test_a_folder_promises_no_code_that_it_lacks(checkpoint, tmp_path):
+    for format, library in (("dflash", None), ("transformers", "transformers")):
+        run_export(ExportCommand(checkpoint, format, str(tmp_path / format)))
+        assert "auto_map" not in json.loads((tmp_path / format / "config.json").read_text())
+        assert ModelCard.load(tmp_path / format / "README.md").data.library_name == library
+    assert "DFlashDraftModel.from_pretrained" in (tmp_path / "dflash" / "README.md").read_text()
+    assert 'speculation_type="dflash"' in (tmp_path / "transformers" / "README.md").read_text()
+
+
+def test_speculators_flag_says_of_all_layers_what_vllm_makes_of_it(make_tiny, tmp_path):
+    """vLLM takes `not sliding_window_non_causal` for every layer."""
+    target, drafter = make_tiny()
+    export_drafter(drafter, "speculators", target, tmp_path / "full")
+    raw = json.loads((tmp_path / "full" / "config.json").read_text())
+    assert raw["sliding_window_non_causal"] is True
+    raw["sliding_window_non_causal"] = False
+    (tmp_path / "full" / "config.json").write_text(json.dumps(raw))
+    found = check_folder(tmp_path / "full")[SPECULATORS].problems
+    assert len(found) == 1 and "vLLM would run every layer with causal True" in found[0]
+    export_drafter(slide(drafter), "speculators", target, tmp_path / "mixed")  # no value is right there
+    assert "causal" in check_folder(tmp_path / "mixed")[SPECULATORS].problems[0]
+
+
+def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("infer.formats.export.check_base_model", lambda name, drafter: None)
     run_export(ExportCommand(checkpoint, "dflash", str(tmp_path / "dflash")))  # as it is stored
     assert load_file(tmp_path / "dflash" / "model.safetensors")["norm.weight"].dtype == torch.bfloat16
     assert "SGLang (DFLASH): would load it" in capsys.readouterr().out
