@@ -229,3 +229,14 @@ def test_a_damaged_compressed_file_of_a_folder_is_named(tmp_path, damage):
     bad.write_bytes(content)
     with pytest.raises(ValueError, match=rf"^{re.escape(str(bad))}: damaged or cut off after line \d+ "):
         list(read_rows(DataConfig(source="jsonl", path=str(tmp_path))))
+
+
+def test_a_device_among_the_data_is_refused_before_it_is_read(tmp_path):
+    import os
+
+    from data.rows import files_of
+
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path, tmp_path / "rows.jsonl", "/dev/zero"):
+        with pytest.raises(ValueError, match="is no regular file"):
+            files_of(str(path))
