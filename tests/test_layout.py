@@ -254,7 +254,6 @@ def test_the_circle_check_sees_circles():
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}) == ["b", "c", "b"]
 
 
-@SOON
 @pytest.mark.parametrize("path", sources("infer", "train", name="*/__init__.py"), ids=module_name)
 def test_rooms_say_what_lives_there(path):
     """What lives here, what it may import, where to start reading; nothing else but where a table lives."""

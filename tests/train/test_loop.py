@@ -83,7 +83,7 @@ def wait_for_step(process, run: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole_run(run_from_the_shell, tmp_path_factory) -> Path:
     """An uninterrupted run of 60 steps with checkpoints every 12."""
     runs = tmp_path_factory.mktemp("runs")
@@ -141,7 +141,7 @@ def same_losses(run: Path, other: Path) -> None:
         assert twin["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dart_steps(start, tmp_path_factory) -> Path:
     """The same of a DART drafter."""
     runs = tmp_path_factory.mktemp("dart")
@@ -164,7 +164,7 @@ def test_dart_is_computed_the_same_in_every_way_and_goes_on(start, dart_steps, p
     same_losses(dart_steps, runs / f"other{processes}")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def eight_steps(start, tmp_path_factory) -> Path:
     """A run of one process, with a checkpoint in the middle."""
     runs = tmp_path_factory.mktemp("eight")
