@@ -12,6 +12,7 @@ from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.base import EngineBase
 from infer.engine.engine import Engine
+from infer.engine.sampling import derived_seed
 from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
@@ -50,8 +51,10 @@ def generate(
     A masked diffusion model (`load_masked`) is decoded with method "ssd" or "steps" and None as its drafter.
 
     The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text for the same seed,
-    whatever the method, budget and drafter. `processors` are Hugging Face logits processors; each sees the true prefix
-    of every token it judges. Raises ValueError for options or prompts that make no sense.
+    whatever the method, budget and drafter. Of many prompts, number i is sampled with `derived_seed(seed, i)`, and the
+    first with the seed itself: each gets the text that it gets alone with that seed. `processors` are Hugging Face
+    logits processors; each sees the true prefix of every token it judges. Raises ValueError for options or prompts that
+    make no sense.
     """
     options = settings(options, overrides)
     one = is_prompt(prompts)
@@ -113,15 +116,16 @@ def decode(
     processors: abc.Sequence[Processor] = (),
 ) -> list[Sequence]:
     """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in the same order.
-    `seeds` gives every text a sampling seed of its own instead of options.seed."""
+    `seeds` gives every text its sampling seed; without them they are derived from options.seed, one for each text."""
     options.check()
     if not prompts:
         return []
+    seeds = [derived_seed(options.seed, i) for i in range(len(prompts))] if seeds is None else seeds
     longest = max(map(len, prompts)) + options.max_new_tokens
     engine = open_engine(target, drafter, replace(options, rows=min(options.rows, len(prompts))), longest, clock)
     texts = [
-        engine.submit(prompt, options if seeds is None else replace(options, seed=seeds[i]), processors)
-        for i, prompt in enumerate(prompts)
+        engine.submit(prompt, replace(options, seed=seed), processors)
+        for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     while engine.busy:
         engine.step()

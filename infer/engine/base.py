@@ -62,7 +62,7 @@ class EngineBase:
     def submit(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
         """Queue a text. Raises ValueError for options or lengths that make no sense."""
         self.check_text(options)
-        check_prompt(prompt, options, self.capacity)
+        check_prompt(prompt, options, self.capacity, self.target.head_weight.shape[0])
         text = self._new_sequence(prompt, options, processors)
         self.waiting.append(text)
         return text

@@ -20,8 +20,17 @@ from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import BudgetRule, calibrate
 from infer.engine.rejection import children_noise, decide
-from infer.engine.sampling import adjust, choose, condition_on_noise, round_noise, seen_at_nodes, seen_tokens
-from infer.engine.sequence import Processor, Sequence, TokenLogprob
+from infer.engine.sampling import (
+    SeenAt,
+    adjust,
+    choose,
+    condition_on_noise,
+    round_noise,
+    sampled_rows,
+    seen_at_nodes,
+    seen_tokens,
+)
+from infer.engine.sequence import Processor, Sequence, TokenLogprob, text_end
 from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
 from infer.targets.target import Target, pad_ids
@@ -159,7 +168,7 @@ class Engine(EngineBase):
         features = target.verify(tree, ancestors, self.cache, self.layers)
         logits = target.head(features.last)  # (B, M, V)
         if tree.draws is not None and tree.draws.q is not None:
-            within = None if seen is None else seen_at_nodes(seen, tree.tokens, ancestors)
+            within = None if seen is None else partial(seen_at_nodes, seen, tree.tokens, ancestors)
             accepted, chosen = decide(tree, logits, options, start, noise, within)
         else:
             chosen = self._choose(tree, ancestors, logits, texts, noise, seen)  # (B, M)
@@ -269,30 +278,44 @@ class Engine(EngineBase):
     ) -> torch.Tensor:
         """Return the target's token after every node, (B, M)."""
         options = [text.options for text in texts]
-        if seen is not None:
-            seen = seen_at_nodes(seen, tree.tokens, ancestors)
-        chosen = choose(logits, tree.depths, options, noise, seen)
+        within = None if seen is None else partial(seen_at_nodes, seen, tree.tokens, ancestors)
+        chosen = choose(logits, tree.depths, options, noise, within)
+        order = sampled_rows(options)
         for row, text in enumerate(texts):
             if text.processors:
-                chosen[row] = self._choose_processed(tree, row, text, logits, noise, seen)
+                own = noise[order.index(row)] if row in order else None  # (> max depth, V)
+                prefix = within if text.options.repetition_penalty != 1 else None
+                chosen[row] = self._choose_processed(tree, row, text, logits, own, prefix)
         return chosen
 
-    def _choose_processed(self, tree, row, text, logits, noise, seen) -> torch.Tensor:
+    def _choose_processed(
+        self,
+        tree: DraftTree,
+        row: int,
+        text: Sequence,
+        logits: torch.Tensor,
+        noise: torch.Tensor | None,
+        seen: SeenAt | None,
+    ) -> torch.Tensor:
         """Return the same for one row whose logits go through processors, (M,). They see the true prefix of one node at
-        a time, and so only the nodes on the path that the target takes; -1, which no child carries, elsewhere."""
+        a time, and so only the nodes on the path that the target takes, as far as the text goes; -1, which no child
+        carries, elsewhere. Behind the end of the text the last token stands, which is cut off."""
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
         chosen = torch.full_like(tree.tokens[row], -1)
-        ids, node, depth = text.prompt + text.ids, 0, 0
+        ids, node, depth, token = text.ids[:], 0, 0, None
         while node is not None:
-            scores = logits[row, node][None].float()
-            for processor in text.processors:
-                scores = processor(torch.tensor([ids], device=scores.device), scores)
-            prefix = None if seen is None else seen[row, node][None, None]
-            scores = adjust(scores[None], [text.options], prefix)[0, 0]  # (V,)
-            token = int((scores if noise is None else scores + noise[row, depth]).argmax())
+            if token is None or text_end(ids, len(ids) - 1, text.options, self.target) is None:
+                scores = logits[row, node][None].to(torch.float32, copy=True)  # theirs to change
+                whole = torch.tensor([text.prompt + ids], device=scores.device)
+                for processor in text.processors:
+                    scores = processor(whole, scores)
+                place = (torch.tensor([[i]], device=scores.device) for i in (row, node))
+                scores = adjust(scores[None], [text.options], None if seen is None else seen(*place))[0, 0]  # (V,)
+                token = int((scores if noise is None else scores + noise[depth]).argmax())
+                ids.append(token)
             chosen[node] = token
             children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
-            ids, node, depth = [*ids, token], next(children, None), depth + 1
+            node, depth = next(children, None), depth + 1
         return chosen
 
     def _log_probabilities(

@@ -10,12 +10,12 @@ Recursive Speculative Decoding (Jeon et al. 2024) and Sequoia (Chen et al. 2024)
 B rows, M nodes with the root, W width, D depth of the tree, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from infer.config import TextOptions
-from infer.engine.sampling import adjust, gumbel_noise
+from infer.engine.sampling import SeenAt, adjust, gumbel_noise, sampled_rows
 from infer.engine.verify import Accepted
 from infer.trees.tree import DraftTree
 
@@ -40,9 +40,18 @@ def acceptance_uniforms(seed: torch.Tensor, positions: torch.Tensor, width: int)
 def children_noise(texts: Sequence[TextOptions], start: torch.Tensor, depth: int, vocabulary: int) -> torch.Tensor:
     """Return Gumbel noise (B, D, V) to draw the children of sampled texts with, in trees whose roots are at positions
     start (B,); 0 for greedy texts, whose children are the likeliest tokens."""
-    positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
-    noise = draft_noise(_seeds(texts, start.device), positions, vocabulary)
-    return noise.masked_fill_(_greedy(texts, start.device), 0.0)
+    sampled = sampled_rows(texts)
+    positions = start[sampled, None] + 1 + torch.arange(depth, device=start.device)
+    return _for_all(texts, draft_noise(_seeds([texts[i] for i in sampled], start.device), positions, vocabulary))
+
+
+def _for_all(texts: Sequence[TextOptions], noise: torch.Tensor) -> torch.Tensor:
+    """Return the noise (S, D, V) of the sampled texts as (B, D, V), 0 for the others."""
+    if len(noise) == len(texts):
+        return noise
+    everything = noise.new_zeros(len(texts), *noise.shape[1:])
+    everything[sampled_rows(texts)] = noise
+    return everything
 
 
 def decide(
@@ -51,18 +60,23 @@ def decide(
     texts: Sequence[TextOptions],
     start: torch.Tensor,
     noise: torch.Tensor,
-    seen: torch.Tensor | None,
+    seen: SeenAt | None,
 ) -> tuple[Accepted, torch.Tensor]:
     """Return what a round of drawn trees commits, and the committed token behind every node of the path, (B, M), 0
-    elsewhere: from the target's logits (B, M, V), the round's noise (B, > depth, V), and the tokens of every node's
-    prefix (B, M, V), needed for a penalty only."""
-    depth = tree.max_depth
-    log_p = adjust(logits, texts, seen)
-    certain = torch.full_like(log_p, -torch.inf).scatter_(2, log_p.argmax(-1, keepdim=True), 0.0)
-    log_p = torch.where(_greedy(texts, logits.device), certain, log_p).log_softmax(-1)
+    elsewhere: from the target's logits (B, M, V), the round's noise (S, > depth, V), and the tokens of every node's
+    prefix, needed for a penalty only. Only logits behind nodes that the walk comes to are adjusted."""
+    depth, greedy = tree.max_depth, _greedy(texts, logits.device)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+
+    def log_p(nodes: torch.Tensor) -> torch.Tensor:
+        nodes = nodes[:, None]
+        scores = adjust(logits[rows, nodes], texts, None if seen is None else seen(rows, nodes))  # (B, 1, V)
+        certain = torch.full_like(scores, -torch.inf).scatter_(2, scores.argmax(-1, keepdim=True), 0.0)
+        return torch.where(greedy, certain, scores).log_softmax(-1)[:, 0]
+
     positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
     uniforms = acceptance_uniforms(_seeds(texts, start.device), positions, tree.draws.width)
-    accepted = rejection_walk(tree, log_p, uniforms, noise[:, : depth + 1])
+    accepted = rejection_walk(tree, log_p, uniforms, _for_all(texts, noise[:, : depth + 1]))
     following = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)
     steps = torch.arange(depth + 1, device=logits.device)
     following = torch.where(steps >= accepted.lengths[:, None] - 1, accepted.bonus[:, None], following)
@@ -79,11 +93,14 @@ def _greedy(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
     return torch.tensor([text.temperature == 0 for text in texts], device=device)[:, None, None]
 
 
-def rejection_walk(tree: DraftTree, log_p: torch.Tensor, uniforms: torch.Tensor, noise: torch.Tensor) -> Accepted:
+def rejection_walk(
+    tree: DraftTree, log_p: Callable[[torch.Tensor], torch.Tensor], uniforms: torch.Tensor, noise: torch.Tensor
+) -> Accepted:
     """Go from the root to a child as long as one is accepted; what is committed follows the target's distribution.
 
-    log_p (B, M, V): the target's log-probabilities after every node, `adjust(...).log_softmax(-1)`; uniforms (B, D, W)
-    and noise (B, D + 1, V), standard Gumbel, where index d belongs to the position behind a node of depth d.
+    log_p(nodes (B,)) -> (B, V): the target's log-probabilities after a node a row, `adjust(...).log_softmax(-1)`;
+    uniforms (B, D, W) and noise (B, D + 1, V), standard Gumbel, where index d belongs to the position behind a node of
+    depth d.
 
     At a node the children are tried in order. Child x, proposed by q, is accepted with probability min(1, p(x) / q(x));
     after a rejection p becomes norm(max(p - q, 0)) and q loses x and is renormalised. If none is accepted the bonus
@@ -96,10 +113,10 @@ def rejection_walk(tree: DraftTree, log_p: torch.Tensor, uniforms: torch.Tensor,
     whatever the children are: nothing else is ever accepted or left in the residual.
     """
     draws = tree.draws
-    rows = torch.arange(len(tree.tokens), device=log_p.device)
+    rows = torch.arange(len(tree.tokens), device=tree.tokens.device)
     node = torch.zeros_like(tree.tokens[:, 0])  # (B,) the last accepted one
     going = torch.ones_like(node, dtype=torch.bool)  # (B,) rows whose walk has not ended
-    p = _probabilities(log_p[:, 0])  # (B, V) what the token behind `node` is still to be drawn from
+    p = _probabilities(log_p(node))  # (B, V) what the token behind `node` is still to be drawn from
     path = [node]
     for depth in range(tree.max_depth):
         q = torch.zeros_like(p) if draws.q is None else _probabilities(draws.q[rows, draws.row[node]])
@@ -116,7 +133,7 @@ def rejection_walk(tree: DraftTree, log_p: torch.Tensor, uniforms: torch.Tensor,
             p = torch.where(undecided[:, None], _residual(p, proposal), p)
             q = q.scatter(1, token, 0.0)
         going = going & ~undecided
-        p = torch.where(going[:, None], _probabilities(log_p[rows, node]), p)
+        p = torch.where(going[:, None], _probabilities(log_p(node)), p)
         path.append(node)
     depths = tree.depths[rows, node]
     bonus = (p.log() + noise[rows, depths]).argmax(-1)

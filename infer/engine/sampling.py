@@ -1,6 +1,6 @@
 """How the target chooses a token: greedily, or by position-keyed Gumbel noise.
 
-B rows, Q nodes, L drafted positions, V vocabulary.
+B rows, of which S are sampled, Q nodes, L drafted positions, V vocabulary; b rows and q nodes of a part.
 
 The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard Gumbel noise G. That
 is an exact sample from softmax(logits / temperature), and since the noise depends on nothing but seed, position and
@@ -8,11 +8,17 @@ token, every method, tree, budget and batch gives the same text for the same see
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from infer.config import TextOptions
+
+SLAB = 1 << 18  # numbers that one step of sampling works on at least
+NUCLEUS = 1024  # likeliest tokens that top-p puts in order first
+
+# (rows (b, 1), nodes (b or 1, q)) -> which tokens their true prefixes hold, (b, q, V) bool
+SeenAt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _signed(value: int) -> int:
@@ -34,25 +40,48 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 31)
 
 
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of text number `index` (from 0) of those that are asked for with one seed: the seed itself for
+    the first, else 53 bits of its own, which every reader of JSON keeps exactly. Texts that share a seed share their
+    noise, and with it much of what they say."""
+    if index == 0:
+        return seed
+    return int(_shift(_mix(_mix(torch.tensor(seed) * _GOLDEN + 2) + torch.tensor(index) * _GOLDEN), 11))
+
+
 def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a pure function of
     seed, position and token id, whatever the shape around them and the device."""
     tokens = torch.arange(vocabulary, device=positions.device)
-    key = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN)  # (B, Q)
-    bits = _shift(_mix(key[..., None] + tokens * _GOLDEN), 11)  # (B, Q, V) 53 random bits
-    uniform = (bits.double() + 0.5) * 2.0**-53  # inside (0, 1)
-    return -torch.log(-torch.log(uniform)).float()
+    keys = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN).flatten()  # (B Q,)
+    noise = torch.empty(len(keys), vocabulary, device=positions.device)
+    for part in slabs(len(keys), vocabulary):
+        bits = _shift(_mix(keys[part, None] + tokens * _GOLDEN), 11)  # 53 random bits
+        uniform = bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
+        noise[part] = uniform.log_().neg_().log_().neg_()
+    return noise.view(*positions.shape, vocabulary)
+
+
+def slabs(count: int, width: int) -> Iterator[slice]:
+    """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers or 1/64 of all,
+    whichever is more, so that steps are few and what lies between them is small."""
+    size = max(1, SLAB // width, count // 64)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+
+
+def sampled_rows(rows: Sequence[TextOptions]) -> list[int]:
+    """Return which rows are sampled."""
+    return [i for i, row in enumerate(rows) if row.temperature > 0]
 
 
 def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
-    """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V), zero for greedy
-    rows; None when all rows are greedy. It belongs to positions, not to nodes."""
-    if all(row.temperature == 0 for row in rows):
+    """Return the noise of one round's positions start + 1 .. start + steps, start (B,), for the S rows that are sampled, in
+    their order: (S, steps, V); None when there are none. Made once a position, not once a node."""
+    sampled = sampled_rows(rows)
+    if not sampled:
         return None
-    seeds = torch.tensor([row.seed for row in rows], device=start.device)
-    noise = gumbel_noise(seeds, start[:, None] + 1 + torch.arange(steps, device=start.device), vocabulary)
-    greedy = torch.tensor([row.temperature == 0 for row in rows], device=start.device)
-    return noise.masked_fill_(greedy[:, None, None], 0.0)
+    seeds = torch.tensor([rows[i].seed for i in sampled], device=start.device)
+    return gumbel_noise(seeds, start[sampled, None] + 1 + torch.arange(steps, device=start.device), vocabulary)
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,37 +91,70 @@ def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor
     token."""
     logits = logits.float()
 
-    def column(values: list[float]) -> torch.Tensor:
+    def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, device=logits.device).view(-1, 1, 1)
 
     if seen is not None:
         penalty = column([row.repetition_penalty for row in rows])
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    sampled = [row.temperature > 0 for row in rows]
-    if not any(sampled):
+    sampled = sampled_rows(rows)
+    if not sampled:
         return logits
     logits = logits / column([row.temperature if row.temperature > 0 else 1.0 for row in rows])
-    vocabulary = logits.shape[-1]
-    top_k = [
-        min(row.top_k, vocabulary) if row.top_k and on else vocabulary for row, on in zip(rows, sampled, strict=True)
-    ]
-    top_p = [row.top_p if on else 1.0 for row, on in zip(rows, sampled, strict=True)]
-    min_p = [row.min_p if on else 0.0 for row, on in zip(rows, sampled, strict=True)]
-    if min(top_k) < vocabulary or min(top_p) < 1:
-        order = logits.sort(dim=-1, descending=True).values
-        k = column(top_k)
-        lowest = order.gather(-1, (k - 1).expand(*logits.shape[:2], 1))  # (B, Q, 1)
-        if min(top_p) < 1:
-            shares = order.masked_fill(order < lowest, -math.inf).softmax(-1)
-            before = shares.cumsum(-1) - shares  # the probability of all likelier tokens
-            kept = (before < column(top_p)).sum(-1, keepdim=True).clamp(min=1)
-            kept = torch.where(column(top_p) < 1, kept, vocabulary)
-            lowest = torch.maximum(lowest, order.gather(-1, kept - 1))
-        logits = logits.masked_fill(logits < lowest, -math.inf)
-    if max(min_p) > 0:
-        lowest = logits.amax(-1, keepdim=True) + column([math.log(p) if p else -math.inf for p in min_p])
-        logits = logits.masked_fill(logits < lowest, -math.inf)
+    for asked, lowest in (
+        ([i for i in sampled if 0 < rows[i].top_k < logits.shape[-1]], lowest_of_top_k),
+        ([i for i in sampled if rows[i].top_p < 1], lowest_of_top_p),
+        ([i for i in sampled if rows[i].min_p > 0], lowest_of_min_p),
+    ):
+        if asked:
+            part = logits if len(asked) == len(rows) else logits[asked]
+            filtered = part.masked_fill_(part < lowest(part, [rows[i] for i in asked]), -math.inf)
+            if filtered is not logits:
+                logits[asked] = filtered
     return logits
+
+
+def lowest_of_top_k(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
+    """Return the k-th highest logit, (B, Q, 1): what is lower is not among the row's k likeliest."""
+    k = torch.tensor([row.top_k for row in rows], device=logits.device).view(-1, 1, 1)
+    return logits.topk(int(k.max())).values.gather(-1, (k - 1).expand(*logits.shape[:2], 1))
+
+
+def lowest_of_top_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
+    """Return the lowest logit that is kept, (B, Q, 1): all likelier tokens together have less than the row's top_p.
+
+    The NUCLEUS likeliest tokens are put in order. Where their mass does not reach top_p the edge is searched for among
+    the others; no more of them is put in order. What comes out for one place is the same whatever stands beside it.
+    """
+    p = torch.tensor([row.top_p for row in rows], device=logits.device).view(-1, 1, 1).expand(*logits.shape[:2], 1)
+    p, flat = p.reshape(-1, 1), logits.flatten(0, 1)  # (B Q, 1), (B Q, V)
+    shares = flat.softmax(-1)
+    order, ids = flat.topk(min(NUCLEUS, flat.shape[-1]))
+    likely = shares.gather(-1, ids)
+    inside = likely.cumsum(-1) - likely < p  # where all likelier tokens together have less than top_p
+    lowest = order.gather(-1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
+    left = inside[:, -1].nonzero()[:, 0] if order.shape[-1] < flat.shape[-1] else ()
+    if len(left):
+        lowest[left] = search_edge(flat[left], shares[left], p[left], order[left])
+    return lowest.view(*logits.shape[:2], 1)
+
+
+def search_edge(logits: torch.Tensor, shares: torch.Tensor, p: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return the lowest number (n, 1) above which logits (n, V) have less than the mass p (n, 1), by bisection down to
+    neighbouring floats. `order` (n, k) are the highest logits, which do not reach that mass."""
+    high, low = order[:, -1:], order[:, :1] - 110  # e^-110 is no float32: all mass lies above `low`
+    above = torch.empty_like(logits)
+    for _ in range(40):
+        middle = (low + high) / 2
+        enough = torch.linalg.vecdot(torch.gt(logits, middle, out=above), shares)[:, None] >= p
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return high
+
+
+def lowest_of_min_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
+    """Return the lowest logit that is kept, (B, Q, 1): min_p of the likeliest token's probability."""
+    least = torch.tensor([math.log(row.min_p) for row in rows], device=logits.device).view(-1, 1, 1)
+    return logits.amax(-1, keepdim=True) + least
 
 
 def choose(
@@ -100,16 +162,29 @@ def choose(
     depths: torch.Tensor,
     rows: Sequence[TextOptions],
     noise: torch.Tensor | None,
-    seen: torch.Tensor | None = None,
+    seen: SeenAt | None = None,
 ) -> torch.Tensor:
-    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the
-    round's noise (B, > max depth, V), and the tokens of every node's prefix, needed for a penalty only."""
-    if noise is None and seen is None:
-        return logits.argmax(-1)
-    scores = adjust(logits, rows, seen)
-    if noise is not None:
-        scores = scores + noise.gather(1, depths[..., None].expand(-1, -1, logits.shape[-1]))
-    return scores.argmax(-1)
+    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the round's
+    noise (S, > max depth, V), and the tokens of every node's prefix, needed for a penalty only.
+
+    Rows that are neither sampled nor penalised cost nothing more than their argmax; the others are adjusted a few nodes
+    at a time, so that no second tensor of all logits comes about.
+    """
+    chosen = logits.argmax(-1)
+    sampled = sampled_rows(rows)
+    penalised = [i for i, row in enumerate(rows) if row.temperature == 0 and row.repetition_penalty != 1]
+    for group in filter(None, (sampled, penalised)):
+        index = torch.tensor(group, device=logits.device)[:, None]  # (b, 1)
+        options = [rows[i] for i in group]
+        prefixes = seen if any(row.repetition_penalty != 1 for row in options) else None
+        for part in slabs(logits.shape[1], len(group) * logits.shape[2]):
+            nodes = torch.arange(part.start, part.stop, device=logits.device)[None]  # (1, q)
+            within = None if prefixes is None else prefixes(index, nodes)
+            scores = adjust(logits[index, nodes], options, within)  # (b, q, V)
+            if group is sampled:
+                scores += noise[torch.arange(len(group), device=logits.device)[:, None], depths[index, nodes]]
+            chosen[index, nodes] = scores.argmax(-1)
+    return chosen
 
 
 def condition_on_noise(
@@ -122,7 +197,7 @@ def condition_on_noise(
         return marginals
     scores = adjust(marginals, rows, seen)
     if noise is not None:
-        scores = scores + noise[:, : marginals.shape[1]]
+        scores[sampled_rows(rows)] += noise[:, : marginals.shape[1]]
     return scores.log_softmax(-1)
 
 
@@ -134,8 +209,12 @@ def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.d
     return seen
 
 
-def seen_at_nodes(seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
-    """Return which tokens the true prefix of every node holds, itself included: (B, M, V) bool, from a tree's tokens
-    (B, M), and from the committed tokens' `seen` (B, V), which holds the root."""
-    tokens = torch.where(ancestors, tokens[:, None].expand_as(ancestors), tokens[:, :1, None])
-    return seen[:, None].repeat(1, ancestors.shape[1], 1).scatter_(2, tokens, True)
+def seen_at_nodes(
+    seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor
+) -> torch.Tensor:
+    """Return which tokens the true prefix of a node holds, itself included: (b, q, V) bool for rows (b, 1) and nodes (b
+    or 1, q), from the trees' tokens (B, M) and ancestors (B, M, M), and from the committed tokens' `seen` (B, V), which
+    holds the root."""
+    path = ancestors[rows, nodes]  # (b, q, M)
+    carried = torch.where(path, tokens[rows], tokens[rows, :1])
+    return seen[rows].repeat(1, path.shape[1], 1).scatter_(2, carried, True)

@@ -95,10 +95,14 @@ def check_text(options: TextOptions, target: Model) -> None:
         raise ValueError("stop strings need a tokenizer: load the target with load_target")
 
 
-def check_prompt(prompt: list[int], options: TextOptions, capacity: int) -> None:
-    """Raise ValueError for a prompt that is empty, or too long for an engine's rows of so many positions."""
+def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabulary: int) -> None:
+    """Raise ValueError for a prompt that is empty, too long for an engine's rows of so many positions, or of tokens
+    that the model does not have."""
     if not prompt:
         raise ValueError("every prompt needs at least one token")
+    unknown = [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocabulary]
+    if unknown:
+        raise ValueError(f"prompt: token {unknown[0]} does not exist, the model has 0 to {vocabulary - 1}")
     if len(prompt) + options.max_new_tokens > capacity:
         raise ValueError(
             f"prompt and answer may take {len(prompt) + options.max_new_tokens} positions, "

@@ -14,6 +14,7 @@ import torch
 from infer.api import AnyTarget, open_engine
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
+from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.results import Evaluation, MethodResult, Sample
@@ -93,10 +94,11 @@ def decode_all(
     prompts: list[list[int]],
     config: EvaluationConfig,
     progress: Progress = lambda done, total: None,
+    numbers: abc.Sequence[int] | None = None,
 ) -> list[Measured]:
     """Decode every prompt with every method, plain decoding first, and count how often the drafter guesses right along
-    what plain decoding wrote."""
-    measured = measure(target, drafter, variants(drafter, config), prompts, progress)
+    what plain decoding wrote. `numbers` are those of `measure`."""
+    measured = measure(target, drafter, variants(drafter, config), prompts, progress, numbers)
     length = max(map(len, prompts), default=0) + config.max_new_tokens
     plain = measured[0]
     for first in range(0, len(prompts), ROWS):
@@ -130,17 +132,24 @@ def measure(
     variants: abc.Sequence[Variant],
     prompts: abc.Sequence[abc.Sequence[int]],
     progress: Progress = lambda done, total: None,
+    numbers: abc.Sequence[int] | None = None,
 ) -> list[Measured]:
     """Decode every prompt with every variant, as many at a time as the variant with the most rows. The variants take
-    turns on the same prompts, so that a noisy machine is equally noisy for all."""
+    turns on the same prompts, so that a noisy machine is equally noisy for all. `numbers` are the prompts' own among
+    all that are sampled with one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
     rows = max(variant.options.rows for variant in variants)
     longest = max(map(len, prompts), default=0)
 
-    def run(chunk: abc.Sequence[abc.Sequence[int]], options: DecodeOptions, into: Measured) -> None:
+    numbers = range(len(prompts)) if numbers is None else numbers
+
+    def run(part: slice, options: DecodeOptions, into: Measured) -> None:
         began = clock()
         engine = open_engine(model, drafter, options, longest + into.variant.options.max_new_tokens, clock)
-        into.texts += [engine.submit(list(prompt), options) for prompt in chunk]
+        into.texts += [
+            engine.submit(list(prompt), replace(options, seed=derived_seed(options.seed, number)))
+            for prompt, number in zip(prompts[part], numbers[part], strict=True)
+        ]
         while engine.busy:
             engine.step()
         into.seconds += clock() - began
@@ -149,11 +158,11 @@ def measure(
 
     for variant in variants:  # warm-up: first calls pay for allocations and kernels
         tokens = variant.options.room(min(16, variant.options.max_new_tokens))
-        run(prompts[:rows], replace(variant.options, max_new_tokens=tokens), Measured(variant))
+        run(slice(rows), replace(variant.options, max_new_tokens=tokens), Measured(variant))
     measured = [Measured(variant) for variant in variants]
     for first in range(0, len(prompts), rows):
         for one in measured:
-            run(prompts[first : first + rows], one.variant.options, one)
+            run(slice(first, first + rows), one.variant.options, one)
         progress(min(first + rows, len(prompts)), len(prompts))
     return measured
 

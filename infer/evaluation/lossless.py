@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -72,9 +73,7 @@ class TargetChoice:
         vocabulary, device = logits.shape[-1], logits.device
         self.logits, self.options = logits, options
         self.noise = round_noise([options], torch.tensor([position], device=device), 1, vocabulary)
-        self.seen = None
-        if options.repetition_penalty != 1:
-            self.seen = seen_tokens([prefix], vocabulary, device)[:, None]
+        self.seen = partial(seen_along, prefix, len(prefix) - 1, vocabulary)
 
     def score(self, token: int) -> float:
         """Return the value by which tokens are compared, filters aside: the logit, or tempered logit plus noise."""
@@ -97,6 +96,11 @@ class TargetChoice:
         edge[..., self.token()] = -rounding
         edge[..., token] = rounding
         return token in (self.token(alone), self.token(edge))
+
+
+def seen_along(ids: list[int], start: int, vocabulary: int, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """Return which tokens a text holds up to position start + i, for nodes i (1, q): (1, q, V) bool. `rows` is 0."""
+    return seen_tokens([ids[: start + i + 1] for i in nodes[0].tolist()], vocabulary, nodes.device)[None]
 
 
 @torch.no_grad()
@@ -126,11 +130,8 @@ def check_output(target: Target, text: Sequence) -> Generator[None, None, Differ
         width, vocabulary = logits.shape[1], logits.shape[2]
         if start + width >= first:  # position i chooses the token at i + 1
             noise = round_noise([options], torch.tensor([start], device=logits.device), width, vocabulary)
-            seen = None
-            if options.repetition_penalty != 1:
-                prefixes = [whole[: start + i + 1] for i in range(width)]
-                seen = seen_tokens(prefixes, vocabulary, logits.device)[None]
             depths = torch.arange(width, device=logits.device)[None]
+            seen = partial(seen_along, whole, start, vocabulary)
             tokens = choose(logits, depths, [options], noise, seen)[0].tolist()
             for i in range(max(0, first - start - 1), width):
                 place = start + i + 1 - first

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
+from infer.engine.sampling import derived_seed
 from infer.evaluation.evaluate import Measured, Progress, Variant, describe_device, measure, method_result
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
 from infer.masked.drafting import Guesses, Plan
@@ -53,7 +54,10 @@ def evaluate_masked(
     """Decode every prompt step by step and with drafts of every length and order. `options` are those that
     `masked_options` makes; `nodes`: states a round of the trees with the longest drafts."""
     measured = measure(model, None, masked_variants(options, lengths, orders, nodes), prompts, progress)
-    traces = [trace(model, prompt, options) for prompt in prompts]
+    traces = [
+        trace(model, prompt, replace(options, seed=derived_seed(options.seed, number)))
+        for number, prompt in enumerate(prompts)
+    ]
     steps = measured[0].total("written")
     limits = {
         str(length): [

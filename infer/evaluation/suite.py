@@ -138,7 +138,8 @@ def ask(
                 prompts.append(ids)
         if not prompts:
             break
-        share = measure(target, drafter, variants(drafter, config), prompts, progress)
+        numbers = [turn * len(chats) + i for i in asked]
+        share = measure(target, drafter, variants(drafter, config), prompts, progress, numbers)
         for i, text in zip(asked, share[0].texts, strict=True):
             histories[i].append({"role": "assistant", "content": answer_text(target, text.ids, text.options)})
         shares.append(share)

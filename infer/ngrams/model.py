@@ -241,7 +241,7 @@ class NGram:
 # Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes outside the arrays.
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _child(arrays, node):
     """Return where the children of an inner node (or of the one behind the last) start."""
     total = len(arrays.entries)
@@ -249,7 +249,7 @@ def _child(arrays, node):
     return min(base + np.int64(arrays.low[node]), total)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def children(arrays, node):
     """Return (first, last): a node's children are the nodes first .. last - 1; none for node -1 and for a leaf."""
     if node < 0 or node >= arrays.inner:
@@ -258,12 +258,12 @@ def children(arrays, node):
     return first, max(first, _child(arrays, node + 1))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def token_of(arrays, node):
     return np.int64(arrays.entries[node]) >> arrays.count_bits
 
 
-@njit(cache=True, nogil=True)
+@njit
 def lower_bound(arrays, first, last, token):
     """Return the first of the siblings first .. last - 1 whose token is not below `token`, or last: a binary search."""
     while first < last:
@@ -275,14 +275,14 @@ def lower_bound(arrays, first, last, token):
     return first
 
 
-@njit(cache=True, nogil=True)
+@njit
 def find_child(arrays, first, last, token):
     """Return which of the siblings first .. last - 1, as `children` gives them, is `token`: a node, or -1."""
     at = lower_bound(arrays, first, last, token)
     return at if at < last and token_of(arrays, at) == token else -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def find(arrays, ids, start, end):
     """Return the node of the n-gram ids[start:end], ids int64, or -1 if it was never seen, is empty, or is longer than
     the order."""
@@ -297,7 +297,7 @@ def find(arrays, ids, start, end):
     return node
 
 
-@njit(cache=True, nogil=True)
+@njit
 def count_of(arrays, node):
     """Return a node's count; 0 for node -1."""
     if node < 0 or node >= len(arrays.entries):
@@ -311,7 +311,7 @@ def count_of(arrays, node):
     return arrays.overflow_counts[at] if found else code
 
 
-@njit(cache=True, nogil=True)
+@njit
 def find_children(arrays, node, sorted_tokens, out):
     """Fill out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
     return how many children the node has in all.
@@ -341,7 +341,7 @@ def find_children(arrays, node, sorted_tokens, out):
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def gather_counts(arrays, node, sorted_tokens, out):
     """Fills out (T,) int64 with the counts of sorted_tokens (T,) int64, ascending, after a node: 0 where unseen."""
     find_children(arrays, node, sorted_tokens, out)
@@ -349,7 +349,7 @@ def gather_counts(arrays, node, sorted_tokens, out):
         out[i] = count_of(arrays, out[i])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def gather_probabilities(arrays, total, ids, start, end, sorted_tokens, counts, out):
     """Fills out (T,) float64 with Pr(token | ids[start:end]) of sorted_tokens (T,) int64, ascending; counts (T,) int64
     is scratch. DART section 4: count(context, token) / count(context), from the longest suffix of the context in which

@@ -104,7 +104,7 @@ def _open(path: Path) -> np.ndarray:
     return data
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _number(data, at, size):
     """The little-endian number of so many bytes, 4 (signed) or 8 (negative if it is 2^63 or more)."""
     value = np.int64(0)
@@ -113,13 +113,13 @@ def _number(data, at, size):
     return value - (np.int64(1) << np.int64(32)) if size == 4 and value >> np.int64(31) else value
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _link(parent, token, child):
     """A number for "child continues parent by token", small enough to add up billions of them."""
     return ((parent * 1000003 + token) & 0xFFFFFFF) * (child % 268435399) & 0xFFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@njit
 def read(data, longest, order, vocabulary, bits, keys, own, depths):
     """Reads the nodes of a file (size,) uint8: fills keys (N,) uint64; own (N,) int64, how often a text ended at each
     n-gram or it was cut there for its length; depths (N,) uint8, 0 of what is longer than `order`. Returns which of

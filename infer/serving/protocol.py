@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from infer.config import TextOptions
+from infer.engine.sampling import derived_seed
 from infer.engine.sequence import TokenLogprob
 from infer.targets.target import Target
 
@@ -101,7 +102,7 @@ class CompletionRequest(Strict):
         return {}
 
     def text_options(self, most: int, logprobs: int | None, index: int) -> TextOptions:
-        """Return the options of text number `index` of the request's `n`."""
+        """Return the options of text number `index` of the request."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return TextOptions(
             max_new_tokens=most,
@@ -110,7 +111,7 @@ class CompletionRequest(Strict):
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            seed=random.getrandbits(62) if self.seed is None else self.seed + index,
+            seed=random.getrandbits(62) if self.seed is None else derived_seed(self.seed, index),
             ignore_eos=self.ignore_eos,
             stop=stop,
             logprobs=logprobs,

@@ -8,11 +8,12 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
+from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig, TextOptions
+from infer.engine.sampling import derived_seed
 from infer.utils.entry import going_on
 from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.redact import redact_text
@@ -38,6 +39,11 @@ class Answer:
     error: str | None = None
 
 
+def of_row(options: DecodeOptions, row: Row) -> DecodeOptions:
+    """The options with the row's own seed, whoever answers and wherever a run begins."""
+    return replace(options, seed=derived_seed(options.seed, row.index))
+
+
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callable[[Iterable[Row]], Iterator[Answer]]:
     """Return a function that answers rows with our engine, `options.rows` side by side, in the rows' order."""
     from infer.api import answer_text, encode, open_engine
@@ -49,7 +55,7 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callabl
         while True:
             for row in islice(rows, 4 * options.rows - len(queue)):
                 try:
-                    queue.append((row, engine.submit(encode(target, row.prompt), options)))
+                    queue.append((row, engine.submit(encode(target, row.prompt), of_row(options, row))))
                 except ValueError as wrong:
                     queue.append((row, str(wrong)))
             if not queue:
@@ -93,10 +99,13 @@ def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int)
         except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as wrong:
             raise ValueError(f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule") from wrong
 
+    further = {name: getattr(options, name) for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos")}
+
     def ask(row: Row) -> Answer:
         chat = not isinstance(row.prompt, str)
         body = {"model": model, "max_tokens": options.max_new_tokens, "temperature": options.temperature}
-        body |= {"seed": options.seed, "top_p": options.top_p}
+        body |= {"seed": of_row(options, row).seed, "top_p": options.top_p}
+        body |= {name: value for name, value in further.items() if value != getattr(TextOptions(), name)}
         body |= {"stop": list(options.stop)} if options.stop else {}
         body |= {"messages": row.prompt} if chat else {"prompt": row.prompt}
         for _ in range(3):

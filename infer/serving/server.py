@@ -249,8 +249,8 @@ class Service:
         for prompt in prompts:
             try:
                 ids = encode(self.target, prompt, body.template_options())
-                for index in range(body.n):
-                    tickets.append(Ticket(ids, self._settings(body, ids, index), asyncio.get_running_loop()))
+                for _ in range(body.n):
+                    tickets.append(Ticket(ids, self._settings(body, ids, len(tickets)), asyncio.get_running_loop()))
             except ValueError as wrong:
                 raise Refused(400, str(wrong)) from wrong
         self.inside.update(tickets)

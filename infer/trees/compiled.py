@@ -14,7 +14,7 @@ def available(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and jit.AVAILABLE
 
 
-@jit.njit(cache=True, nogil=True)
+@jit.njit
 def best_first(top, ids, nodes, scores):
     """Run algorithm 1 of DDTree section 4.3 for every row of top (R, L, K) float32, sorted, and ids (R, L, K): fill
     nodes (3, R, M - 1), that is tokens, parents and depths, and scores (R, M - 1), all of them.
@@ -70,7 +70,7 @@ def best_first(top, ids, nodes, scores):
                 entries += 1
 
 
-@jit.njit(cache=True, nogil=True)
+@jit.njit
 def ancestors(parents, mask):
     """Fill mask (R, M, M) bool: a node sees what its parent sees, and itself. parents (R, M), the root first."""
     rows, nodes = parents.shape

@@ -42,7 +42,7 @@ class Judged(NamedTuple):
     ends: np.ndarray  # bool: whether the token ends a text
 
 
-@njit(cache=True, nogil=True)
+@njit
 def begin(arrays, context, suffixes):
     """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64."""
     for k in range(len(suffixes)):
@@ -50,14 +50,14 @@ def begin(arrays, context, suffixes):
         suffixes[k] = find(arrays, context, start, len(context)) if start >= 0 else -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def unigrams(arrays, total, tokens, out):
     """Fill out (K,) with the unigram probabilities of tokens (K,) int64."""
     for i in range(len(tokens)):
         out[i] = count_of(arrays, find(arrays, tokens, i, i + 1)) / max(total, 1)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def extend(arrays, suffixes, tokens, alone, grown, probabilities):
     """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, as
     `NGram.probabilities` has it, and grown (O, K) with the suffixes of the path behind each of them, and in its last
@@ -77,13 +77,13 @@ def extend(arrays, suffixes, tokens, alone, grown, probabilities):
                     probabilities[i] = count / context
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _worse(score, index, other_score, other_index):
     """Return whether an entry ranks below another one: by score, then by index."""
     return score < other_score or (score == other_score and index > other_index)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _best(scores, first, last, chosen):
     """Fill chosen (C,) with the best indices of scores[first:last], best first, the earlier of equal ones; return how
     many there are. Keeps a heap of the best so far, the worst of them on top, so that most entries cost one
@@ -109,7 +109,7 @@ def _best(scores, first, last, chosen):
     return size
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _sift(scores, heap, size, moving):
     """Replace the top of the heap by `moving`."""
     hole = 0
@@ -127,7 +127,7 @@ def _sift(scores, heap, size, moving):
     heap[hole] = moving
 
 
-@njit(cache=True, nogil=True)
+@njit
 def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_probs):
     """Run DART algorithm 1 for one row: `Candidates` and `Judged`, a context (C,) int64 that ends with the bonus token,
     the beam's width. Fills nodes (3, M - 1), that is tokens, parents and depths, best first, and log_probs (M - 1,) of
@@ -183,7 +183,7 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def best_first(arrays, order, weight, candidates, context, nodes, scores):
     """Find the best prefixes under marginals times n-gram probabilities to the power of `weight`, for one row:
     arguments as in `beam`; fill nodes (3, M - 1) and scores (M - 1,), all of them, best first."""

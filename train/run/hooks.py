@@ -83,17 +83,19 @@ def decode_share(
     """Decode this process's share of the held-out prompts with every method."""
     options = config.evaluation
     prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+    numbers = range(len(prompts))
     if config.target.shard:  # a pass takes all processes: all decode everything, in step
         options = replace(options, compile=False)
     else:
-        prompts = prompts[dist.get_rank() :: dist.get_world_size()]
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        prompts, numbers = prompts[mine], numbers[mine]
     with progress.counting(f"evaluating step {step}", len(prompts)) as advance:
 
         def onwards(done: int, total: int) -> None:
             alive()
             advance(done, total)
 
-        return decode_all(target, drafter, prompts, options, onwards)
+        return decode_all(target, drafter, prompts, options, onwards, numbers)
 
 
 def write_evaluation(

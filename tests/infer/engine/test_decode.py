@@ -9,6 +9,7 @@ from infer import generate
 from infer.api import decode
 from infer.config import DecodeOptions
 from infer.drafters.bigram import Bigram
+from infer.engine.sampling import derived_seed
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
 
@@ -21,7 +22,9 @@ def random_prompts(count: int, vocabulary: int = 90, seed: int = 0) -> list[list
 
 def plain(target: Target, prompts: list[list[int]], tokens: int, **options) -> list[list[int]]:
     settings = DecodeOptions(method="plain", max_new_tokens=tokens, **options)
-    return [decode(target, None, [prompt], settings)[0].ids for prompt in prompts]
+    seeds = [derived_seed(settings.seed, number) for number in range(len(prompts))]
+    pairs = zip(prompts, seeds, strict=True)
+    return [decode(target, None, [prompt], settings, seeds=[seed])[0].ids for prompt, seed in pairs]
 
 
 @pytest.mark.parametrize("block_size", [2, 8, 16])
@@ -187,8 +190,8 @@ def test_rows_do_not_depend_on_their_batch(make_tiny):
     prompts = random_prompts(5, seed=4)
     options = DecodeOptions(30, 0.8, seed=3, budget=16)
     together = decode(target, drafter, prompts, options)
-    for prompt, row in zip(prompts, together, strict=True):
-        assert decode(target, drafter, [prompt], options)[0].ids == row.ids
+    for number, (prompt, row) in enumerate(zip(prompts, together, strict=True)):
+        assert decode(target, drafter, [prompt], options, seeds=[derived_seed(3, number)])[0].ids == row.ids
 
 
 @pytest.mark.parametrize("method", ["plain", "chain", "ddtree"])
@@ -309,3 +312,21 @@ def test_tree_verification_equals_sequential_logits(make_tiny):
                     at = int(tree.parents[b, at])
                 ids = torch.tensor([[*prompts[b], int(tree.tokens[b, 0]), *path]])
                 assert torch.allclose(target.model(ids).logits[0, -1], logits[b, node], atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["plain", "ddtree", "static"])
+def test_texts_of_one_call_have_seeds_of_their_own(make_tiny, method):
+    """Each is what its derived seed writes alone; the first has the seed that was given."""
+    target, drafter = make_tiny()
+    options = {"method": method, "budget": 9, "temperature": 1.0, "max_new_tokens": 12}
+    many = generate(target, drafter, [[5, 6, 7]] * 5, seed=11, **options)
+    assert len({tuple(answer.ids) for answer in many}) == 5
+    seeds = [derived_seed(11, i) for i in range(5)]
+    assert seeds[0] == 11 and len(set(seeds)) == 5 and all(0 <= seed < 2**53 for seed in seeds)
+    for seed, answer in zip(seeds, many, strict=True):
+        assert generate(target, drafter, [5, 6, 7], seed=seed, **options).ids == answer.ids
+
+
+def test_derived_seeds_do_not_meet():
+    seeds = {derived_seed(seed, index) for seed in (0, 1, 2, -1, 2**61) for index in range(1, 300)}
+    assert len(seeds) == 5 * 299

@@ -69,11 +69,16 @@ def target_at_nodes(tree: DraftTree, p: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(after).gather(0, tree.depths[None, ..., None].expand(1, -1, -1, VOCABULARY))[0]
 
 
+def behind(log_p: torch.Tensor):
+    """Log-probabilities (B, M, V) as `rejection_walk` asks for them."""
+    return lambda nodes: log_p[torch.arange(len(log_p)), nodes]
+
+
 def walked(draft: DraftTree, log_p: torch.Tensor, first_seed: int = 0):
     rows = len(log_p)
     seeds, positions = torch.arange(rows) + first_seed, torch.arange(1, DEPTH + 2).expand(rows, -1)
     uniforms = acceptance_uniforms(seeds, positions[:, :DEPTH], draft.draws.width)
-    return rejection_walk(draft, log_p, uniforms, gumbel_noise(seeds, positions, VOCABULARY))
+    return rejection_walk(draft, behind(log_p), uniforms, gumbel_noise(seeds, positions, VOCABULARY))
 
 
 def committed(draft: DraftTree, accepted) -> torch.Tensor:
@@ -141,7 +146,7 @@ def test_rounds_on_end_follow_the_target():
         noise = draft_noise(seeds, positions[:, :DEPTH], 4)
         draft = full_tree(bonus, lambda depth, tokens: q[tokens], 2, DEPTH, noise)
         uniforms = acceptance_uniforms(seeds, positions[:, :DEPTH], 2)
-        accepted = rejection_walk(draft, p[draft.tokens], uniforms, gumbel_noise(seeds, positions, 4))
+        accepted = rejection_walk(draft, behind(p[draft.tokens]), uniforms, gumbel_noise(seeds, positions, 4))
         tokens = torch.cat([draft.tokens.gather(1, accepted.path), accepted.bonus[:, None]], 1)
         text.scatter_(1, at[:, None] + torch.arange(DEPTH + 1), tokens[:, :-1])
         at, bonus = at + accepted.lengths, accepted.bonus
@@ -248,7 +253,7 @@ def test_walk_equals_a_plain_walk(pair, drawn, positional):
     generator = torch.Generator().manual_seed(0)
     uniforms = torch.rand(rows, DEPTH, 3, generator=generator, dtype=torch.double)
     noise = gumbel_noise(torch.arange(rows), torch.arange(DEPTH + 1).expand(rows, -1), VOCABULARY)
-    accepted = rejection_walk(draft, log_p, uniforms, noise)
+    accepted = rejection_walk(draft, behind(log_p), uniforms, noise)
     for row in range(rows):
         path, bonus = slow_walk(draft, row, log_p, uniforms, noise)
         assert accepted.lengths[row] == len(path)
@@ -277,7 +282,7 @@ def test_a_draft_without_more_tokens_goes_on_with_point_masses():
     log_p = target_at_nodes(draft, p)
     never = torch.full((50, DEPTH, 3), 1 - 2.0**-53, dtype=torch.double)
     noise = gumbel_noise(torch.arange(50), torch.arange(DEPTH + 1).expand(50, -1), VOCABULARY)
-    accepted = rejection_walk(draft, log_p, never, noise)
+    accepted = rejection_walk(draft, behind(log_p), never, noise)
     assert (accepted.lengths == 1).all()
     assert (accepted.bonus[:, None] != draft.tokens[:, 1:4]).all()
 
@@ -290,7 +295,7 @@ def test_a_residual_that_rounds_to_nothing(width):
     draft = full_tree(torch.tensor([2]), by_position(q.expand(1, 1, -1)), width, 1, noise)
     assert draft.tokens.tolist() == [[2, 1, 0][: width + 1]]
     log_p = torch.tensor([0.0, -torch.inf, -torch.inf]).expand(1, width + 1, -1)
-    accepted = rejection_walk(draft, log_p, torch.full((1, 1, width), 0.5), torch.zeros(1, 2, 3))
+    accepted = rejection_walk(draft, behind(log_p), torch.full((1, 1, width), 0.5), torch.zeros(1, 2, 3))
     assert accepted.lengths.tolist() == [width] and accepted.bonus.tolist() == [0]
     assert accepted.path.tolist() == [[0, 0], [0, 2]][width - 1 : width]
 

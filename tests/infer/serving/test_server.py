@@ -16,6 +16,7 @@ from infer.cli.chat import ChatCommand, answer
 from infer.cli.chat import run as chat
 from infer.config import DrafterConfig, EngineConfig
 from infer.drafters.dflash.model import DFlash
+from infer.engine.sampling import derived_seed
 
 CAPACITY = 256
 
@@ -71,7 +72,11 @@ def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, embedded):
     assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == whole.choices[0].finish_reason
     two = client.completions.create(model="embedded", prompt="def walk(", n=2, **settings)
     assert two.choices[0].text == expected
-    assert two.choices[1].text == own(embedded, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=6)
+    second = own(embedded, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=derived_seed(5, 1))
+    assert two.choices[1].text == second != expected
+    three = client.completions.create(model="embedded", prompt=["def walk("] * 3, **settings)  # prompts have their own
+    assert [choice.text for choice in three.choices][:2] == [expected, second]
+    assert len({choice.text for choice in three.choices}) == 3
 
 
 def test_stop_strings_and_log_probabilities(client, embedded):
