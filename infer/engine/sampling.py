@@ -75,8 +75,8 @@ def sampled_rows(rows: Sequence[TextOptions]) -> list[int]:
 
 
 def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
-    """Return the noise of one round's positions start + 1 .. start + steps, start (B,), for the S rows that are sampled, in
-    their order: (S, steps, V); None when there are none. Made once a position, not once a node."""
+    """Return the noise of one round's positions start + 1 .. start + steps, start (B,), for the S sampled rows
+    in their order: (S, steps, V); None when there are none. It belongs to positions, not to nodes."""
     sampled = sampled_rows(rows)
     if not sampled:
         return None
@@ -164,8 +164,8 @@ def choose(
     noise: torch.Tensor | None,
     seen: SeenAt | None = None,
 ) -> torch.Tensor:
-    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the round's
-    noise (S, > max depth, V), and the tokens of every node's prefix, needed for a penalty only.
+    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the
+    round's noise (S, > max depth, V), and the tokens of every node's prefix, needed for a penalty only.
 
     Rows that are neither sampled nor penalised cost nothing more than their argmax; the others are adjusted a few nodes
     at a time, so that no second tensor of all logits comes about.

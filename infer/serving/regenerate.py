@@ -72,6 +72,18 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Callabl
     return answers
 
 
+def request_body(row: Row, model: str, options: DecodeOptions) -> dict:
+    """Return what a server is asked. Fields that OpenAI's API does not have are sent where they are not neutral."""
+    body = {"model": model, "max_tokens": options.max_new_tokens, "temperature": options.temperature}
+    body |= {"seed": of_row(options, row).seed, "top_p": options.top_p}
+    neutral = TextOptions()
+    for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos"):
+        if getattr(options, name) != getattr(neutral, name):
+            body[name] = getattr(options, name)
+    body |= {"stop": list(options.stop)} if options.stop else {}
+    return body | {"prompt" if isinstance(row.prompt, str) else "messages": row.prompt}
+
+
 def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int) -> Callable:
     """Return a function that answers rows by a server with OpenAI's API, `at_once` requests under way, in the rows'
     order. A request is tried three times before its row counts as failed; the key in OPENAI_API_KEY is sent to that
@@ -99,15 +111,8 @@ def by_server(url: str, model: str | None, options: DecodeOptions, at_once: int)
         except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as wrong:
             raise ValueError(f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule") from wrong
 
-    further = {name: getattr(options, name) for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos")}
-
     def ask(row: Row) -> Answer:
-        chat = not isinstance(row.prompt, str)
-        body = {"model": model, "max_tokens": options.max_new_tokens, "temperature": options.temperature}
-        body |= {"seed": of_row(options, row).seed, "top_p": options.top_p}
-        body |= {name: value for name, value in further.items() if value != getattr(TextOptions(), name)}
-        body |= {"stop": list(options.stop)} if options.stop else {}
-        body |= {"messages": row.prompt} if chat else {"prompt": row.prompt}
+        chat, body = not isinstance(row.prompt, str), request_body(row, model, options)
         for _ in range(3):
             try:
                 status, content = asked("POST", "/chat/completions" if chat else "/completions", body)
