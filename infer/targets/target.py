@@ -5,8 +5,11 @@ B rows, Q new positions, T packed length, M tree nodes, K tapped layers, D hidde
 
 import hashlib
 import json
+import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +32,9 @@ from infer.targets.support import (
 )
 from infer.trees.tree import DraftTree
 
+# a lock for each model: its hooks serve one pass at a time, whatever targets are made of it
+LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
+
 
 @dataclass(frozen=True)
 class Features:
@@ -39,6 +45,23 @@ class Features:
 
 
 @dataclass
+class Taps:
+    """What the forward hooks of a target's layers keep of a pass."""
+
+    wanted: frozenset[int] = frozenset()  # layers
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def hook(self, layer: int) -> Callable:
+        """Return a forward hook that keeps the output of a wanted layer."""
+
+        def keep(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+            if layer in self.wanted:
+                self.outputs[layer] = output if isinstance(output, torch.Tensor) else output[0]
+
+        return keep
+
+
+@dataclass
 class Target:
     """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0; the id one past the last
     layer's means the last layer's output behind the last norm."""
@@ -46,7 +69,6 @@ class Target:
     model: nn.Module
     tokenizer: object | None = None
     name: str = "target"
-    _tapped: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
@@ -55,17 +77,10 @@ class Target:
         self.config = self.model.config.get_text_config()
         self.scale, self.windows = logit_scale(self.config), windows(self.config)
         self.body = self.model.get_decoder()
-        for layer, module in enumerate(self.body.layers):
-            module.register_forward_hook(self._tap(layer))
-        self._taps: frozenset[int] = frozenset()
+        self._taps = Taps()
+        hooks = [module.register_forward_hook(self._taps.hook(i)) for i, module in enumerate(self.body.layers)]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._program: Program | None = None
-
-    def _tap(self, layer: int):
-        def hook(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
-            if layer in self._taps:
-                self._tapped[layer] = output if isinstance(output, torch.Tensor) else output[0]
-
-        return hook
 
     @property
     def device(self) -> torch.device:
@@ -157,9 +172,23 @@ class Target:
         window: Window | None,
         layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one pass over ids (B, Q) at absolute positions (B, Q) under additive masks (B, 1, Q, S); return the
-        outputs of `layers`, concatenated, and the final hidden states."""
-        self._taps = frozenset(layers)
+        """Run one pass over ids (B, Q) at absolute positions (B, Q) under additive masks (B, 1, Q, S) through Hugging
+        Face's layers; return the outputs of `layers`, concatenated, and the final hidden states."""
+        with self._one_at_a_time():
+            return self._hooked_pass(ids, positions, mask, window, layers)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Around a pass with hooks: threads wait for each other, and no output of a failed pass is kept."""
+        with LOCKS.setdefault(self.model, threading.RLock()):
+            try:
+                yield
+            finally:
+                self._taps.wanted = frozenset()
+                self._taps.outputs.clear()
+
+    def _hooked_pass(self, ids, positions, mask, window, layers) -> tuple[torch.Tensor, torch.Tensor]:
+        self._taps.wanted = frozenset(layers)
         last = self.body(
             input_ids=ids,
             position_ids=positions,
@@ -167,8 +196,9 @@ class Target:
             past_key_values=window,
             use_cache=window is not None,
         ).last_hidden_state
-        tapped = [last if layer == len(self.body.layers) else self._tapped[layer] for layer in layers]
-        self._tapped.clear()
+        outputs = self._taps.outputs
+        tapped = [last if layer == len(self.body.layers) else outputs[layer] for layer in layers]
+        outputs.clear()
         return torch.cat(tapped, dim=-1) if tapped else last[..., :0], last
 
     @torch.no_grad()
@@ -188,8 +218,9 @@ class Target:
         )
         try:
             heads = self.config.num_attention_heads, key_heads(self.config)
-            lean = lean_decoder(self.body, kinds, *heads, self.embed)
-            self._compare(lean)
+            with self._one_at_a_time():
+                lean = lean_decoder(self.body, kinds, *heads, self.embed)
+                self._compare(lean)
         except UnknownLayer as error:
             warnings.warn(f"{self.name} is decoded through transformers' own layers: it has {error}", stacklevel=2)
             return self.library_pass
@@ -247,11 +278,13 @@ class Target:
         ends = padded(cache.ends[:used], rows)  # 0 for rows that are not in use, even while they are being filled
         positions = padded(tree.positions(ends[:used]), rows)
         mask = self.masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
+        inputs = padded(tree.tokens, rows), positions, mask, window, layers
         if cache.static:
-            run = self._program = self._program or Program(self.library_pass, self.device)
+            self._program = self._program or Program(self._hooked_pass, self.device)
+            with self._one_at_a_time():
+                context, last = self._program(*inputs)
         else:
-            run = self.decoder_pass
-        context, last = run(padded(tree.tokens, rows), positions, mask, window, layers)
+            context, last = self.decoder_pass(*inputs)
         return Features(context[:used], last[:used])
 
 

@@ -1,6 +1,8 @@
 """Families of targets, tiny and random: trees, texts, features and refusals, against transformers' own code."""
 
+import gc
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -379,3 +381,25 @@ def test_a_layer_that_computes_something_else_is_noticed(random_target):
     mlp.act_fn = torch.nn.SiLU()
     with pytest.raises(UnknownLayer, match="compute something else"):
         target._compare(lean)
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded through transformers")
+@pytest.mark.parametrize("name", ["qwen3", "gemma 2"])  # through the lean pass, and through hooks
+def test_threads_share_a_target(random_target, name):
+    target = random_target(family_config(name))
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=96), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    texts, options = prompts(5, 9, 14, 6, 11, 8), DecodeOptions(12, method="ddtree", budget=8)
+    alone = [decode(target, drafter, [text], options)[0].ids for text in texts]
+    target.__dict__.pop("decoder_pass")  # made anew, by six threads at once
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda text: decode(target, drafter, [text], options)[0].ids, texts))
+    assert together == alone
+
+
+def test_no_hooks_stay_behind(random_target):
+    model = random_target(family_config("qwen3")).model
+    for _ in range(3):
+        Target(model).extend([[1, 2, 3]], Target(model).cache(1, 8).add(1).__enter__(), (1,))
+    gc.collect()
+    assert not [hook for layer in model.get_decoder().layers for hook in layer._forward_hooks]
