@@ -175,7 +175,7 @@ def test_a_damaged_parquet_file_and_a_closed_one_are_named(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet: no sound Parquet file, after row 0"):
         packed_rows(DataConfig(source="jsonl", path=str(file), length=64), tokenizer, tokenizer_digest(tokenizer))
     (tmp_path / "b.jsonl").mkdir()  # a folder cannot be read, whoever asks
-    with pytest.raises(ValueError, match=r"cannot be read: .*b\.jsonl"):
+    with pytest.raises(ValueError, match=r"b\.jsonl is no regular file"):
         file.unlink()
         packed_rows(DataConfig(source="jsonl", path=str(tmp_path), length=64), tokenizer, tokenizer_digest(tokenizer))
 

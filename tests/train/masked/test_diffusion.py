@@ -374,7 +374,7 @@ def test_warm_weights_are_the_models_and_cold_ones_follow_the_seed(start, tmp_pa
         (["length=8", "block_length=4"], "data.length=8: a row holds at least 16 tokens"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
         (["precision=int8"], "precision=int8: use float32 or bfloat16"),
-        (["lr=0"], "lr=0.0 and clip=1.0: above 0"),
+        (["lr=0"], "lr=0.0: above 0"),
         (["steps=0"], "steps=0: at least 1"),
         (["mask_token_id=512"], "mask_token_id=512: the vocabulary has ids 0 to 511"),
         (["start=/nowhere/at/all"], "/nowhere/at/all"),
