@@ -14,6 +14,7 @@ from infer.engine.base import EngineBase
 from infer.engine.engine import Engine
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
+from infer.engine.words import firm_length, words_of
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
 from infer.targets.target import Target
@@ -134,7 +135,7 @@ def decode(
 
 class TextStream:
     """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are characters whose bytes
-    are not all there yet, and ends that may turn out to begin a stop string."""
+    are not all there yet or may still change, and ends that may turn out to begin a stop string."""
 
     def __init__(self, target: AnyTarget, text: Sequence) -> None:
         if target.tokenizer is None:
@@ -150,10 +151,12 @@ class TextStream:
             piece = answer_text(self.target, self.text.ids, self.text.options)[self.given :]
         else:
             # A few tokens before the new ones are decoded with them: some tokenizers drop a leading space.
-            window = self._decode(self.text.ids[self.start :])
-            if not window.endswith("\ufffd"):
-                self.held += window[len(self._decode(self.text.ids[self.start : self.read])) :]
-                self.start, self.read = self.read, len(self.text.ids)
+            tokenizer, ids = self.target.tokenizer, self.text.ids
+            firm = firm_length(tokenizer, ids, self.read)
+            window = words_of(tokenizer, ids[self.start : firm])
+            if firm > self.read and not window.endswith("\ufffd"):
+                self.held += window[len(words_of(tokenizer, ids[self.start : self.read])) :]
+                self.start, self.read = self.read, firm
             certain = len(self.held) - self._undecided()
             piece, self.held = self.held[:certain], self.held[certain:]
         self.given += len(piece)
@@ -165,9 +168,6 @@ class TextStream:
         longest = max(map(len, stops), default=0)
         sizes = range(min(longest - 1, len(self.held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.target.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> DecodeOptions:
@@ -236,7 +236,7 @@ def generation(target: AnyTarget, text: Sequence) -> Generation:
 
 def answer_text(target: AnyTarget, ids: list[int], options: TextOptions) -> str:
     """Return the answer without special tokens, cut before the first stop string."""
-    text = target.tokenizer.decode(ids, skip_special_tokens=True)
+    text = words_of(target.tokenizer, ids)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 

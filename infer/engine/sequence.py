@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from infer.config import TextOptions
+from infer.engine.words import reaches_stop
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
 
@@ -117,8 +118,6 @@ def text_end(ids: list[int], first: int, options: TextOptions, target: Model) ->
     for i in range(first, limit):
         if ids[i] in target.end_ids and not options.ignore_eos:
             return i + 1, "stop"
-        for stop in options.stop:
-            window = ids[max(0, i - 4 * len(stop) - 8) : i + 1]  # a character is at most four tokens
-            if stop in target.tokenizer.decode(window):
-                return i + 1, "stop"
+        if options.stop and reaches_stop(target.tokenizer, ids[: i + 1], options.stop):
+            return i + 1, "stop"
     return (limit, "length") if limit == options.max_new_tokens else None
