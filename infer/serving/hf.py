@@ -4,18 +4,22 @@ Everything around the decoding loop stays theirs: generation configs, logits pro
 """
 
 from collections import abc
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
 import torch
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from infer.config import EngineConfig, TextOptions
 from infer.drafters.base import Drafter
@@ -31,6 +35,13 @@ KNOWN = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
+# These know something of every row of the batch.
+BY_ROW = (
+    RepetitionPenaltyLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EncoderNoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 # Prepared by `generate` for its own loops; not used here.
 UNUSED = {"past_key_values", "use_cache", "cache_position", "position_ids", "logits_to_keep", "token_type_ids"}
 
@@ -69,18 +80,21 @@ def speculative(
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
         most = generation_config.max_length - input_ids.shape[1]
-        settings, processors = _settings(logits_processor)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         engine = Engine(target, drafter, replace(how, rows=len(prompts)), max(map(len, prompts)) + most)
+        criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
+        ends = [each.eos_token_id.to(input_ids.device) for each in criteria if isinstance(each, EosTokenCriteria)]
         texts = []
-        for row, prompt in zip(input_ids, prompts, strict=True):
+        for row, (ids, prompt) in enumerate(zip(input_ids, prompts, strict=True)):
             seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
+            padding = ids[: len(ids) - len(prompt)][None]
+            own = [_of_row(processor, row, len(prompts)) for processor in logits_processor]
+            settings, processors = _settings(own, padding.shape[1])
             settings["temperature"] = settings.get("temperature", 1.0) if generation_config.do_sample else 0.0
             options = TextOptions(max_new_tokens=most, seed=seed, ignore_eos=True, **settings)
-            padding = row[: len(row) - len(prompt)][None]
-            texts.append(engine.submit(prompt, options, [partial(_padded_call, each, padding) for each in processors]))
-        criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)]
+            calls = [partial(_padded_call, processor, padding, len(prompt), ends) for processor in processors]
+            texts.append(engine.submit(prompt, options, calls))
         kept = _run(engine, texts, input_ids, criteria, streamer)
         if streamer is not None:
             streamer.end()
@@ -90,8 +104,38 @@ def speculative(
     return generate
 
 
-def _padded_call(processor: Processor, padding: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Call a processor with the padding in front, which those that count positions expect."""
+def _of_row(processor: Processor, row: int, rows: int) -> Processor:
+    """Return a processor for a batch of this one row: those that know something of each of the batch's `rows` keep what
+    they know of this one. Several answers to one prompt stand side by side, and share what is known of the prompt."""
+    if not isinstance(processor, BY_ROW):
+        return processor
+    own = copy(processor)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        if isinstance(processor.prompt_ignore_length, torch.Tensor):
+            own.prompt_ignore_length = int(processor.prompt_ignore_length[row])
+    elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        place = row * len(processor.encoder_input_ids) // rows
+        own.encoder_input_ids = processor.encoder_input_ids[place : place + 1]
+    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        own.generated_ngrams = [processor.generated_ngrams[row * processor.batch_size // rows]]
+        own.batch_size = 1
+    else:
+        own._prefix_allowed_tokens_fn = lambda _, ids: processor._prefix_allowed_tokens_fn(row, ids)
+    return own
+
+
+def _padded_call(
+    processor: Processor,
+    padding: torch.Tensor,
+    prompt: int,
+    ends: abc.Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+) -> torch.Tensor:
+    """Call a processor with the padding in front, which those that count positions expect. Behind an end token, which
+    stands after the first `prompt` tokens, it is not called: what is written there is cut off."""
+    if any(torch.isin(ids[:, prompt:], each).any() for each in ends):
+        return scores
     return processor(torch.cat([padding, ids], 1), scores)
 
 
@@ -115,13 +159,16 @@ def _run(
     return [text.ids[: lengths[text]] for text in texts]
 
 
-def _settings(processors: abc.Sequence[Processor]) -> tuple[dict[str, float], abc.Sequence[Processor]]:
-    """Return text options with the same effect as the processors, if there are any; else the processors, which then
-    see every node's true prefix, one after the other."""
+def _settings(processors: abc.Sequence[Processor], padding: int) -> tuple[dict[str, float], abc.Sequence[Processor]]:
+    """Return text options with the same effect as one row's processors, if there are any; else the processors, which
+    then see every node's true prefix, one after the other. Our penalty is for the whole prompt and nothing before it:
+    one that begins elsewhere than behind the row's `padding` tokens stays a processor."""
     kinds = [type(processor) for processor in processors]
     order = list(KNOWN)
     places = [order.index(kind) if kind in KNOWN else -1 for kind in kinds]
-    if -1 in places or places != sorted(set(places)):
+    penalties = [each for each in processors if isinstance(each, RepetitionPenaltyLogitsProcessor)]
+    elsewhere = any((each.prompt_ignore_length or 0) != padding for each in penalties)
+    if -1 in places or places != sorted(set(places)) or elsewhere:
         return {}, processors
     named = [(KNOWN[kind], processor) for kind, processor in zip(kinds, processors, strict=True)]
     return {option: getattr(processor, attribute) for (attribute, option), processor in named}, ()

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from infer.serving.hf import _settings, speculative
@@ -72,6 +78,66 @@ def test_a_penalty_is_what_generate_does_for_every_prompt_alone(tiny):
         )
 
 
+def allowed(row: int, ids: torch.Tensor) -> list[int]:
+    """A row's own third of the vocabulary, but for its last token."""
+    return [token for token in range(row, 90, 3) if token != int(ids[-1])]
+
+
+@pytest.mark.parametrize("method", ["plain", "ddtree"])
+@pytest.mark.parametrize("first", [0, 1])  # three rows, or the two that are padded
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "eos_token_id": list(range(40, 50))},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_repetition_penalty": 0.6, "repetition_penalty": 1.2, "eos_token_id": list(range(40, 50))},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_no_repeat_ngram_size": 2, "repetition_penalty": 0.7, "no_repeat_ngram_size": 4},
+        {"prefix_allowed_tokens_fn": allowed, "repetition_penalty": 1.3},
+        {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(0.3)])},  # of the padding too
+        {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=6)])},
+    ],
+)
+def test_what_processors_know_of_each_row_of_a_padded_batch(tiny, method, first, settings):
+    target, drafter = tiny
+    inputs = {name: value[first:] for name, value in batch().items()}
+    settings = {"max_new_tokens": 40, "do_sample": False, **settings}
+    expected = target.model.generate(**inputs, **settings)
+    plain = target.model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert first or not torch.equal(expected, plain)  # they do something
+    ours = target.model.generate(**inputs, custom_generate=speculative(target, drafter, method, 7), **settings)
+    assert torch.equal(ours, expected)
+
+
+def test_processors_are_not_called_behind_an_end_token(tiny):
+    target, drafter = tiny
+    ends = list(range(40, 60))
+
+    def unended(row, ids):
+        assert not torch.isin(ids[9:], torch.tensor(ends)).any(), "called behind the end of the text"
+        return list(range(90))
+
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": ends, "prefix_allowed_tokens_fn": unended}
+    for ids in torch.randint(40, (12, 1, 9), generator=torch.Generator().manual_seed(1)):
+        settings["attention_mask"] = torch.ones_like(ids)
+        expected = target.model.generate(ids, **settings)
+        ours = target.model.generate(ids, custom_generate=speculative(target, drafter, "ddtree", 64), **settings)
+        assert torch.equal(ours, expected)
+
+
+def test_answers_to_one_prompt_share_what_processors_know_of_it(tiny):
+    target, drafter = tiny
+    settings = {"max_new_tokens": 20, "encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5}
+    loop = speculative(target, drafter, "chain", 7)
+    greedy = target.model.generate(**batch(), do_sample=False, **settings)
+    # the likeliest token alone: a sample that cannot but be the greedy text
+    drawn = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    ours = target.model.generate(**batch(), custom_generate=loop, **drawn, **settings)
+    assert torch.equal(ours, greedy.repeat_interleave(2, 0))
+
+
 def test_sampling_repeats_with_torchs_seed_and_keeps_to_the_filters(tiny):
     target, drafter = tiny
     settings = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.9, "top_k": 3, "top_p": 0.95}
@@ -115,12 +181,15 @@ def test_streamer_and_dictionary(tiny):
 
 
 def test_known_processors_become_options_and_others_stay():
-    from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper
 
     heat, top, penalty = TemperatureLogitsWarper(0.5), TopKLogitsWarper(4), RepetitionPenaltyLogitsProcessor(1.2)
-    assert _settings([penalty, heat, top]) == ({"repetition_penalty": 1.2, "temperature": 0.5, "top_k": 4}, ())
+    assert _settings([penalty, heat, top], 0) == ({"repetition_penalty": 1.2, "temperature": 0.5, "top_k": 4}, ())
     for other in ([top, heat], [heat, heat], [heat, Favour()]):
-        assert _settings(other) == ({}, other)
+        assert _settings(other, 0) == ({}, other)
+    behind = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)
+    assert _settings([behind], 2) == ({"repetition_penalty": 1.2}, ())
+    assert _settings([behind], 0) == ({}, [behind]) and _settings([penalty], 2) == ({}, [penalty])
 
 
 @pytest.mark.parametrize(
