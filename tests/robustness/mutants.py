@@ -49,7 +49,12 @@ MUTANTS = [
         ("(documents[b, q] == documents[b, kv]) & (kv <= q)", "kv <= q"),
         BLOCKS,
     ),
-    ("tapped layers off by one", "infer/targets/target.py", ("(self._taps.hook(i))", "(self._taps.hook(i + 1))"), BLOCKS),
+    (
+        "tapped layers off by one",
+        "infer/targets/target.py",
+        ("(self._taps.hook(i))", "(self._taps.hook(i + 1))"),
+        BLOCKS,
+    ),
     ("teacher rows off by one", "train/blocks.py", ("* length + safe - 1", "* length + safe"), BLOCKS),
     ("labels off by one", "train/blocks.py", ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"), BLOCKS),
     (
