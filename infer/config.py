@@ -10,7 +10,7 @@ from typing import Any
 
 from infer.drafters.families import check_options
 from infer.trees.methods import TREES, TreeMethod
-from infer.utils.checks import at_least, one_of, temperature
+from infer.utils.checks import FREE_TEXT, at_least, one_of, temperature
 
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = (*TREES, *MASKED_METHODS)
@@ -118,7 +118,7 @@ class TextOptions:
     repetition_penalty: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list, metadata={FREE_TEXT: True})
     logprobs: int | None = None
     trace: bool = False
 

@@ -7,14 +7,14 @@ round.
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 from rich.console import Console
 from rich.text import Text
 
 from infer.serving.config import KEY_VARIABLE
-from infer.utils.checks import at_least
+from infer.utils.checks import FREE_TEXT, at_least
 
 ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
@@ -24,13 +24,13 @@ class ChatCommand:
     """Talk to a server.
 
     url: address of the server
-    system: what the model is told before anything else
+    system: what the model is told before anything else; @file: what the file holds
     temperature: 0 is greedy
     max_tokens: most tokens of an answer; None: as many as the server has room for
     """
 
     url: str = "http://127.0.0.1:8000"
-    system: str = ""
+    system: str = field(default="", metadata={FREE_TEXT: True})
     temperature: float = 0.0
     max_tokens: int | None = 256
 

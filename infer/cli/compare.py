@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from data.rows import DataConfig
 from infer.cli.models import load, progress
@@ -27,6 +28,7 @@ class CompareCommand:
     evaluation: see EvaluationConfig in infer/config.py
     """
 
+    FROM_RUN: ClassVar = ("target", "data")  # of the checkpoint's run, unless they are given
     checkpoints: list[str] = field(
         default_factory=lambda: [f"runs/embedded-{x}/checkpoints/best" for x in ("dflash", "dart")]
     )

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 from data.rows import DataConfig
 from data.suites import SuiteConfig
@@ -26,6 +27,7 @@ class EvalCommand:
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/config.py
     """
 
+    FROM_RUN: ClassVar = ("target", "data")  # of the checkpoint's run, unless they are given
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     out: str = "runs/evaluation"
     target: TargetConfig = field(default_factory=TargetConfig)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from infer.config import TargetConfig
 from infer.drafters.families import FORMATS
@@ -22,6 +23,7 @@ class ExportCommand:
     target: see TargetConfig in infer/config.py; speculators stores its embedding, head and name
     """
 
+    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     format: str = "dflash"
     out: str = "runs/export"

@@ -2,10 +2,11 @@
 
 import sys
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from infer.cli.models import load
 from infer.config import DecodeOptions, TargetConfig
-from infer.utils.checks import check_parts
+from infer.utils.checks import FREE_TEXT, check_parts
 
 
 @dataclass
@@ -13,13 +14,14 @@ class GenerateCommand:
     """Continue a prompt and print the rounds and tokens a second.
 
     checkpoint: a drafter folder, a training checkpoint or an n-gram file
-    prompt: the text to continue
+    prompt: the text to continue, as it is typed; @file: what the file holds; -: standard input
     target: see TargetConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     """
 
+    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
-    prompt: str = "import os\n\ndef main():\n"
+    prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
     target: TargetConfig = field(default_factory=TargetConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
 

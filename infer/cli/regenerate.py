@@ -3,6 +3,7 @@
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from data.rows import DataConfig
 from infer.cli.models import load
@@ -26,6 +27,7 @@ class RegenerateCommand:
     decoding: see DecodeOptions in infer/config.py
     """
 
+    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     out: str = "runs/answers.jsonl"
     checkpoint: str | None = None
     server: str | None = None

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from infer.cli.models import load
 from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
@@ -19,6 +20,7 @@ class ServeCommand:
     server: see ServerConfig in infer/serving/config.py
     """
 
+    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     target: TargetConfig = field(default_factory=TargetConfig)
     decoding: EngineConfig = field(default_factory=EngineConfig)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
+FREE_TEXT = "free text"  # in a field's metadata: what is typed there is nobody's grammar and no path
+
 
 def check_parts(options: object) -> None:
     """Check every field that is itself a dataclass of options."""

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
+from infer.utils import overrides as typed
+from infer.utils.help import help_text
 from infer.utils.redact import redact_text
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
@@ -28,8 +31,6 @@ OWN_DEFAULTS = {
 _HYDRA_FLAGS = (
     "--cfg",
     "-c",
-    "--help",
-    "-h",
     "--hydra-help",
     "--info",
     "-i",
@@ -54,17 +55,14 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
     goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped.
     Ctrl-C is one sentence and exit code 130, see `going_on`.
-    Hydra's own flags (`--cfg job`, `--help`) work as usual.
+    `--help` explains every key; Hydra's own flags (`--cfg job`) work as usual.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        if {"--help", "-h"} & set(arguments):
+            return explain(name, schema, [argument for argument in arguments if not argument.startswith("-")])
         if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
-            import hydra
-
-            refuse_hydra_settings(arguments)
-            prepare(name, schema)
-            hydra.main(version_base=None, config_path=str(CONF), config_name=name)(lambda cfg: None)()
-            return
+            return ask_hydra(name, schema, arguments)
         config = composed(name, schema, arguments)
         run(config)
     except (ValueError, FileNotFoundError) as error:
@@ -73,6 +71,37 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         fail(str(error), STOPPED)
     except KeyboardInterrupt as error:
         interrupted(error)
+
+
+def explain(name: str, schema: type, arguments: list[str]) -> None:
+    """Print the help of a command, with the defaults that the arguments, a bundle of settings say, give."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    try:
+        defaults = composed(name, schema, arguments)
+    except ValueError:  # a key that has no default: there is nothing to refuse yet
+        defaults = schema()
+    prepare(name, schema)
+    with initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        loader = GlobalHydra.instance().config_loader()
+        options = {group: loader.get_group_options(group) for group in sorted(groups_of_conf())}
+    print(help_text(name, schema, defaults, options))
+
+
+def ask_hydra(name: str, schema: type, arguments: list[str]) -> None:
+    """Let Hydra answer one of its own flags, by the configuration that the command would run with."""
+    import hydra
+
+    refuse_hydra_settings(arguments)
+    prepare(name, schema)
+    sys.argv[1:] = typed.hydra_overrides(schema, [*from_run(name, schema, arguments), *arguments])
+    hydra.main(version_base=None, config_path=str(CONF), config_name=name)(lambda cfg: None)()
+
+
+def groups_of_conf() -> set[str]:
+    """Return the groups that an option may be chosen from."""
+    return {"model", *OWN_DEFAULTS, *(folder.name for folder in CONF.iterdir() if folder.is_dir())}
 
 
 def interrupted(error: KeyboardInterrupt) -> NoReturn:
@@ -124,25 +153,51 @@ def prepare(name: str, schema: type) -> None:
 def composed(name: str, schema: type, arguments: list[str]):
     """Return conf/<name>.yaml with the overrides as a checked `schema`, whose `check()` raises ValueError for
     impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
-    import hydra
-    from omegaconf import OmegaConf
-
     refuse_hydra_settings(arguments)
-    prepare(name, schema)
-    try:
-        with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
-            config = hydra.compose(config_name=name, overrides=arguments)
-        # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless
-        plain = OmegaConf.to_container(config, resolve=True)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
-    except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
-        raise ValueError(sentence(error)) from error
+    typed.check_keys(schema, arguments, groups_of_conf())
+    config = merged(name, schema, arguments)
+    if settings := typed.run_overrides(schema, config, arguments):
+        config = merged(name, schema, [*settings, *arguments])
     try:
         check_values(config)
         config.check()
     except (ValueError, OSError) as error:
         raise ValueError(sentence(error)) from error
     return config
+
+
+def merged(name: str, schema: type, arguments: list[str]):
+    """Return conf/<name>.yaml with the overrides as a `schema`, its values not yet checked. Raises ValueError."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    prepare(name, schema)
+    texts = typed.free_texts(schema, arguments)  # they never enter the configuration, where ${x} would be looked up
+    rest = [argument for argument in arguments if not typed.is_free(schema, argument)]
+    try:
+        with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
+            config = hydra.compose(config_name=name, overrides=typed.hydra_overrides(schema, rest))
+        # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless
+        plain = OmegaConf.to_container(config, resolve=True)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+    except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
+        raise ValueError(sentence(error)) from error
+    for key, text in texts.items():
+        *parts, last = key.split(".")
+        setattr(reduce(getattr, parts, config), last, text)
+    typed.expand_home(config)
+    return config
+
+
+def from_run(name: str, schema: type, arguments: list[str]) -> list[str]:
+    """Return the overrides that a command takes from its checkpoint's run, as `composed` does; none where the arguments
+    are wrong, which Hydra says then."""
+    given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    try:
+        config = merged(name, schema, [argument for argument in given if not typed.is_free(schema, argument)])
+    except ValueError:
+        return []
+    return typed.run_overrides(schema, config, given)
 
 
 def check_values(config: object) -> None:

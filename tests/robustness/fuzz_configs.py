@@ -25,8 +25,10 @@ from dataclasses import fields, is_dataclass
 
 from infer.main import COMMANDS
 from infer.utils.entry import CONF, OWN_DEFAULTS, entry, values
+from infer.utils.overrides import keys_of
 
 SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
+FREE = {key.name for schema in SCHEMAS.values() for key in keys_of(schema) if key.free and key.is_text}
 SECRET = "secret-7f3a"
 GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "tracking", "decoding", "model"]
 
@@ -160,8 +162,8 @@ class Typist:
             return f"{key}={self.dice.choice(['abc', '[true]', '2.5', 'nan'])}", False
         if plain <= {list, tuple}:
             return f"{key}={self.dice.choice(['7', '{a: 1}', 'abc', 'true'])}", False
-        if plain <= {str, type(None)}:
-            return f"{key}={self.dice.choice(['[1]', '{a: 1}', '[[a]]'])}", False
+        if plain <= {str, type(None)}:  # a text is taken as it is typed
+            return f"{key}={self.dice.choice(['[1]', '{a: 1}', '[[a]]'])}", None
         return f"{key}=[[]]", None
 
     def number(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
@@ -169,7 +171,7 @@ class Typist:
 
     def hostile(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
         text = self.dice.choice(HOSTILE)
-        secret = "oc.env" in text
+        secret = "oc.env" in text and key not in FREE  # there it is a text like any other
         if self.dice.random() < 0.4:
             text = quoted(text)
         if "\0" in text or "\udcff" in text:

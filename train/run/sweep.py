@@ -15,6 +15,7 @@ from pathlib import Path
 
 from infer.utils.entry import composed, fail, interrupted
 from infer.utils.files import atomic_write
+from infer.utils.overrides import hydra_overrides, quote
 from train.config import TrainConfig
 
 LAUNCH = Path(__file__).resolve().parent.parent.parent / "launch.sh"
@@ -27,6 +28,7 @@ def combinations(arguments: list[str]) -> list[list[str]]:
     from hydra.errors import HydraException
 
     given = [argument for argument in arguments if argument not in ("--multirun", "-m")]
+    given = hydra_overrides(TrainConfig, given, sweep=True)
     try:
         parsed = OverridesParser.create().parse_overrides(given)
     except HydraException as error:
@@ -60,7 +62,7 @@ def sweep(arguments: list[str]) -> None:
     for number, (name, (overrides, config)) in enumerate(configs.items(), 1):
         folder = Path(config.runs_dir) / config.name
         print(f"\n== {number} of {len(configs)}: {name}", flush=True)
-        command = [str(LAUNCH), "train", *overrides, f"runs_dir={folder}", f"name='{name}'"]
+        command = [str(LAUNCH), "train", *overrides, f"runs_dir={folder}", f"name={quote(name)}"]
         with subprocess.Popen(command, env=os.environ | {"LAUNCH_PYTHON": sys.executable}) as started:
             code = await_run(started)
         if code:

@@ -42,12 +42,12 @@ def test_no_configuration_reads_the_environment(monkeypatch, text):
     monkeypatch.setenv("SECRET", "hunter2")
     for name, schema, key in (
         ("eval", EvalCommand, "out"),
-        ("chat", ChatCommand, "system"),
         ("train", TrainConfig, "name"),
     ):
         with pytest.raises(ValueError, match="does not read the environment") as refusal:
             composed(name, schema, [f"{key}='{text}'"])
         assert "hunter2" not in str(refusal.value)
+    assert composed("chat", ChatCommand, [f"system={text}"]).system == text  # words, not a place to look up
     assert composed("train", TrainConfig, ["name=x-${drafter.family}"]).name == "x-dflash"  # what is inside, it reads
 
 
