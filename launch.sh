@@ -97,7 +97,7 @@ alone() {
 }
 
 # Prints how many training processes to start on this machine: NPROC, or one for each visible GPU, at least one; one on
-# the CPU, and one where torch cannot use the GPUs, to say so.
+# the CPU, or where one GPU is named; and one where torch cannot use the GPUs, which that one process says, once.
 process_count() {
     local gpus argument
     if [[ -n ${NPROC:-} ]]; then
@@ -109,8 +109,8 @@ process_count() {
     if [[ $gpus -gt 0 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
         gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') || gpus=0 # "" and -1 hide all of them
     fi
-    for argument; do [[ $argument != target.device=cpu ]] || gpus=1; done
-    if [[ $gpus -gt 1 ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then gpus=1; fi
+    for argument; do [[ $argument != target.device=@(cpu|cuda:*) ]] || gpus=1; done
+    if [[ $gpus -gt 1 ]] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then gpus=1; fi
     echo "$((gpus > 1 ? gpus : 1))"
 }
 

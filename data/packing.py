@@ -7,7 +7,7 @@ padding) and `loss` (whether a token may be learnt from), each (T,).
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -101,11 +101,24 @@ def mixed_rows(config: DataConfig) -> "Dataset":
     return rows if config.limit is None else rows.select(range(min(config.limit, len(rows))))
 
 
-def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
+def tokenize_part(
+    rows: dict[str, list], indices: list[int], rank: int | None, total: int, processes: int, progress, **options
+) -> dict[str, list]:
+    """`tokenize` some of `total` rows, and report how far all processes, this one being like the others, have come."""
+    pieces = tokenize(rows, **options)
+    if not rank:
+        progress(min(total, (indices[-1] + 1) * processes), total)
+    return pieces
+
+
+def packed_rows(
+    config: DataConfig, tokenizer, digest: str, progress: Callable[[int, int], None] = lambda done, total: None
+) -> "Dataset":
     """Return the training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped.
 
     It is cached. The key is what shapes the rows: the data options, the sizes and times of files, FORMAT, and `digest`,
-    which stands for the tokenizer and its chat template (`infer.targets.target.tokenizer_digest`). Raises ValueError
+    which stands for the tokenizer and its chat template (`infer.targets.target.tokenizer_digest`). `progress(texts
+    done, texts)` is called while there is something to tokenise. Raises ValueError
     when more than `bad_rows` rows do not go through the chat template, or there is nothing to train on."""
     from datasets import disable_progress_bars
 
@@ -116,11 +129,14 @@ def packed_rows(config: DataConfig, tokenizer, digest: str) -> "Dataset":
     key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
     processes = config.num_proc if config.num_proc > 1 else None
     tokenized = raw.map(
-        tokenize,
+        tokenize_part,
         batched=True,
+        with_indices=True,
+        with_rank=True,
         batch_size=256,
         remove_columns=raw.column_names,
-        fn_kwargs={"tokenizer": tokenizer, "length": config.length, "long": config.long},
+        fn_kwargs={"tokenizer": tokenizer, "length": config.length, "long": config.long}
+        | {"total": len(raw), "processes": config.num_proc, "progress": progress},
         num_proc=processes,
         new_fingerprint=f"{key}-tokenized",
     )

@@ -278,8 +278,9 @@ def test_one_process_for_each_visible_gpu(launch, repo, tmp_path, present, visib
 def test_one_process_on_the_cpu_and_where_torch_cannot_use_the_gpus(launch, tmp_path):
     listing = "".join(f"GPU {i}: A GPU (UUID: GPU-{i})\n" for i in range(3))
     variables = {"PATH": with_tool(tmp_path / "bin", "nvidia-smi", listing), "NPROC": ""}
-    _, [call] = launch("target.device=cpu", **variables)
-    assert "torch.distributed.run" not in call
+    for device in ("cpu", "cuda:1"):
+        _, [call] = launch(f"target.device={device}", **variables)
+        assert "torch.distributed.run" not in call
     with (tmp_path / "python").open("a") as stub:
         stub.write("[[ $1 != -c ]]\n")  # as of a driver that is too old
     _, [asked, call] = launch("a=1", **variables)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from data.packing import batch, packed_rows
 from infer.targets.target import Target
 from infer.utils.entry import Stopped
+from infer.utils.progress import Progress
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig
 from train.engine import micro_batch
@@ -36,7 +37,7 @@ def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
 
     def rows() -> "Dataset":
         try:
-            return packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
+            return packed_rows(config.data, target.tokenizer, target.tokenizer_digest, shown)
         except (OSError, ArrowException) as error:
             raise ValueError(
                 f"the cache of training rows in {HF_DATASETS_CACHE} cannot be used ({error}): is there room? If it is "
@@ -44,6 +45,7 @@ def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
             ) from error
 
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    shown = Progress("tokenising", "texts", quiet=dist.get_rank() > 0)
     made = rows() if first else None
     dist.barrier()
     return made if first else rows()

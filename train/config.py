@@ -273,11 +273,6 @@ class TrainConfig:
             raise ValueError(f"features={self.features}: no stored features there; ./launch.sh features makes them")
         if self.features and self.target.shard:
             raise ValueError("features= needs no target in memory, and target.shard=true spreads one: choose")
-        if ":" in self.target.device:
-            raise ValueError(
-                f"target.device={self.target.device}: training takes the GPUs that it sees, one a process; "
-                "CUDA_VISIBLE_DEVICES=1 ./launch.sh ... shows it one"
-            )
         if self.anchors > self.data.length - 2:
             raise ValueError(
                 f"anchors={self.anchors}: a row of data.length={self.data.length} tokens has room for "

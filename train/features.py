@@ -240,20 +240,18 @@ class StoredRows:
 
 def store_features(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
-    from rich.progress import Progress
-
     from infer.drafters.families import FAMILIES
     from infer.targets.loading import load_target
+    from infer.utils.progress import Progress
     from train.run.initial import resolve_init
 
     options = config.target
     config = replace(config, drafter=resolve_init(config.drafter, options))
     target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
     layers = FAMILIES[config.drafter.family].load().tapped_layers(config.drafter, target.config)
-    dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
+    dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
-    with going_on(f"{config.out} has whole shards, the same command goes on behind them"), Progress() as progress:
-        task = progress.add_task("features", total=len(dataset))
-        out = write_features(config, target, layers, dataset, lambda done, total: progress.update(task, completed=done))
+    with going_on(f"{config.out} has whole shards, the same command goes on behind them"):
+        out = write_features(config, target, layers, dataset, Progress("features", "rows"))
     print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")

@@ -244,7 +244,7 @@ def train(config: TrainConfig) -> Path:
 def run_steps(run: Run, watch: StallWatch) -> Path:
     """Take the remaining steps, with their log, checkpoints and evaluations; return the run's folder."""
     config, engine, stops = run.config, run.engine, run.stops
-    progress = Progress(run.total, enabled=dist.get_rank() == 0)
+    progress = Progress(run.total, run.done, enabled=dist.get_rank() == 0)
     for line in run.notes:
         progress.say(line)
     tracker = Tracker(config, run.folder, enabled=dist.get_rank() == 0)

@@ -26,6 +26,7 @@ from infer.config import DecodeOptions
 from infer.targets.loading import load_target
 from infer.utils.entry import going_on
 from infer.utils.files import write_json
+from infer.utils.progress import Progress
 from train.config import OptimConfig, PretrainConfig
 from train.optim import make_optimizer
 from train.single import take_steps
@@ -155,6 +156,7 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
     windows = [ids[start : start + size] for ids in texts for start in range(0, len(ids) - 2 * size, size)]
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed)).tolist()
     options = DecodeOptions(method="plain", max_new_tokens=config.answer_tokens, rows=64)
+    progress = Progress("writing", "answers")
     with (out / "answers.jsonl").open("w") as file:
         for first in range(0, config.answers, 128):
             prompts = [windows[i] for i in order[first : min(first + 128, config.answers)]]
@@ -162,4 +164,4 @@ def write_answers(config: PretrainConfig, out: Path) -> None:
                 response = target.tokenizer.decode(row.ids, skip_special_tokens=True)
                 if response.strip():  # a text that ends at once teaches nothing
                     file.write(json.dumps({"prompt": target.tokenizer.decode(prompt), "response": response}) + "\n")
-            print(f"{first + len(prompts)}/{config.answers} answers", flush=True)
+            progress(first + len(prompts), config.answers)

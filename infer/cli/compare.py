@@ -1,14 +1,14 @@
 """`compare`: several drafters with every tree, on the same prompts."""
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from data.rows import DataConfig
-from infer.cli.models import load, progress
+from infer.cli.models import load
 from infer.config import EvaluationConfig, TargetConfig
 from infer.utils.checks import check_parts
+from infer.utils.progress import Progress
 
 
 def run_name(checkpoint: str) -> str:
@@ -57,9 +57,8 @@ def run(config: CompareCommand) -> None:
     options, evaluations = config.evaluation, {}
     loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
     for name, (target, drafter) in loaded.items():
-        print(f"{name}:", file=sys.stderr)
         prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
-        evaluations[name] = evaluate(target, drafter, prompts, options, progress)
+        evaluations[name] = evaluate(target, drafter, prompts, options, Progress(f"evaluating {name}", "prompts"))
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "comparison.json", evaluations)

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from data.rows import DataConfig
 from data.suites import SuiteConfig
-from infer.cli.models import load, progress
+from infer.cli.models import load
 from infer.config import EvaluationConfig, MaskedConfig, TargetConfig
 from infer.utils.checks import check_parts
+from infer.utils.progress import Progress
 
 
 @dataclass
@@ -56,9 +57,11 @@ def run(config: EvalCommand) -> None:
     target, drafter = load(config.target, None, "ssd") if masked else load(config.target, config.checkpoint)
     prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
     if masked:
-        result = evaluate_masked(target, prompts, masked_options(options, config.masked), progress=progress)
+        result = evaluate_masked(
+            target, prompts, masked_options(options, config.masked), progress=Progress("evaluating", "prompts")
+        )
     else:
-        result = evaluate(target, drafter, prompts, options, progress)
+        result = evaluate(target, drafter, prompts, options, Progress("evaluating", "prompts"))
         result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,9 @@ def run_suite(config: EvalCommand) -> None:
     suite = load_suite(config.suite)
     target, drafter = load(config.target, config.checkpoint)
     options, out = config.evaluation, Path(config.out)
-    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    result = evaluate_suite(
+        target, drafter, config.checkpoint, suite, config.suite, options, out, say, Progress("asking", "questions")
+    )
     text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")

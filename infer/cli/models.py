@@ -1,6 +1,4 @@
-"""What several commands need: loading target and drafter, and a line of progress."""
-
-import sys
+"""What several commands need: loading target and drafter."""
 
 from infer.config import MASKED_METHODS, TargetConfig
 
@@ -30,7 +28,3 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
         return model, None
     drafter.check_target(model)
     return model, drafter.to(model.device, model.dtype)
-
-
-def progress(done: int, total: int) -> None:
-    print(f"\r{done}/{total} prompts", end="\n" if done == total else "", file=sys.stderr, flush=True)

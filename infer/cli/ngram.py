@@ -1,6 +1,5 @@
 """`ngram`: n-grams counted, for trees that judge paths by them."""
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +43,7 @@ def run(config: NgramCommand) -> None:
     from infer.ngrams.trie import convert_trie
     from infer.targets.loading import load_config, load_tokenizer
     from infer.targets.target import tokenizer_digest
+    from infer.utils.progress import Progress
 
     place = config.target
     tokenizer = load_tokenizer(place.path, place.trust_remote_code)
@@ -51,17 +51,16 @@ def run(config: NgramCommand) -> None:
     vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
     out, digest = Path(config.out), tokenizer_digest(tokenizer)
 
-    def counted(tokens: int) -> None:
-        print(f"\r{tokens:,} tokens", end="", file=sys.stderr, flush=True)
-
+    counted = Progress("counting", "tokens")
     making = config.workers, config.chunk_tokens, counted, config.threshold
     if config.trie is not None:
         model = convert_trie(Path(config.trie), vocabulary, out, digest, config.order, *making)
     else:
         order = config.order or min(6, 64 // vocabulary.bit_length())
         model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, *making)
+    counted.close()
     nodes = sum(model.nodes)
     print(
-        f"\n{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {model.order}, {model.size_bytes / 1e6:,.1f} MB "
+        f"{out}: {model.tokens:,} tokens, {nodes:,} n-grams of up to {model.order}, {model.size_bytes / 1e6:,.1f} MB "
         f"({model.size_bytes / nodes:.1f} bytes each); use it with continuity={out}"
     )

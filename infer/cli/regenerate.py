@@ -1,6 +1,5 @@
 """`regenerate`: the answers of a data set, written anew by the target."""
 
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -75,9 +74,5 @@ def run(config: RegenerateCommand) -> None:
     settings = {"target": place.path, "server": config.server, "data": asdict(config.data)}
     settings |= {"prompt_tokens": config.prompt_tokens} | options_of(config.decoding)
 
-    def progress(done: int, total: int, failed: int) -> None:
-        note = f", {failed} failed" if failed else ""
-        print(f"\r{done}/{total} rows{note}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-    counts = regenerate(rows, answers, Path(config.out), settings, config.most_failures, progress)
+    counts = regenerate(rows, answers, Path(config.out), settings, config.most_failures)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")

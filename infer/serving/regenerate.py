@@ -16,6 +16,7 @@ from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig, TextOption
 from infer.engine.sampling import derived_seed
 from infer.utils.entry import going_on
 from infer.utils.files import refuse_other_settings, write_json
+from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 
 LARGEST_RESPONSE = 32 << 20  # bytes of what a server answers
@@ -150,7 +151,6 @@ def regenerate(
     out: Path,
     settings: dict,
     most_failures: int,
-    progress: Callable[[int, int, int], None] = lambda done, total, failed: None,
 ) -> dict[str, int]:
     """Write {"index", "prompt" or "messages", "response", "finish"} lines to `out`, and {"index", "error"} lines to
     `out`.failed; returns how many of each there are. `settings` say how the answers come about: a file that was begun
@@ -167,6 +167,7 @@ def regenerate(
     done, failed = _whole_lines(out), _whole_lines(failed_path)
     ready = {line["index"] for line in done + failed}
     count, lost = len(done), len(failed)
+    progress = Progress("regenerating", "rows", count + lost)
     left = [row for row in rows if row.index not in ready]
     keep = going_on(f"{out} has the answers so far, the same command goes on from there")
     with keep, out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
@@ -182,7 +183,7 @@ def regenerate(
                 bad.write(json.dumps({"index": index, "error": redact_text(answer.error)}, ensure_ascii=False) + "\n")
                 bad.flush()
                 lost += 1
-            progress(count + lost, len(rows), lost)
+            progress(count + lost, len(rows), f"{lost} failed" if lost else "")
             if lost > most_failures:
                 raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {answer.error!r}")
     return {"answers": count, "failed": lost}

@@ -34,6 +34,7 @@ from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
 from infer.utils.entry import INTERRUPTED
 from infer.utils.files import READABLE, refuse_other_settings, replacing, write_json
+from infer.utils.progress import Progress
 from train.batches import seeded
 from train.config import OptimConfig
 from train.engine import plain_state, restore_moments
@@ -203,7 +204,10 @@ def train(config: DiffusionConfig) -> dict:
     out = Path(config.out)
     model, tokenizer = begin(config)
     open_folder(config, out)
-    sets = [packed_rows(data, tokenizer, tokenizer_digest(tokenizer)) for data in config.sets()]
+    sets = [
+        packed_rows(data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
+        for data in config.sets()
+    ]
     held_out = held_out_batch(config, tokenizer)
     optim = OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay)
     optimizer, first = make_optimizer(model, optim), 0

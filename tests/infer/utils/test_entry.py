@@ -20,7 +20,6 @@ from train.config import TrainConfig
         ("seed=true", "seed"),
         ("optim.betas=[0.9,1.0]", "optim.betas=[0.9, 1.0]"),
         ("target.device=gpu0!", "target.device=gpu0!"),
-        ("target.device=cuda:1", "target.device=cuda:1: training takes the GPUs that it sees"),
         ("anchors=5000", "anchors=5000: a row of data.length=256 tokens has room for 254 at most"),
         ("name='a\nb'", "a plain folder name"),
         ("name=" + "a" * 5000, "a plain folder name"),

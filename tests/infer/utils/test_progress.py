@@ -1,0 +1,77 @@
+"""Long work says how far it is: on a terminal by one line, elsewhere every half minute."""
+
+import io
+import pickle
+
+import pytest
+
+from infer.utils import progress as module
+from infer.utils.progress import Progress, duration, per_second
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still: move it by clock[0] += seconds."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_without_a_terminal_a_line_every_half_minute(clock):
+    out = io.StringIO()
+    progress = Progress("regenerating", "rows", begun=100, stream=out)
+    for done in range(101, 221):
+        clock[0] += 1
+        progress(done, 220, "2 failed" if done > 150 else "")
+    assert out.getvalue().splitlines() == [
+        "regenerating: 130 of 220 rows, 1.0 a second, 2 min left",
+        "regenerating: 160 of 220 rows, 1.0 a second, 1 min left, 2 failed",
+        "regenerating: 190 of 220 rows, 1.0 a second, 30 s left, 2 failed",
+        "regenerating: 220 of 220 rows, 1.0 a second, took 2 min, 2 failed",
+    ]
+
+
+def test_on_a_terminal_one_line_with_a_bar(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    out = Terminal()
+    progress = Progress("counting", "tokens", stream=out)
+    clock[0] += 10
+    progress(5_000)
+    progress(5_001)  # a moment later: not worth a change
+    clock[0] += 10
+    progress(20_000, 40_000)
+    progress.say("a sentence")
+    clock[0] += 20
+    progress(40_000, 40_000)
+    shown = [part for part in out.getvalue().replace("\n", "\r\x1b[K").split("\r\x1b[K") if part]
+    assert shown[0] == "counting: 5,000 tokens, 500 a second"
+    assert shown[1].startswith("━━━━━━━━━━────────── counting: 20,000 of 40,000 tokens")
+    assert shown[2] == "a sentence"
+    assert out.getvalue().endswith("\n") and "took 40 s" in out.getvalue()
+
+
+def test_the_next_set_has_a_rate_of_its_own_and_quiet_is_quiet(clock):
+    out = io.StringIO()
+    progress = Progress("asking", "questions", stream=out)
+    clock[0] += 1000
+    progress(10, 10)
+    for done in (1, 2):
+        clock[0] += 40
+        progress(done, 2)
+    assert out.getvalue().splitlines()[-1] == "asking: 2 of 2 questions, 1.5 a minute, took 40 s"
+    silent = Progress("training", quiet=True, stream=out)
+    before = out.getvalue()
+    silent(10, 10)
+    silent.say("x")
+    assert out.getvalue() == before
+    assert pickle.loads(pickle.dumps(Progress("tokenising", "texts"))).what == "tokenising"  # to other processes
+
+
+def test_words():
+    assert [duration(s) for s in (4, 59, 90, 3600, 7500)] == ["4 s", "59 s", "2 min", "1 h 00 min", "2 h 05 min"]
+    assert [per_second(r) for r in (1234, 3.21, 0.05)] == ["1,234 a second", "3.2 a second", "3.0 a minute"]
