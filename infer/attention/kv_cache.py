@@ -5,6 +5,7 @@ B rows in use, Q new positions, S capacity, H key/value heads, E head size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -106,15 +107,20 @@ class KVCache:
         first, used = self.rows - count, len(self.lengths)
         if used > first:
             raise ValueError(f"the cache has {self.rows} rows and {used} are in use: {count} more do not fit")
-        part = object.__new__(KVCache)
-        part.rows, part.capacity, part.heads, part.static = count, self.capacity, self.heads, False
-        part.buffer = self.buffer[:, first * self.capacity :]
-        part.ends, part.origins = self.ends[first:].zero_(), self.origins[:count]
-        part.lengths = [0] * count
+        part = self._from_row(first)
         yield part
         for index, length in enumerate(part.lengths):
             self._move(first + index, len(self.lengths), length)
             self.lengths.append(length)
+
+    def _from_row(self, first: int) -> "KVCache":
+        """Return the rows from `first` on as a cache over the same memory, empty."""
+        part = copy(self)
+        part.rows, part.static = self.rows - first, False
+        part.buffer = self.buffer[:, first * self.capacity :]
+        part.ends, part.origins = self.ends[first:].zero_(), self.origins[: part.rows]
+        part.lengths = [0] * part.rows
+        return part
 
     def keep(self, order: list[int]) -> None:
         """Make row i what row order[i] was, and give up the rows not named. order[i] must be at least i."""
@@ -127,7 +133,8 @@ class KVCache:
         """Row `source` of so many positions becomes row `to`, and is empty."""
         if source != to:
             start, begin = to * self.capacity, source * self.capacity
-            self.buffer[:, start : start + length] = self.buffer[:, begin : begin + length]
+            for buffer in self._buffers():
+                buffer[:, start : start + length] = buffer[:, begin : begin + length]
             self.ends[to] = self.ends[source]
             self.ends[source] = 0
 
@@ -146,6 +153,10 @@ class KVCache:
         """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
         return self.ends[:rows, None] + torch.arange(width, device=self.ends.device)
 
+    def _buffers(self) -> list[torch.Tensor]:
+        """Return all memory of keys and values, (n, rows * S, width) each."""
+        return [self.buffer]
+
     def _slots(self, rows: int, width: int) -> torch.Tensor:
         return self.origins[:rows, None] + self.positions(rows, width)
 
@@ -163,5 +174,6 @@ class KVCache:
             source, target
         )  # elsewhere the comparison costs more
         if not in_place:
-            self.buffer.index_copy_(1, target.flatten(), self.buffer.index_select(1, source.flatten()))
+            for buffer in self._buffers():
+                buffer.index_copy_(1, target.flatten(), buffer.index_select(1, source.flatten()))
         self.advance(counts, on_device)

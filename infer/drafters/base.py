@@ -35,7 +35,7 @@ from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
-from infer.targets.support import head_size, key_heads, norm_eps, rope
+from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
 
 
@@ -69,9 +69,10 @@ def tap_ids(own: dict, layers: int | None) -> tuple[int, ...]:
 
 def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """Return the keys of a drafter's config.json that all families share: sizes of the target and of the options."""
-    same = ("hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
+    same = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
     return {
         "block_size": options.block_size,
+        "intermediate_size": mlp_size(theirs),
         "num_target_layers": theirs.num_hidden_layers,
         "num_hidden_layers": options.layers,
         "layer_types": ["full_attention"] * options.layers,

@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infer.targets.recurrent import unknown_recurrence
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
 LAYERS = {"full_attention", "sliding_attention"}  # kinds whose attention is a mask over all cached positions
-RECURRENT = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state, by prefix
-STATES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")  # names of such layers' sizes
+STATEFUL = ("linear_attention", "conv", "hybrid", "mamba", "recurrent")  # kinds that keep a state
+STATES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")  # names of such layers' sizes, by prefix
+# models whose states follow trees (infer/targets/recurrent.py)
+FOLLOWED = {
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # Gated DeltaNet
+    "kimi_linear",  # KDA
+    *("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "zamba2"),  # Mamba-2
+    *("lfm2", "lfm2_moe"),  # short convolutions
+}
 # Config keys of features that our cache, masks or head do not support, and what they mean.
 FOREIGN = {
-    "kv_lora_rank": "keys and values in a compressed form",
-    "num_kv_shared_layers": "layers that share their keys and values",
     "cross_attention_layers": "layers that look at images",
     "use_bidirectional_attention": "layers that look ahead",
-    "lm_head_multiplier": "logits scaled in a way of its own",
     "output_logit_soft_cap": "logits scaled in a way of its own",
     "depth_decoder_config": "a second decoder, of sounds",
 }
@@ -30,7 +36,7 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class LogitScale:
-    """The scale of the head's products (..., V): divided (Cohere, Granite), then soft-capped (Gemma)."""
+    """The scale of the head's products (..., V): divided (Cohere, Granite, Falcon-H1), then soft-capped (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
@@ -53,7 +59,8 @@ PLAIN = LogitScale()
 
 def logit_scale(config: "PretrainedConfig") -> LogitScale:
     """Return the scale of a target's logits."""
-    divisor = getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)
+    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
+    divisor = getattr(config, "logits_scaling", None) or 1 / factor
     return LogitScale(float(divisor), getattr(config, "final_logit_softcapping", None))
 
 
@@ -65,6 +72,9 @@ def windows(config: "PretrainedConfig") -> dict[str, int | None]:
     with a window if its config has one.
     """
     width = getattr(config, "sliding_window", None) or None
+    if config.model_type in FOLLOWED:
+        kinds = {"full_attention", *(getattr(config, "layer_types", None) or [])} & LAYERS
+        return {kind: width if kind == "sliding_attention" else None for kind in sorted(kinds)}
     if not hasattr(type(config), "layer_types") or not config.layer_types:
         return {"all": width if hasattr(type(config), "sliding_window") else None}
     return {kind: width if kind == "sliding_attention" else None for kind in sorted(set(config.layer_types))}
@@ -90,13 +100,27 @@ def longest(config: "PretrainedConfig") -> int | None:
     return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
+def mlp_size(config: "PretrainedConfig") -> int:
+    """Return the inner size of a drafter's MLP: the target's, where it has one for all layers (a mixture of experts may
+    not), else three times the hidden size."""
+    size = getattr(config, "intermediate_size", None)
+    return size if isinstance(size, int) else 3 * config.hidden_size
+
+
+def first_layer(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Return the configuration of the first layer, where a model's layers have sizes of their own (Gemma 4)."""
+    return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+
+
 def head_size(config: "PretrainedConfig") -> int:
-    """Return E, the head size, from a model's config.json."""
+    """Return E, the head size (of the first layer), from a model's config.json."""
+    config = first_layer(config)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def key_heads(config: "PretrainedConfig") -> int:
-    """Return H, the number of key/value heads, from a model's config.json."""
+    """Return H, the number of key/value heads (of the first layer), from a model's config.json."""
+    config = first_layer(config)
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -113,16 +137,17 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
     text = config.get_text_config()
     names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
     kinds = set(getattr(text, "layer_types", None) or [])
-    if any(kind.startswith(RECURRENT) for kind in kinds) or any(name.startswith(STATES) for name in names):
-        refuse("recurrent layers, whose state rejected drafts would change for good")
-    if kinds - LAYERS:
+    followed = text.model_type in FOLLOWED
+    if not followed and (kinds & {*STATEFUL} or any(name.startswith(STATES) for name in names)):
+        refuse("recurrent layers of another form than those that follow trees here")
+    if not followed and kinds - LAYERS:
         refuse(f"layers of another kind ({', '.join(sorted(kinds - LAYERS))})")
-    if getattr(text, "alibi", False) or not (names & {"rope_parameters", "rope_theta"}):
+    if getattr(text, "alibi", False) or not (followed or names & {"rope_parameters", "rope_theta"}):
         refuse("no rotary positions (ALiBi or learned ones, or no attention)")
     try:
         head_size(text), key_heads(text)
-    except (AttributeError, RuntimeError):  # Hugging Face raises this for sizes that differ between layers
-        refuse("no heads, or other ones in every layer")
+    except AttributeError:
+        refuse("no attention heads")
     for name in sorted(names & FOREIGN.keys()):
         refuse(f"{FOREIGN[name]} ({name})")
 
@@ -133,14 +158,11 @@ def refuse_unfit(model: "nn.Module") -> None:
     body, head = model.get_decoder(), model.get_output_embeddings()
     if not hasattr(body, "layers") or len(body.layers) != config.num_hidden_layers:
         raise ValueError(f"this target ({config.model_type}) has no list of decoder layers that can be listened to")
-    width = key_heads(config) * head_size(config)
-    for layer in body.layers:
-        for name in ("k_proj", "v_proj"):
-            projection = getattr(getattr(layer, "self_attn", None), name, None)
-            if getattr(projection, "out_features", width) != width:
-                raise ValueError(
-                    f"this target ({config.model_type}) has keys and values of several sizes: they do not fit the cache"
-                )
+    if (unknown := unknown_recurrence(body)) is not None:
+        raise ValueError(
+            f"this target ({config.model_type}) has recurrent layers of another form ({unknown}): "
+            "draft trees cannot be verified through it"
+        )
     if head is None or getattr(head, "bias", None) is not None:
         raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported")
     if config._attn_implementation not in ("eager", "sdpa"):

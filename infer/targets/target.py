@@ -21,8 +21,10 @@ from infer.attention.compile import Program, padded
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive, cached, dense, nearby, packed_causal_mod
 from infer.targets.lean import LeanDecoder, UnknownLayer, close, lean_decoder
+from infer.targets.mixed_cache import MixedCache, PackedWindow, Shapes, find_shapes
+from infer.targets.recurrent import Lineage, States, follow_trees
 from infer.targets.support import (
-    head_size,
+    STATEFUL,
     key_heads,
     logit_scale,
     longest,
@@ -48,6 +50,7 @@ class Features:
 class Taps:
     """What the forward hooks of a target's layers keep of a pass."""
 
+    stream: int | None = None  # which of several residual streams is the model's own (Gemma 3n); None: there is one
     wanted: frozenset[int] = frozenset()  # layers
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -56,7 +59,8 @@ class Taps:
 
         def keep(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
             if layer in self.wanted:
-                self.outputs[layer] = output if isinstance(output, torch.Tensor) else output[0]
+                output = output if isinstance(output, torch.Tensor) else output[0]
+                self.outputs[layer] = output if self.stream is None else output[self.stream]
 
         return keep
 
@@ -77,7 +81,8 @@ class Target:
         self.config = self.model.config.get_text_config()
         self.scale, self.windows = logit_scale(self.config), windows(self.config)
         self.body = self.model.get_decoder()
-        self._taps = Taps()
+        self.recurrent = follow_trees(self.body)
+        self._taps = Taps(getattr(self.config, "altup_active_idx", None))
         hooks = [module.register_forward_hook(self._taps.hook(i)) for i, module in enumerate(self.body.layers)]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self._program: Program | None = None
@@ -144,14 +149,26 @@ class Target:
         is `static`. Layers with a sliding window keep all positions too, at the memory of full attention, so that a row
         has one length and the window is in the masks alone. Raises ValueError where rotary angles change within the
         capacity."""
-        config, most = self.config, longest(self.config)
+        most = longest(self.config)
         if most is not None and capacity > most:
             raise ValueError(
                 f"this target's rotary angles change beyond {most} positions, {capacity} are asked for: shorten "
                 "prompts or answers"
             )
-        layers, heads = config.num_hidden_layers, key_heads(config)
-        return KVCache(layers, rows, capacity, heads, head_size(config), self.dtype, self.device, static)
+        shapes = self.shapes
+        if shapes.alike is None:
+            return MixedCache(shapes, rows, capacity, self.dtype, self.device)
+        return KVCache(len(shapes.attention), rows, capacity, *shapes.alike, self.dtype, self.device, static)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """What the layers keep of a text, found by a pass over one token."""
+
+        def run(ids: torch.Tensor, window: PackedWindow) -> None:
+            masks = self.masks(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device), ids)
+            self.library_pass(ids, ids, masks, window, ())
+
+        return find_shapes(run, self.device)
 
     def masks(
         self, allowed: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor | None = None
@@ -162,6 +179,8 @@ class Target:
         for kind, width in self.windows.items():
             seen = allowed if width is None else allowed & nearby(positions, ends, allowed.shape[-1], width)
             masks[kind] = additive(seen, self.dtype)
+        if self.recurrent:
+            return masks | dict.fromkeys(STATEFUL)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def library_pass(
@@ -208,11 +227,14 @@ class Target:
         """Features of packed documents for training: all arguments (B, T), documents -1 on padding."""
         rows, length = ids.shape
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
-        return Features(*self.library_pass(ids, positions, self.masks(allowed, positions), None, layers))
+        window = PackedWindow(States(lineage=Lineage.packed(documents))) if self.recurrent else None
+        return Features(*self.library_pass(ids, positions, self.masks(allowed, positions), window, layers))
 
     @cached_property
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes the same."""
+        if self.shapes.alike is None:
+            return self.library_pass
         kinds = (
             list(self.windows) * self.config.num_hidden_layers if len(self.windows) == 1 else self.config.layer_types
         )
@@ -262,6 +284,8 @@ class Target:
         window = cache.window(width)
         positions = cache.positions(len(ids), width)
         mask = self.masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
+        if self.recurrent:
+            cache.states.lineage = Lineage.chain([len(row) for row in ids], width, self.device)
         features = (run or self.decoder_pass)(tokens, positions, mask, window, layers)
         cache.advance([len(row) for row in ids])
         return Features(*features)
@@ -278,6 +302,8 @@ class Target:
         ends = padded(cache.ends[:used], rows)  # 0 for rows that are not in use, even while they are being filled
         positions = padded(tree.positions(ends[:used]), rows)
         mask = self.masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
+        if self.recurrent:
+            cache.states.lineage = Lineage.tree(tree.parents, ancestors)
         inputs = padded(tree.tokens, rows), positions, mask, window, layers
         if cache.static:
             self._program = self._program or Program(self._hooked_pass, self.device)

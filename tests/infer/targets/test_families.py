@@ -37,6 +37,28 @@ SIZES = {
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": MIXED, "final_logit_softcapping": 3.0}
+LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA |= {"layer_types": LINEAR}
+MLA = {"kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+KIMI = MLA | {"layer_types": LINEAR, "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 4}
+KIMI |= {"num_key_value_heads": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
+GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "mamba_n_groups": 1}
+NEMOTRON = {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]}
+NEMOTRON |= {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2, "n_routed_experts": 4}
+NEMOTRON |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
+ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "n_mamba_heads": 4}
+ZAMBA |= {"mamba_d_state": 6, "mamba_headdim": 16, "mamba_ngroups": 2, "use_mem_rope": True, "num_mem_blocks": 2}
+DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16}
+DEEPSEEK |= {"num_experts_per_tok": 2, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1}
+GEMMA_3N = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V}
+GEMMA_3N |= {"altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+GEMMA_4 = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V}
+GEMMA_4 |= {"global_head_dim": 16}
+MIMO = {"n_routed_experts": 4}
+LFM_MOE = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4, "num_experts_per_tok": 2}
+LFM_MOE |= {"moe_intermediate_size": 16, "num_dense_layers": 1}
 FAMILIES = {
     "qwen3": ("qwen3", {}),
     "qwen3 with a window": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
@@ -55,6 +77,24 @@ FAMILIES = {
     "granite": ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
     "olmo 3": ("olmo3", {"sliding_window": WINDOW, "layer_types": MIXED}),
     "smollm 3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "qwen 3.5": ("qwen3_5_text", DELTA),
+    "qwen 3.5 moe": ("qwen3_5_moe_text", DELTA | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "qwen 3 next": ("qwen3_next", DELTA | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
+    "olmo hybrid": ("olmo_hybrid", DELTA | {"linear_key_head_dim": 6}),
+    "kimi linear": ("kimi_linear", KIMI),
+    "nemotron h": ("nemotron_h", NEMOTRON),
+    "falcon h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
+    "bamba": ("bamba", MAMBA | {"attn_layer_indices": [2]}),
+    "granite 4": ("granitemoehybrid", MAMBA | GRANITE | {"layer_types": LINEAR}),
+    "zamba 2": ("zamba2", ZAMBA),
+    "lfm 2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "lfm 2 moe": ("lfm2_moe", LFM_MOE),
+    "deepseek 2": ("deepseek_v2", MLA | DEEPSEEK),
+    "deepseek 3": ("deepseek_v3", MLA | DEEPSEEK | {"q_lora_rank": 8}),
+    "glm 4 lite": ("glm4_moe_lite", MLA | DEEPSEEK | {"q_lora_rank": 8}),
+    "gemma 3n": ("gemma3n_text", GEMMA | GEMMA_3N),
+    "gemma 4": ("gemma4_text", GEMMA | GEMMA_4),
+    "mimo": ("mimo_v2_flash", MOE | MIMO),
 }
 FAMILIES["llama 3"][1]["rope_parameters"] |= {
     "low_freq_factor": 1.0,
@@ -122,7 +162,8 @@ def node_logits(target: Target, rounds: int) -> list[tuple[torch.Tensor, torch.T
 def test_every_node_has_the_logits_of_its_own_sequence(target):
     for ours, own in node_logits(target, 2):
         assert own.std() > 0.05
-        assert torch.allclose(ours, own, atol=1e-4)
+        # transformers' own two forms of the delta rule differ by more on weights like these
+        assert torch.allclose(ours, own, atol=1e-4 * max(1, float(own.abs().max()) if target.recurrent else 1))
 
 
 @pytest.mark.parametrize("name", WINDOWED)
@@ -169,7 +210,8 @@ def test_embeddings_are_what_enters_the_first_layer(target):
     with torch.no_grad():
         target.model(ids)
         hook.remove()
-        assert torch.allclose(seen[0], target.embed(ids), atol=1e-6)
+        first = seen[0] if seen[0].ndim == 3 else seen[0][0]  # of several streams (Gemma 3n)
+        assert torch.allclose(first, target.embed(ids), atol=1e-6)
 
 
 def test_packed_documents_give_what_single_ones_give(target):
@@ -182,7 +224,8 @@ def test_packed_documents_give_what_single_ones_give(target):
     for length in lengths:
         part = slice(begin, begin + length)
         out = target.model(ids[:, part], output_hidden_states=True)
-        expected = torch.cat([out.hidden_states[1], out.hidden_states[3]], -1)
+        states = [states if states.ndim == 3 else states[0] for states in out.hidden_states]
+        expected = torch.cat([states[1], states[3]], -1)
         assert torch.allclose(together.context[:, part], expected, atol=1e-4)
         assert torch.allclose(target.head(together.last[:, part]), out.logits, atol=1e-4)
         begin += length
@@ -295,9 +338,6 @@ def test_loading_chooses_attention_that_is_right(tiny, name, tmp_path, repo):
     ("mamba", {}, "recurrent layers"),
     ("mamba2", {}, "recurrent layers"),
     ("jamba", {}, "recurrent layers"),
-    ("qwen3_next", {}, "recurrent layers"),
-    ("qwen3_5_text", {}, "recurrent layers"),
-    ("lfm2", {}, "recurrent layers"),
     ("recurrent_gemma", {}, "recurrent layers"),
     ("bart", {}, "an encoder"),
     ("t5", {}, "an encoder"),
@@ -306,9 +346,6 @@ def test_loading_chooses_attention_that_is_right(tiny, name, tmp_path, repo):
     ("mpt", {}, "no rotary positions"),
     ("falcon", {"alibi": True}, "no rotary positions"),
     ("llama4_text", {}, "layers of another kind"),
-    ("deepseek_v3", {}, "compressed form"),
-    ("gemma3n_text", {}, "share their keys"),
-    ("gemma4_text", {}, "share their keys|other ones in every layer"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "look ahead"),
     ("qwen3", {"masked_diffusion": {"shifted": True}}, "no order from left to right"),
 ])  # fmt: skip
@@ -324,9 +361,8 @@ def test_refusals_come_before_weights(tmp_path, repo):
     from transformers import PhiConfig, Qwen3Config
 
     for config, says in (
-        (AutoConfig.for_model("qwen3_next"), "recurrent layers"),
+        (AutoConfig.for_model("jamba"), "recurrent layers"),
         (PhiConfig(num_hidden_layers=1), "no plain head without bias"),
-        (AutoConfig.for_model("mimo_v2_flash"), "several sizes"),
         (Qwen3Config(num_hidden_layers=1), "found neither"),
     ):
         config.save_pretrained(tmp_path)
@@ -362,15 +398,19 @@ def test_angles_that_change_with_the_length_stay_where_they_do_not():
         target.cache(1, 33)
 
 
+MIXED_CACHES = {"qwen 3.5", "qwen 3.5 moe", "qwen 3 next", "olmo hybrid"}
+MIXED_CACHES |= {"kimi linear", "nemotron h", "falcon h1", "bamba", "granite 4", "zamba 2", "lfm 2", "lfm 2 moe"}
+MIXED_CACHES |= {"deepseek 2", "deepseek 3", "glm 4 lite", "gemma 4", "mimo"}
 # soft-capped scores, sinks, one norm a layer, norms of what is added
-OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3"}
+OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3", "gemma 3n"}
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded through transformers")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_lean_pass_is_used_where_it_computes_the_same(tiny, name):
     """Every other test of this file decodes through it; other arithmetic is noticed, and a line says so."""
-    assert isinstance(tiny(name).decoder_pass, LeanDecoder) == (name not in OTHERS)
+    assert (tiny(name).shapes.alike is None) == (name in MIXED_CACHES)
+    assert isinstance(tiny(name).decoder_pass, LeanDecoder) == (name not in OTHERS | {*MIXED_CACHES})
 
 
 def test_a_layer_that_computes_something_else_is_noticed(random_target):
