@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infer.attention.kv_cache import KVCache
-from infer.targets.recurrent import Lineage, States, Stateful, StateShape
+from infer.targets.recurrent import Lineage, Stateful, States, StateShape
 
 Heads = tuple[int, int]  # how many, and their size
 

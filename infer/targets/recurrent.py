@@ -101,8 +101,8 @@ class Lineage:
         return {}
 
     def taps(self, kernel: int) -> list[torch.Tensor]:
-        """Return what a kernel of W taps sees of [nothing | W - 1 inputs before | Q new ones], as indices (B, 1, Q): the
-        position itself, the one before it, and so on."""
+        """Return what a kernel of W taps sees of [nothing | W - 1 inputs before | Q new ones], as indices (B, 1, Q):
+        the position itself, the one before it, and so on."""
         if kernel not in self._taps:
             rows, width = self.previous.shape
             device = self.previous.device
@@ -369,7 +369,6 @@ def called_names(kind: type[nn.Module]) -> frozenset[str]:
 
 def unknown_recurrence(body: nn.Module) -> str | None:
     """Return the class of the first module with a state that is not replaced here; None: there is none."""
-    known = {"update_conv_state", "causal_conv1d_update", *REPLACED}
     for module in recurrent_parts(body):
         names = called_names(type(module))
         keeps_state = "update_recurrent_state" in names
