@@ -1,9 +1,11 @@
 """What every test stands on: no network, one thread a process, the repository's folder."""
 
+import fcntl
 import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,7 +67,9 @@ class ForkServer:
 class Command:
     """A running command of one or more processes. When one of them fails, the others are killed."""
 
-    def __init__(self, server: ForkServer, output: Path, script: str, arguments: list[str], processes: int) -> None:
+    def __init__(
+        self, server: ForkServer, output: Path, script: str, arguments: list[str], processes: int, variables: dict
+    ) -> None:
         self.server, self.output, self.returncode = server, output, None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -74,8 +78,8 @@ class Command:
         common = {"script": str(server.repo / script), "arguments": arguments, "output": str(output)}
         self.running = []
         for rank in range(processes):
-            environment = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            self.running.append(server.ask(**common, environment=environment))
+            place = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            self.running.append(server.ask(**common, environment=place | variables))
 
     def poll(self) -> int | None:
         for process in list(self.running):
@@ -112,17 +116,38 @@ class Command:
 
 @pytest.fixture(scope="session")
 def start_command(repo, tmp_path_factory) -> Iterator:
-    """(script, arguments, processes=1) -> a running `Command`: as `python script arguments`, but already imported."""
+    """(script, arguments, processes=1, **environment) -> a running `Command`: as `python script arguments`, but already
+    imported."""
     servers, folder, count = [], tmp_path_factory.mktemp("commands"), itertools.count()
 
-    def start(script: str, arguments: list[str], processes: int = 1) -> Command:
+    def start(script: str, arguments: list[str], processes: int = 1, **environment: str) -> Command:
         if not servers:
             servers.append(ForkServer(repo))
-        return Command(servers[0], folder / f"{next(count)}.txt", script, arguments, processes)
+        return Command(servers[0], folder / f"{next(count)}.txt", script, arguments, processes, environment)
 
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def make_once(tmp_path_factory):
+    """(name, make) -> a folder that `make(folder)` has filled, once for all of pytest's processes: the others wait."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def once(name: str, make) -> Path:
+        folder = shared / f"once-{name}"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (shared / f"{name}.made").exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a process in which it failed
+                folder.mkdir()
+                make(folder)
+                (shared / f"{name}.made").touch()
+        return folder
+
+    return once
 
 
 @pytest.fixture(scope="session")

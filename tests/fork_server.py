@@ -1,4 +1,4 @@
-"""Starts the project's commands as forks of one process that has imported everything: a test does not wait for imports.
+"""Starts the project's commands as forks of one process that has imported everything: tests do not wait for imports.
 
 Run by the fixture `start_command` in conftest.py, with which it speaks JSON, one request and one answer a line:
 
@@ -9,6 +9,7 @@ From its fork on, a process is what `python script arguments` is: its own enviro
 file, the script run as `__main__`, the interpreter's own end.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -17,17 +18,22 @@ import sys
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what imports print is no answer
 
-# What a run imports before its first step. Nothing is called: no threads, no process group.
+# What a run imports before its last step, later than at its start too. It starts no thread and no process group.
 import datasets  # noqa: E402, F401
+import hydra  # noqa: E402, F401
 import matplotlib.pyplot  # noqa: E402, F401
-import transformers  # noqa: E402, F401
+import torch  # noqa: E402
+import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 
 import infer.main  # noqa: E402, F401
 import train.loop  # noqa: E402, F401
+from infer.trees.tree import root_only  # noqa: E402
+
+root_only(torch.zeros(1, dtype=torch.long)).ancestors()  # numba imports most of itself with the first compiled loop
 
 if not os.path.exists("/dev/nvidiactl"):  # DeepSpeed looks at GPUs when imported; a process that did must not fork
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # noqa: F401
+    import deepspeed.ops.op_builder.all_ops  # noqa: F401
 
 
 def fork(request: dict) -> int:
@@ -58,6 +64,9 @@ def serve() -> str | None:
         print(json.dumps(answer), file=ANSWERS, flush=True)
     return None
 
+
+gc.collect()
+gc.freeze()  # a forked process looks through nothing of all this again, and copies no memory for it
 
 if __name__ == "__main__" and (script := serve()):
     runpy.run_path(script, run_name="__main__")

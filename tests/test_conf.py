@@ -128,12 +128,6 @@ def test_sizes_for_planning_are_the_models_own(repo, bundle, millions):
     assert round(shape.target_parameters / 1e6) == millions
 
 
-def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(repo / script), *arguments]
-    environment = {"PYTHONPATH": str(repo), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize(
     "override, word",
     [
@@ -157,12 +151,11 @@ def run(repo, script: str, *arguments: str) -> subprocess.CompletedProcess:
         ("hydra/launcher=submitit", "hydra/launcher"),
     ],
 )
-def test_wrong_configuration_is_one_sentence_and_exit_2(repo, override, word):
-    result = run(repo, "train/main.py", override)
-    assert result.returncode == 2
-    assert word in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert result.stderr.startswith("error: ")
+def test_wrong_configuration_is_one_sentence_and_exit_2(start_command, override, word):
+    said = start_command("train/main.py", [override]).finish(code=2)
+    assert word in said
+    assert len(said.strip().splitlines()) == 1
+    assert said.startswith("error: ")
 
 
 def test_composing_and_checking_load_no_torch(repo):
@@ -174,19 +167,17 @@ def test_composing_and_checking_load_no_torch(repo):
     assert result.stdout.split() == ["False", "5"], result.stderr
 
 
-def test_cfg_job_shows_the_published_sizes(repo):
-    result = run(repo, "train/main.py", "+model=qwen3-4b", "--cfg", "job")
-    assert result.returncode == 0
+def test_cfg_job_shows_the_published_sizes(start_command):
+    shown = start_command("train/main.py", ["+model=qwen3-4b", "--cfg", "job"]).finish()
     for line in ("path: Qwen/Qwen3-4B", "layers: 5", "block_size: 16", "anchors: 512", "length: 3072", "lr: 0.0006"):
-        assert line in result.stdout
+        assert line in shown
 
 
-def test_without_the_hub_one_sentence_says_what_is_missing_and_what_to_do(repo, tmp_path):
-    result = run(repo, "train/main.py", "+model=qwen3-4b", f"runs_dir={tmp_path}")
-    assert result.returncode == 2
-    sentence = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+def test_without_the_hub_one_sentence_says_what_is_missing_and_what_to_do(start_command, tmp_path):
+    said = start_command("train/main.py", ["+model=qwen3-4b", f"runs_dir={tmp_path}"]).finish(code=2)
+    sentence = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(sentence) == 1
     assert "Qwen/Qwen3-4B" in sentence[0]
     assert "target.path=" in sentence[0]
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in said
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """docs/extending.md: every toy in it, put into a copy of the repository, trained, measured and exported."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,18 +15,25 @@ BLOCK = re.compile(r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$',
 
 TRAIN = [
     *("objective=reverse-kl", "drafter=corrected", "drafter.layers=1", "drafter.block_size=5", "name=toys"),
-    *("data=stdlib", "data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "optim.steps=2", "checkpoints=1"),
+    *("data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "optim.steps=2", "checkpoints=1"),
     *("evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"),
 ]
+DATA = ["data=jsonl", "data.path=texts.jsonl"]
 SMALL = [option for option in TRAIN if option.startswith("evaluation.")]
-AFTER = f"""
+PROGRAM = f"""
+import os, sys
+import train.loop
 from infer.main import main
 
+sys.stdout.reconfigure(line_buffering=True)
+if os.fork() == 0:  # training leaves its process by os._exit
+    main(["train", *{TRAIN + DATA!r}])
+assert os.wait()[1] == 0
 best = "runs/toys/checkpoints/best"
-main(["eval", f"checkpoint={{best}}", "out=evaluation", "data=stdlib", *{SMALL!r}])
+main(["eval", f"checkpoint={{best}}", "out=evaluation", *{DATA + SMALL!r}])
 main(["eval", f"checkpoint={{best}}", "out=riddles", "suite=ddtree", "suite.sets=[riddles]", "suite.folder=riddles",
       "suite.temperatures=[0.0]", *{SMALL!r}])
-main(["compare", f"checkpoints=[{{best}}]", "out=comparison", "data=stdlib", *{SMALL!r}])
+main(["compare", f"checkpoints=[{{best}}]", "out=comparison", *{DATA + SMALL!r}])
 main(["generate", f"checkpoint={{best}}", "decoding.method=comb", "decoding.max_new_tokens=4"])
 main(["export", f"checkpoint={{best}}", "format=corrected", "out=exported"])
 main(["plan", "+model=tiny-llama"])
@@ -68,17 +76,13 @@ def copy(repo, page, tmp_path_factory) -> Path:
     return root
 
 
-def run(root: Path, *command: str) -> str:
+def run(root: Path, program: str) -> str:
     """Run Python in the copy; return what it printed."""
-    done = subprocess.run([sys.executable, *command], cwd=root, env=environment(root), capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
-
-
-def environment(root: Path) -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": str(root)}
 
 
 def test_a_toy_is_as_few_files_as_the_page_says(page):
@@ -89,10 +93,11 @@ def test_a_toy_is_as_few_files_as_the_page_says(page):
 
 
 def test_toys_go_through_training_eval_compare_and_export(copy):
-    run(copy, "train/main.py", *TRAIN)
+    rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
+    (copy / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (copy / "riddles").mkdir()
     (copy / "riddles" / "riddles.jsonl").write_text(json.dumps({"riddle": "What has keys?"}) + "\n")
-    printed = run(copy, "-c", AFTER)
+    printed = run(copy, PROGRAM)
     evaluation = json.loads((copy / "evaluation" / "evaluation.json").read_text())
     assert [method["name"] for method in evaluation["methods"]].count("comb") == 1
     assert all(method["identical"] for method in evaluation["methods"])

@@ -3,9 +3,11 @@
 Each program runs by hand in full, `python tests/robustness/kills.py`; `--help` names its sizes.
 """
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,31 @@ def test_damaged_files(run_program):
 
 def test_kills_at_any_moment(run_program):
     assert "bit by bit" in run_program("kills", "--kills", "4", "--seed", "1")
+
+
+def test_regenerated_answers_survive_kills(start_command, tmp_path):
+    """Killed twice while it writes, `regenerate` ends with the file that it would have written: no row is lost or
+    doubled."""
+    prompts = [f"def f{i}(x" * (1 + i % 3) + str(i) for i in range(120)]
+    source, whole, killed = (tmp_path / name for name in ("rows.jsonl", "whole.jsonl", "killed.jsonl"))
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = ["data=jsonl", f"data.path={source}", "decoding.max_new_tokens=24", "decoding.rows=2"]
+
+    def run(out: Path, kill_after_lines: int | None) -> None:
+        process = start_command("infer/main.py", ["regenerate", *options, f"out={out}"])
+        while kill_after_lines is not None and process.poll() is None:
+            if out.exists() and out.read_bytes().count(b"\n") >= kill_after_lines:
+                process.kill()
+            time.sleep(0.02)
+        process.wait()
+
+    run(whole, None)
+    assert [json.loads(line)["index"] for line in whole.read_text().splitlines()] == list(range(120))
+    for count in (5, 40):
+        run(killed, count)
+        assert count <= killed.read_bytes().count(b"\n") < 120
+    run(killed, None)
+    assert killed.read_text() == whole.read_text()
 
 
 def test_disks_that_fail(run_program):

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -33,12 +30,14 @@ SMALL = [
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory) -> list[str]:
+def small(make_once) -> list[str]:
     """The options of a small run, on a file of its own: the standard library takes seconds to be read."""
-    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(400)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [*SMALL, f"data.path={file}"]
+
+    def write(folder: Path) -> None:
+        rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(400)]
+        (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return [*SMALL, f"data.path={make_once('texts', write) / 'texts.jsonl'}"]
 
 
 @pytest.fixture(scope="session")
@@ -49,23 +48,6 @@ def start(start_command, small):
         return start_command("train/main.py", [f"runs_dir={runs}", *small, *overrides], processes)
 
     return begin
-
-
-@pytest.fixture(scope="session")
-def run_from_the_shell(repo, small):
-    """(runs folder, *overrides, processes=1, code=0) -> what a run printed, started as launch.sh does it."""
-
-    def run(runs: Path, *overrides: str, processes: int = 1, code: int = 0) -> str:
-        command = [sys.executable]
-        if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += [str(repo / "train" / "main.py"), f"runs_dir={runs}", *small, *overrides]
-        environment = os.environ | {"PYTHONPATH": str(repo)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    return run
 
 
 def lines(run: Path) -> list[dict]:
@@ -84,13 +66,15 @@ def wait_for_step(process, run: Path, step: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def whole_run(run_from_the_shell, tmp_path_factory) -> Path:
+def whole_run(start, make_once) -> Path:
     """An uninterrupted run of 60 steps with checkpoints every 12."""
-    runs = tmp_path_factory.mktemp("runs")
-    output = run_from_the_shell(runs, "name=whole", "optim.steps=60", "checkpoints=5")
-    for word in ("plain", "chain", "ddtree", "report.html", "tokens/s"):
-        assert word in output
-    return runs / "whole"
+
+    def run(runs: Path) -> None:
+        output = start(runs, "name=whole", "optim.steps=60", "checkpoints=5").finish()
+        for word in ("plain", "chain", "ddtree", "report.html", "tokens/s"):
+            assert word in output
+
+    return make_once("whole-run", run) / "whole"
 
 
 def test_ctrl_c_ends_the_step_and_saves(start, tmp_path):
@@ -142,11 +126,10 @@ def same_losses(run: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def dart_steps(start, tmp_path_factory) -> Path:
+def dart_steps(start, make_once) -> Path:
     """The same of a DART drafter."""
-    runs = tmp_path_factory.mktemp("dart")
-    start(runs, "drafter=dart", "name=one", "optim.name=adamw", "optim.steps=8", "checkpoints=2").finish()
-    return runs / "one"
+    options = ["drafter=dart", "name=one", "optim.name=adamw", "optim.steps=8", "checkpoints=2"]
+    return make_once("dart-steps", lambda runs: start(runs, *options).finish()) / "one"
 
 
 @pytest.mark.parametrize(
@@ -165,11 +148,10 @@ def test_dart_is_computed_the_same_in_every_way_and_goes_on(start, dart_steps, p
 
 
 @pytest.fixture(scope="session")
-def eight_steps(start, tmp_path_factory) -> Path:
+def eight_steps(start, make_once) -> Path:
     """A run of one process, with a checkpoint in the middle."""
-    runs = tmp_path_factory.mktemp("eight")
-    start(runs, "name=one", "optim.name=adamw", "optim.steps=8", "checkpoints=2").finish()
-    return runs / "one"
+    options = ["name=one", "optim.name=adamw", "optim.steps=8", "checkpoints=2"]
+    return make_once("eight-steps", lambda runs: start(runs, *options).finish()) / "one"
 
 
 @pytest.mark.parametrize(
@@ -182,14 +164,11 @@ def eight_steps(start, tmp_path_factory) -> Path:
         (2, ["deepspeed=zero3", "deepspeed.offload=true"]),
     ],
 )
-def test_losses_do_not_depend_on_how_a_step_is_computed(run_from_the_shell, start, eight_steps, processes, options):
+def test_losses_do_not_depend_on_how_a_step_is_computed(start, eight_steps, processes, options):
     """Same rows a step: more passes, more processes, sharded state, sharded target."""
     runs, name = eight_steps.parent, "-".join(option.split("=")[-1] for option in options) + str(processes)
     options = [f"name={name}", "optim.name=adamw", "optim.steps=8", "checkpoints=1", *options]
-    if "target.shard=true" in options:
-        run_from_the_shell(runs, *options, processes=processes)  # under torchrun
-    else:
-        start(runs, *options, processes=processes).finish()
+    start(runs, *options, processes=processes).finish()
     same_losses(eight_steps, runs / name)
 
 
@@ -227,8 +206,8 @@ def test_a_batch_with_no_anchor_changes_nothing(start, tmp_path):
     assert min(line["loss"] for line in found) == 0 < max(line["loss"] for line in found)
 
 
-def test_rows_that_cannot_be_shared_are_one_sentence(run_from_the_shell, tmp_path):
-    output = run_from_the_shell(tmp_path, "optim.batch=3", "optim.micro=2", code=2)
+def test_rows_that_cannot_be_shared_are_one_sentence(start, tmp_path):
+    output = start(tmp_path, "optim.batch=3", "optim.micro=2").finish(code=2)
     assert "optim.batch=3" in output and "multiple of 2" in output and "Traceback" not in output
 
 
@@ -308,7 +287,8 @@ def test_finished_run_is_shown_again_and_never_overwritten(start, whole_run):
 
 def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
     run = tmp_path / "copy"
-    shutil.copytree(whole_run, run, symlinks=True)
+    others = shutil.ignore_patterns("best", ".*")  # a finished run that is shown again links its best anew
+    shutil.copytree(whole_run / "checkpoints", run / "checkpoints", ignore=others)
     last = run / "checkpoints" / "step-00000060"
     assert newest(run) == (last, [])
     state = last / "state" / "state.safetensors"

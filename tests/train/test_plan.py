@@ -91,10 +91,9 @@ def test_memory_is_as_planned_within_ten_percent(repo, shape):
     assert sum(figures["planned"].values()) / 1e9 == pytest.approx(figures["peak_gb"], rel=0.1)
 
 
-def test_a_plan_needs_neither_weights_nor_a_network(repo):
-    command = [sys.executable, str(repo / "infer" / "main.py"), "plan", "+model=qwen3-8b", "target.shard=true"]
-    environment = os.environ | {"PYTHONPATH": str(repo), "HF_HUB_OFFLINE": "1", "NPROC": "8"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+def test_a_plan_needs_neither_weights_nor_a_network(start_command):
+    command = ["plan", "+model=qwen3-8b", "target.shard=true"]
+    printed = start_command("infer/main.py", command, HF_HUB_OFFLINE="1", NPROC="8").finish()
     for words in (
         "8,190.7 million parameters",
         "8 GPU processes",
@@ -102,11 +101,9 @@ def test_a_plan_needs_neither_weights_nor_a_network(repo):
         "activations",
         "a million tokens",
     ):
-        assert words in done.stdout
+        assert words in printed
 
 
-def test_a_plan_refuses_what_the_run_would(repo):
-    command = [sys.executable, str(repo / "infer" / "main.py"), "plan", "optim.batch=3"]
-    environment = os.environ | {"PYTHONPATH": str(repo), "NPROC": "2"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "optim.batch=3" in done.stderr and "Traceback" not in done.stderr
+def test_a_plan_refuses_what_the_run_would(start_command):
+    said = start_command("infer/main.py", ["plan", "optim.batch=3"], NPROC="2").finish(code=2)
+    assert "optim.batch=3" in said and "Traceback" not in said

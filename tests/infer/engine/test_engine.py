@@ -3,6 +3,7 @@
 import random
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -46,13 +47,20 @@ OPTIONS = [
 
 @pytest.mark.parametrize(
     ("method", "compile"),
-    [("plain", False), ("chain", False), ("ddtree", False), pytest.param("ddtree", True, marks=pytest.mark.slow)],
+    [
+        ("plain", None),
+        ("chain", None),
+        ("ddtree", None),
+        ("ddtree", "aot_eager"),  # traced whole, and run without the minute that machine code takes
+        pytest.param("ddtree", "inductor", marks=pytest.mark.robustness),
+    ],
 )
-def test_rows_come_and_go_and_every_text_is_its_own(tiny, make_tiny, method, compile):
+def test_rows_come_and_go_and_every_text_is_its_own(tiny, make_tiny, monkeypatch, method, compile):
     """Texts of all kinds arrive while others are being written; some are given up. Each is what plain decoding writes
     for it alone, and the engine is empty in the end."""
     target, drafter = tiny
     if compile:  # what is compiled is compiled once for each of the target's layers
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compile))
         target, drafter = make_tiny(seed=11, block_size=6, depth=2, layers=1, target_layer_ids=[0, 1])
     rows = 2 if compile else 4  # every number of rows, to the next power of two, is compiled for itself
     everything = prompts(14)
@@ -64,7 +72,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, make_tiny, method, com
             alone.step()
         expected.append(text.ids)
 
-    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows, compile=compile), 80)
+    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows, compile=compile is not None), 80)
     dice, texts, given_up = random.Random(1), [], set()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="compile=true")  # what falling back to eager passes says

@@ -2,8 +2,6 @@
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -133,20 +131,18 @@ def test_a_request_that_comes_after_the_end_is_told(running, engine):
         assert httpx.get(f"{url}/health").status_code == 503
 
 
-def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(repo, free_port):
+def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_command, free_port):
     """Plain decoding asks for no checkpoint. Ctrl-C shows no trace."""
-    command = [sys.executable, "-m", "infer.main", "serve", "decoding=plain", f"server.port={free_port}"]
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": repo}
-    with subprocess.Popen([*command, "server.max_length=64"], **pipes) as first:
-        said = first.stderr.readline()
-        while "talk to it" not in said and first.poll() is None:  # warnings
-            said = first.stderr.readline()
-        assert f"http://127.0.0.1:{free_port}/v1: plain" in said
-        assert httpx.get(f"http://127.0.0.1:{free_port}/health").status_code == 200
-        first.send_signal(signal.SIGINT)
-        assert first.wait(60) == 130
-        said = first.stderr.read()
-        assert "stopped by Ctrl-C" in said and "Traceback" not in said
+    options = ["decoding=plain", f"server.port={free_port}", "server.max_length=64"]
+    server = start_command("infer/main.py", ["serve", *options])
+    while "talk to it" not in server.output.read_text():
+        assert server.poll() is None, server.output.read_text()
+        time.sleep(0.02)
+    assert f"http://127.0.0.1:{free_port}/v1: plain" in server.output.read_text()
+    assert httpx.get(f"http://127.0.0.1:{free_port}/health").status_code == 200
+    server.send_signal(signal.SIGINT)
+    said = server.finish(130)
+    assert "stopped by Ctrl-C" in said and "Traceback" not in said
 
 
 def test_a_server_whose_port_is_taken_says_no_address(engine, free_port):
@@ -155,18 +151,16 @@ def test_a_server_whose_port_is_taken_says_no_address(engine, free_port):
     assert end.value.code != 0
 
 
-def test_a_stop_in_the_chat_is_a_sentence(repo, free_port):
+def test_a_stop_in_the_chat_is_a_sentence(start_command, free_port):
     """Ctrl-C while the server does not answer."""
     import socket
 
     with socket.create_server(("127.0.0.1", free_port)) as listening:
-        command = [sys.executable, "-m", "infer.main", "chat", f"url=http://127.0.0.1:{free_port}"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repo) as chat:
-            listening.settimeout(120)
-            connection, _ = listening.accept()
-            time.sleep(0.2)
-            chat.send_signal(signal.SIGINT)
-            assert chat.wait(60) == 130
-            said = chat.stderr.read()
-            assert "stopped by Ctrl-C" in said and "Traceback" not in said
-            connection.close()
+        chat = start_command("infer/main.py", ["chat", f"url=http://127.0.0.1:{free_port}"])
+        listening.settimeout(120)
+        connection, _ = listening.accept()
+        time.sleep(0.2)
+        chat.send_signal(signal.SIGINT)
+        said = chat.finish(130)
+        assert "stopped by Ctrl-C" in said and "Traceback" not in said
+        connection.close()

@@ -1,13 +1,14 @@
 """--multirun: every combination once, one table at the end, wrong ones before any starts."""
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from train.run.sweep import combinations, label
+import train.run.sweep
+from train.run.sweep import combinations, label, sweep
 
 
 def test_all_combinations_in_hydras_syntax():
@@ -20,13 +21,25 @@ def test_all_combinations_in_hydras_syntax():
             combinations(wrong)
 
 
-def multirun(repo, runs, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(repo / "train" / "main.py"), "--multirun", f"runs_dir={runs}", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(repo)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+class Started:
+    """What `sweep` starts, as `subprocess.Popen`: the command of launch.sh, without it and already imported."""
+
+    def __init__(self, start_command, command: list[str], env: dict[str, str]) -> None:
+        assert command[:2] == [str(train.run.sweep.LAUNCH), "train"] and env["LAUNCH_PYTHON"] == sys.executable
+        self.command = start_command("train/main.py", command[2:])
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.command.finish()
+
+    def wait(self) -> int:
+        return self.command.wait()
 
 
-def test_a_sweep_ends_in_one_table(repo, tmp_path):
+def test_a_sweep_ends_in_one_table(start_command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train.run.sweep, "subprocess", SimpleNamespace(Popen=partial(Started, start_command)))
     file = tmp_path / "texts.jsonl"
     rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -38,9 +51,14 @@ def test_a_sweep_ends_in_one_table(repo, tmp_path):
         "drafter.layers=1",
         "evaluation.prompts=1",
     ]
-    small += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6", "evaluation.budgets=[4]", "optim.steps=3"]
-    done = multirun(repo, tmp_path / "runs", *small, "checkpoints=1", "objective.gamma=0.5,0.7")
-    assert done.returncode == 0, done.stdout + done.stderr
+    small += [
+        "evaluation.prompt_tokens=8",
+        "evaluation.max_new_tokens=6",
+        "evaluation.budgets=[4]",
+        "optim.batch=2",
+        "optim.steps=3",
+    ]
+    sweep(["--multirun", f"runs_dir={tmp_path / 'runs'}", *small, "checkpoints=1", "objective.gamma=0.5,0.7"])
     folder = tmp_path / "runs" / "embedded-dflash"
     table = (folder / "sweep.md").read_text().splitlines()
     assert len(table) == 4 and "τ DDTree 4" in table[0]
@@ -48,10 +66,11 @@ def test_a_sweep_ends_in_one_table(repo, tmp_path):
         assert any(f"| objective.gamma={gamma} | 3 |" in line for line in table)
         assert (folder / f"objective.gamma={gamma}" / "checkpoints" / "best").exists()
     assert (folder / "sweep.png").stat().st_size > 1000
-    assert table[0] in done.stdout
+    assert table[0] in capsys.readouterr().out
 
 
-def test_a_wrong_combination_is_found_before_any_run(repo, tmp_path):
-    done = multirun(repo, tmp_path, "objective.gamma=0.5,-1")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "gamma=-1" in done.stderr
+def test_a_wrong_combination_is_found_before_any_run(start_command, tmp_path):
+    command = ["--multirun", f"runs_dir={tmp_path}", "objective.gamma=0.5,-1"]
+    said = start_command("train/main.py", command).finish(code=2)
+    assert said.count("\n") == 1 and "gamma=-1" in said
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,6 @@
 """Weights & Biases: what a run leaves there, offline, and that nothing there stops a run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -137,12 +134,12 @@ def test_a_failure_there_stops_nothing(finished, tracker, capsys):
     broken.close()
 
 
-def test_offline_an_artifact_is_kept_for_later(tmp_path, repo):
+def test_offline_an_artifact_is_kept_for_later(tmp_path, start_command):
     """wandb itself, without a network; in a process of its own: a second run in one process may write nothing."""
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"weights")
     write_result(tmp_path / "evaluation.json", evaluation_of(3, tmp_path))
-    script = f"""
+    (tmp_path / "script.py").write_text(f"""
 from pathlib import Path
 from infer.evaluation.results import Evaluation, read_result
 from train.config import TrackingConfig, TrainConfig
@@ -152,10 +149,9 @@ tracker = Tracker(config, Path({str(tmp_path)!r}), enabled=True)
 evaluation = read_result(Path({str(tmp_path / "evaluation.json")!r}), Evaluation)
 tracker.artifact(Path({str(tmp_path / "drafter")!r}), evaluation)
 tracker.close()
-"""
+""")
     places = {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_DATA_DIR": str(tmp_path / "data")}
-    environment = os.environ | places | {"WANDB_MODE": "offline", "PYTHONPATH": str(repo)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "wandb stopped working" not in done.stdout, done.stdout + done.stderr
+    printed = start_command(str(tmp_path / "script.py"), [], **places, WANDB_MODE="offline").finish()
+    assert "wandb stopped working" not in printed
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"model.safetensors" in record.read_bytes()
