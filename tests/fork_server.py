@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import sys
 
 ANSWERS = os.fdopen(os.dup(1), "w")
@@ -40,6 +41,7 @@ def fork(request: dict) -> int:
     """Return the new process's id; in the new process, 0."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         os.environ.update(request["environment"])
         sys.argv = [request["script"], *request["arguments"]]
         output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
