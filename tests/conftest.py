@@ -2,7 +2,6 @@
 
 import fcntl
 import importlib.util
-import itertools
 import json
 import os
 import shutil
@@ -61,7 +60,7 @@ class ForkServer:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 class Command:
@@ -71,6 +70,7 @@ class Command:
         self, server: ForkServer, output: Path, script: str, arguments: list[str], processes: int, variables: dict
     ) -> None:
         self.server, self.output, self.returncode = server, output, None
+        output.touch()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -118,14 +118,18 @@ class Command:
 def start_command(repo, tmp_path_factory) -> Iterator:
     """(script, arguments, processes=1, **environment) -> a running `Command`: as `python script arguments`, but already
     imported."""
-    servers, folder, count = [], tmp_path_factory.mktemp("commands"), itertools.count()
+    servers, commands, folder = [], [], tmp_path_factory.mktemp("commands")
 
     def start(script: str, arguments: list[str], processes: int = 1, **environment: str) -> Command:
         if not servers:
             servers.append(ForkServer(repo))
-        return Command(servers[0], folder / f"{next(count)}.txt", script, arguments, processes, environment)
+        output = folder / f"{len(commands)}.txt"
+        commands.append(Command(servers[0], output, script, arguments, processes, environment))
+        return commands[-1]
 
     yield start
+    for command in commands:  # of tests that failed
+        command.kill()
     for server in servers:
         server.close()
 
