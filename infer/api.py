@@ -30,7 +30,7 @@ class Generation:
     text: str | None  # None when the target has no tokenizer
     ids: list[int]
     prompt_ids: list[int]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length", or "loop" (TextOptions.loop_period)
     commits: list[int]  # how many of `ids` each round committed, the prefill's one first (a masked model has none)
     logprobs: list[TokenLogprob]  # one a token, if asked for
     stats: DecodeStats

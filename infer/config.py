@@ -106,6 +106,8 @@ class TextOptions:
     seed: seed of sampling; the same seed gives the same text, whatever the method
     ignore_eos: write on past end tokens
     stop: texts that end the answer; they are not part of it
+    loop_period: end an answer that repeats itself, where a period of at most so many tokens has come four times; 0: let
+        it go on
     logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20); None: none at all
     trace: note the drafts that the target rejected
     """
@@ -119,12 +121,13 @@ class TextOptions:
     seed: int = 0
     ignore_eos: bool = False
     stop: list[str] = field(default_factory=list, metadata={FREE_TEXT: True})
+    loop_period: int = 0
     logprobs: int | None = None
     trace: bool = False
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
-        at_least(self, max_new_tokens=1, top_k=0)
+        at_least(self, max_new_tokens=1, top_k=0, loop_period=0)
         temperature(self)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: a probability above 0, at most 1")
@@ -261,13 +264,18 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 @dataclass
 class EvaluationConfig:
-    """What is decoded at every checkpoint.
+    """What is decoded, and how often. Training decodes all of it at its last checkpoint; at those before, a quarter of
+    the prompts once, with neither texts from outside nor sampled ones.
 
-    prompts: held-out prompts
+    prompts: held-out prompts, of several kinds
+    outside: texts from outside the data, which are reported beside those; at most as many as
+        prompts, and the 24 of data/embedded/outside.jsonl
     prompt_tokens: tokens of a prompt at most
     max_new_tokens: most tokens of an answer
     budgets: node budgets of the trees
+    repeats: how often every prompt is decoded; its fastest time counts
     temperature: 0 is greedy
+    sampled: beside greedy texts, the same prompts at this temperature, once; None: no sampled texts
     seed: seed of sampling
     rows: prompts decoded side by side
     compile: drafting and verification under torch.compile; None: on CUDA only
@@ -276,11 +284,14 @@ class EvaluationConfig:
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     """
 
-    prompts: int = 16
+    prompts: int = 32
+    outside: int = 24
     prompt_tokens: int = 96
     max_new_tokens: int = 128
-    budgets: list[int] = field(default_factory=lambda: [16, 32, 64, 128])
+    budgets: list[int] = field(default_factory=lambda: [4, 8, 16])
+    repeats: int = 2
     temperature: float = 0.0
+    sampled: float | None = 1.0
     seed: int = 0
     rows: int = 1
     compile: bool | None = None
@@ -290,7 +301,8 @@ class EvaluationConfig:
 
     def check(self) -> None:
         """Raise ValueError for an evaluation that measures nothing."""
-        at_least(self, "evaluation.", prompts=1, prompt_tokens=1, max_new_tokens=1, rows=1, samples=0)
+        at_least(self, "evaluation.", prompts=1, outside=0, prompt_tokens=1, max_new_tokens=1, repeats=1)
+        at_least(self, "evaluation.", rows=1, samples=0)
         temperature(self, "evaluation.")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")

@@ -300,7 +300,8 @@ def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker
 
     alive()
     folder = checkpoint_folder(run.folder, step)
-    evaluate_checkpoint(run.folder, folder, whole_target, run.config, progress, tracker, alive)
+    last = step == run.total
+    evaluate_checkpoint(run.folder, folder, whole_target, run.config, progress, tracker, alive, last)
 
 
 def finish(run: Run, progress: Progress, tracker: Tracker) -> None:

@@ -47,7 +47,7 @@ class CompareCommand:
 
 
 def run(config: CompareCommand) -> None:
-    from data.prompts import held_out_prompts
+    from data.prompts import evaluation_prompts
     from infer.evaluation.evaluate import evaluate
     from infer.evaluation.report import comparison_figure
     from infer.evaluation.results import write_result
@@ -57,7 +57,9 @@ def run(config: CompareCommand) -> None:
     options, evaluations = config.evaluation, {}
     loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
     for name, (target, drafter) in loaded.items():
-        prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+        prompts = evaluation_prompts(
+            config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside
+        )
         evaluations[name] = evaluate(target, drafter, prompts, options, Progress(f"evaluating {name}", "prompts"))
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

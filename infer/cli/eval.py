@@ -45,20 +45,24 @@ class EvalCommand:
 def run(config: EvalCommand) -> None:
     if config.suite.name is not None:
         return run_suite(config)
-    from data.prompts import held_out_prompts
+    from data.prompts import evaluation_prompts
     from infer.evaluation.evaluate import evaluate
     from infer.evaluation.masked import evaluate_masked, masked_options
     from infer.evaluation.report import write_report
     from infer.evaluation.results import write_result
-    from infer.evaluation.tables import table
+    from infer.evaluation.tables import headline, table
     from infer.masked.model import is_masked
 
     options, masked = config.evaluation, is_masked(config.target.path)
     target, drafter = load(config.target, None, "ssd") if masked else load(config.target, config.checkpoint)
-    prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
+    outside = 0 if masked else options.outside
+    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
     if masked:
         result = evaluate_masked(
-            target, prompts, masked_options(options, config.masked), progress=Progress("evaluating", "prompts")
+            target,
+            [prompt.ids for prompt in prompts],
+            masked_options(options, config.masked),
+            progress=Progress("evaluating", "prompts"),
         )
     else:
         result = evaluate(target, drafter, prompts, options, Progress("evaluating", "prompts"))
@@ -68,6 +72,7 @@ def run(config: EvalCommand) -> None:
     write_result(out / "evaluation.json", result)
     print(table(result))
     if not masked:
+        print(f"\n{headline(result)}")
         print(f"\nreport      {write_report(out, [result])}")
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from infer.config import TextOptions
+from infer.engine.loops import loop_period
 from infer.engine.words import reaches_stop
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
@@ -71,7 +72,7 @@ class Sequence:
     drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
     rejected: list[list[int]] = field(default_factory=list)  # round by round, if the options ask for a trace
-    finish: str | None = None  # "stop" (an end token or a stop string), "length" or "cancelled"
+    finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -120,4 +121,6 @@ def text_end(ids: list[int], first: int, options: TextOptions, target: Model) ->
             return i + 1, "stop"
         if options.stop and reaches_stop(target.tokenizer, ids[: i + 1], options.stop):
             return i + 1, "stop"
+        if options.loop_period and loop_period(ids, i + 1, options.loop_period):
+            return i + 1, "loop"
     return (limit, "length") if limit == options.max_new_tokens else None

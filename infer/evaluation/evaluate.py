@@ -4,26 +4,39 @@ Acceptance is never estimated from token accuracy: every number here comes from 
 """
 
 import platform
+import statistics
 import time
 from collections import abc
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from typing import Protocol
 
 import torch
 
 from infer.api import AnyTarget, open_engine
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
+from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.lossless import find_difference
-from infer.evaluation.results import Evaluation, MethodResult, Sample
+from infer.evaluation.others import OTHERS, decode_by_generate
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult, Sample
+from infer.evaluation.ruler import by_batch, figures, rate
 from infer.targets.target import Target, pad_ids
 from infer.trees.methods import TREES
 
 SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile", "continuity_weight")  # with DecodeOptions
 ROWS = 8  # texts side by side when right guesses are counted
+BRIEF = 4  # a brief evaluation decodes every fourth prompt
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
+
+
+class Prompt(Protocol):
+    """A prompt to evaluate with, such as `data.prompts.evaluation_prompts` returns."""
+
+    ids: list[int]
+    kind: str  # what it is, such as "functions"
+    beside: str | None  # what those are called that are reported beside the others; None: one of the others
 
 
 @dataclass(frozen=True)
@@ -36,14 +49,40 @@ class Variant:
 
 
 @dataclass
+class Batch:
+    """Prompts that were decoded side by side, and how long it took."""
+
+    number: int  # of its first prompt
+    size: int
+    seconds: list[float] = field(default_factory=list)  # a repeat each
+    stages: dict[str, float] = field(default_factory=dict)  # of the fastest repeat
+
+    def add(self, seconds: float, stages: dict[str, float]) -> None:
+        """Add a repeat."""
+        if not self.seconds or seconds < min(self.seconds):
+            self.stages = stages
+        self.seconds.append(seconds)
+
+
+@dataclass
 class Measured:
     """What one variant wrote, and how long it took."""
 
     variant: Variant
     texts: list[Sequence] = field(default_factory=list)
-    seconds: float = 0.0
-    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    numbers: list[int] = field(default_factory=list)  # of the texts' prompts, see `measure`
+    batches: list[Batch] = field(default_factory=list)  # of the texts, in their order
     guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `count_right_guesses`
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all prompts, each batch's in its fastest repeat."""
+        return sum(min(batch.seconds) for batch in self.batches)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """The same by stage of a round."""
+        return {stage: sum(batch.stages.get(stage, 0.0) for batch in self.batches) for stage in STAGES}
 
     def total(self, name: str) -> float:
         """Return the sum of a statistic over the texts."""
@@ -53,33 +92,68 @@ class Measured:
         """Add counts (L, 2) of guesses."""
         self.guesses = (counts.cpu() + torch.tensor(self.guesses or 0)).tolist()
 
+    def prompt_results(self, kinds: abc.Mapping[int, str]) -> list[PromptResult]:
+        """Return what every prompt took. `kinds`: those of the prompts by their numbers."""
+        places = [batch for batch in self.batches for _ in range(batch.size)]
+        return [
+            PromptResult(
+                number=number,
+                kind=kinds.get(number, ""),
+                batch=batch.number,
+                tokens=text.stats.tokens,
+                rounds=text.stats.rounds,
+                seconds=[seconds / batch.size for seconds in batch.seconds],
+                looped=TIMES * loop_period(text.ids, len(text.ids), LONGEST_PERIOD) if text.finish == "loop" else 0,
+            )
+            for text, number, batch in zip(self.texts, self.numbers, places, strict=True)
+        ]
+
     @staticmethod
     def joined(shares: "abc.Sequence[Measured]") -> "Measured":
-        """Join what several processes measured, each on its share of the prompts: share i holds prompts i, i + n,
-        ..."""
-        texts = [text for some in zip_longest(*(share.texts for share in shares)) for text in some if text is not None]
-        stages = {stage: sum(share.stages[stage] for share in shares) for stage in STAGES}
-        result = Measured(shares[0].variant, texts, sum(share.seconds for share in shares), stages)
+        """Join what was measured in turn, or by several processes, each on its share of the prompts."""
+        result = Measured(shares[0].variant)
         for share in shares:
+            result.texts += share.texts
+            result.numbers += share.numbers
+            result.batches += share.batches
             if share.guesses:
                 result.add_guesses(torch.tensor(share.guesses))
         return result
 
 
+@dataclass(frozen=True)
+class Part:
+    """The prompts of an evaluation that are reported together, and how they are decoded."""
+
+    what: str | None  # what is different from the evaluation's own prompts; None: these are they
+    prompts: list[Prompt]
+    numbers: list[int]  # of the prompts among all
+    config: EvaluationConfig
+
+
 def evaluate(
     target: Target,
     drafter: Drafter,
-    prompts: list[list[int]],
+    prompts: abc.Sequence[Prompt],
     config: EvaluationConfig,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
     """Decode every prompt with every method. Where a method wrote something else than plain decoding, `ties` and
     `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
-    measured = decode_all(target, drafter, prompts, config, progress)
-    result = summarise(target, drafter, measured, config)
+    parts = parts_of(prompts, config)
+    measured = decode_all(target, drafter, parts, progress)
+    result = summarise(target, drafter, parts, measured)
+    return replace(
+        explain_differences(target, result, measured[0]),
+        beside=[explain_differences(target, *pair) for pair in zip(result.beside, measured[1:], strict=True)],
+    )
+
+
+def explain_differences(target: Target, result: Evaluation, measured: list[Measured]) -> Evaluation:
+    """Return the evaluation with `ties` and `defects` of the methods that wrote something else than plain decoding."""
     methods = []
     for method, one in zip(result.methods, measured, strict=True):
-        pairs = zip(one.texts, measured[0].texts, strict=True)
+        pairs = [] if method.name in OTHERS else zip(one.texts, measured[0].texts, strict=True)
         found = [find_difference(target, plain.prompt, text.ids, plain.ids, plain.options) for text, plain in pairs]
         causes = [difference.cause for difference in found if difference is not None]
         if causes:
@@ -88,29 +162,57 @@ def evaluate(
     return replace(result, methods=methods)
 
 
+def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig) -> list[Part]:
+    """Return what an evaluation decodes: its prompts; once, those beside them; once, if greedy, its own ones sampled."""
+    groups: dict[str | None, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(prompt.beside, []).append(number)
+    once = replace(config, repeats=1)
+    parts = [
+        Part(what, [prompts[i] for i in numbers], numbers, once if what else config) for what, numbers in groups.items()
+    ]
+    if config.temperature == 0 and config.sampled is not None:
+        warm = replace(once, temperature=config.sampled)
+        parts.append(replace(parts[0], what=f"temperature {config.sampled:g}", config=warm))
+    return parts
+
+
+def brief(part: Part) -> Part:
+    """Return the part with fewer prompts, once: what a checkpoint in the middle of training is worth."""
+    some = slice(0, None, BRIEF)
+    return replace(part, prompts=part.prompts[some], numbers=part.numbers[some], config=replace(part.config, repeats=1))
+
+
 def decode_all(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    config: EvaluationConfig,
-    progress: Progress = lambda done, total: None,
-    numbers: abc.Sequence[int] | None = None,
-) -> list[Measured]:
-    """Decode every prompt with every method, plain decoding first, and count how often the drafter guesses right along
-    what plain decoding wrote. `numbers` are those of `measure`."""
-    measured = measure(target, drafter, variants(drafter, config), prompts, progress, numbers)
-    length = max(map(len, prompts), default=0) + config.max_new_tokens
-    plain = measured[0]
-    for first in range(0, len(prompts), ROWS):
+    target: Target, drafter: Drafter, parts: abc.Sequence[Part], progress: Progress = lambda done, total: None
+) -> list[list[Measured]]:
+    """Decode the prompts of every part with every method, plain decoding first; of the first part, count how often the
+    drafter guesses right along what plain decoding wrote."""
+    total, before, results = sum(len(part.prompts) * part.config.repeats for part in parts), 0, []
+    for part in parts:
+        config, prompts = part.config, [prompt.ids for prompt in part.prompts]
+
+        def onwards(done: int, _: int, before: int = before) -> None:
+            progress(before + done, total)
+
+        every = variants(drafter, config)
+        results.append(measure(target, drafter, every, prompts, onwards, part.numbers, config.repeats))
+        before += len(prompts) * config.repeats
+    plain = results[0][0]
+    length = max((len(text.prompt) for text in plain.texts), default=0) + parts[0].config.max_new_tokens
+    for first in range(0, len(plain.texts), ROWS):
         plain.add_guesses(count_right_guesses(target, drafter, plain.texts[first : first + ROWS], length))
-    return measured
+    return results
 
 
 def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
-    """Return the evaluated rows of the table of tree methods, in its order: plain decoding is the first."""
+    """Return plain decoding, what transformers offers, then the other evaluated rows of the table of tree methods, in
+    its order."""
     ngrams = config.continuity is not None
-    rows = [row for row in TREES.values() if row.evaluated and (ngrams or not row.ngrams)]
-    return [
+    plain, *rows = [row for row in TREES.values() if row.evaluated and (ngrams or not row.ngrams)]
+    shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}
+    others = [Variant(name, 0, DecodeOptions(method=plain.name, **shared)) for name in OTHERS if OTHERS[name].always]
+    trees = [
         Variant(
             row.name,
             budget,
@@ -118,12 +220,13 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
                 method=row.name,
                 budget=max(1, budget),
                 continuity=config.continuity if row.ngrams else None,
-                **{name: getattr(config, name) for name in SHARED},
+                **shared,
             ),
         )
-        for row in rows
+        for row in (plain, *rows)
         for budget in (config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)])
     ]
+    return [*trees[:1], *others, *trees[1:]]
 
 
 def measure(
@@ -133,37 +236,50 @@ def measure(
     prompts: abc.Sequence[abc.Sequence[int]],
     progress: Progress = lambda done, total: None,
     numbers: abc.Sequence[int] | None = None,
+    repeats: int = 1,
 ) -> list[Measured]:
-    """Decode every prompt with every variant, as many at a time as the variant with the most rows. The variants take
-    turns on the same prompts, so that a noisy machine is equally noisy for all. `numbers` are the prompts' own among
-    all that are sampled with one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
+    """Decode every prompt with every variant, as many at a time as the variant with the most rows, and all of that
+    `repeats` times over. The variants take turns on the same prompts, each beginning as often as the others, so that a
+    noisy machine is equally noisy for all. `numbers` are the prompts' own among all that are sampled with one seed, by
+    default 0, 1, 2, ...: each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
     rows = max(variant.options.rows for variant in variants)
     longest = max(map(len, prompts), default=0)
+    numbers = list(range(len(prompts)) if numbers is None else numbers)
 
-    numbers = range(len(prompts)) if numbers is None else numbers
+    def run(part: slice, variant: Variant, options: DecodeOptions, into: Measured, batch: Batch) -> None:
+        own = [replace(options, seed=derived_seed(options.seed, number)) for number in numbers[part]]
+        asked = [list(prompt) for prompt in prompts[part]]
+        began, stages = clock(), {}
+        if variant.name in OTHERS:
+            texts = decode_by_generate(model, OTHERS[variant.name], asked, own)
+        else:
+            engine = open_engine(model, drafter, options, longest + variant.options.max_new_tokens, clock)
+            texts = [engine.submit(prompt, each) for prompt, each in zip(asked, own, strict=True)]
+            while engine.busy:
+                engine.step()
+            stages = engine.seconds
+        batch.add(clock() - began, stages)
+        if len(batch.seconds) == 1:
+            into.texts += texts
+            into.numbers += numbers[part]
+            into.batches.append(batch)
 
-    def run(part: slice, options: DecodeOptions, into: Measured) -> None:
-        began = clock()
-        engine = open_engine(model, drafter, options, longest + into.variant.options.max_new_tokens, clock)
-        into.texts += [
-            engine.submit(list(prompt), replace(options, seed=derived_seed(options.seed, number)))
-            for prompt, number in zip(prompts[part], numbers[part], strict=True)
-        ]
-        while engine.busy:
-            engine.step()
-        into.seconds += clock() - began
-        for stage, seconds in engine.seconds.items():
-            into.stages[stage] += seconds
-
-    for variant in variants:  # warm-up: first calls pay for allocations and kernels
+    parts = [slice(first, first + rows) for first in range(0, len(prompts), rows)]
+    for variant in variants if prompts else ():  # warm-up: first calls pay for allocations and kernels
         tokens = variant.options.room(min(16, variant.options.max_new_tokens))
-        run(slice(rows), replace(variant.options, max_new_tokens=tokens), Measured(variant))
+        options = replace(variant.options, max_new_tokens=tokens)
+        run(slice(rows), variant, options, Measured(variant), Batch(0, 0))
     measured = [Measured(variant) for variant in variants]
-    for first in range(0, len(prompts), rows):
-        for one in measured:
-            run(slice(first, first + rows), one.variant.options, one)
-        progress(min(first + rows, len(prompts)), len(prompts))
+    batches = [[Batch(numbers[part.start], len(numbers[part])) for part in parts] for _ in variants]
+    for repeat in range(repeats):
+        for i, part in enumerate(parts):
+            for turn in range(len(variants)):
+                which = (turn + i + repeat) % len(variants)
+                one = measured[which]
+                run(part, one.variant, one.variant.options, one, batches[which][i])
+            done = repeat * len(prompts) + min(part.stop, len(prompts))
+            progress(done, repeats * len(prompts))
     return measured
 
 
@@ -194,11 +310,21 @@ def count_right_guesses(target: Target, drafter: Drafter, texts: list[Sequence],
     return counts
 
 
-def summarise(target: Target, drafter: Drafter, measured: list[Measured], config: EvaluationConfig) -> Evaluation:
-    """Return the figures of an evaluation, with samples of the tree that has the highest acceptance length."""
-    plain = measured[0]
-    trees = [one for one in measured if TREES[one.variant.name].by_budget]
+def summarise(
+    target: Target, drafter: Drafter, parts: abc.Sequence[Part], measured: list[list[Measured]]
+) -> Evaluation:
+    """Return the figures of an evaluation, what is reported beside it included."""
+    first, *beside = [summarise_part(target, drafter, *pair) for pair in zip(parts, measured, strict=True)]
+    return replace(first, beside=beside)
+
+
+def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[Measured]) -> Evaluation:
+    """Return the figures of one part, with samples of the tree that has the highest acceptance length."""
+    plain, config = measured[0], part.config
+    trees = [one for one in measured if one.variant.name in TREES and TREES[one.variant.name].by_budget]
     best = max(trees, key=lambda one: tau(one.texts))
+    kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
+    fastest = fastest_plain(measured)
     return Evaluation(
         target=target.name,
         device=describe_device(target.device),
@@ -210,27 +336,58 @@ def summarise(target: Target, drafter: Drafter, measured: list[Measured], config
         temperature=config.temperature,
         block_size=drafter.block_size,
         accuracy=[right / max(1, count) for right, count in plain.guesses],
-        methods=[method_result(one, plain) for one in measured],
+        methods=method_results(measured, kinds, fastest),
         samples=[sample(target, text) for text in best.texts[: config.samples]],
+        baseline=fastest.variant.name,
+        what=part.what,
     )
 
 
-def method_result(measured: Measured, plain: Measured) -> MethodResult:
-    """Return one row of the table. `speedup` is the ratio of total times."""
+def fastest_plain(measured: abc.Sequence[Measured]) -> Measured:
+    """Return the plain decoder that is faster on most prompts: ours, the first, or another one."""
+    fastest, known = measured[0], by_batch(measured[0].prompt_results({}))
+    for one in measured:
+        if one.variant.name in OTHERS and not OTHERS[one.variant.name].row.drafts:
+            own = by_batch(one.prompt_results({}))
+            if statistics.median(rate(own[key]) / rate(known[key]) for key in own) > 1:
+                fastest, known = one, own
+    return fastest
+
+
+def method_results(
+    measured: abc.Sequence[Measured], kinds: abc.Mapping[int, str], fastest: Measured
+) -> list[MethodResult]:
+    """Return the rows of the table, with speedups over the `fastest` plain decoder."""
+    baseline = fastest.prompt_results(kinds)
+    return [method_result(one, measured[0], kinds, baseline) for one in measured]
+
+
+def method_result(
+    measured: Measured, plain: Measured, kinds: abc.Mapping[int, str], baseline: list[PromptResult]
+) -> MethodResult:
+    """Return one row of the table. `plain` wrote what every method must; `baseline` is what the fastest plain decoder
+    took."""
     texts, seconds, tokens = measured.texts, measured.seconds, measured.total("tokens")
+    prompts = measured.prompt_results(kinds)
+    found = figures(prompts, baseline)
+    drawn_otherwise = measured.variant.name in OTHERS and measured.variant.options.temperature > 0
     return MethodResult(
         name=measured.variant.name,
         budget=measured.variant.budget,
-        tau=tau(texts),
+        tau=found.tau,
         tau_prompt_mean=measured.total("tau") / len(texts),
         rounds=measured.total("rounds"),
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        speedup=plain.seconds / seconds,
+        speedup=found.speedup,
         histogram=[sum(counts) for counts in zip(*(text.stats.histogram for text in texts), strict=True)],
         stage_seconds=measured.stages | {"other": seconds - sum(measured.stages.values())},
-        identical=[text.ids for text in texts] == [text.ids for text in plain.texts],
+        identical=None if drawn_otherwise else [text.ids for text in texts] == [text.ids for text in plain.texts],
+        tau_interval=found.tau_interval,
+        speedup_interval=found.speedup_interval,
+        limit=found.limit,
+        prompts=prompts,
     )
 
 

@@ -106,7 +106,7 @@ def masked_result(measured: Measured, plain: Measured) -> MethodResult:
     options, rounds, tokens = measured.variant.options, measured.total("rounds"), measured.total("valid")
     same = sum(text.writes == other.writes for text, other in zip(measured.texts, plain.texts, strict=True))
     return replace(
-        method_result(measured, plain),
+        method_result(measured, plain, {}, plain.prompt_results({})),
         tau=measured.total("written") / rounds,
         tokens=tokens,
         tokens_per_second=tokens / measured.seconds,
@@ -114,6 +114,8 @@ def masked_result(measured: Measured, plain: Measured) -> MethodResult:
         same=same,
         draft_length=None if options.method == "steps" else options.draft_length,
         states=measured.total("states") / rounds,
+        tau_interval=None,  # of tokens a round behind the prefill, which a masked model has not
+        limit=None,
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infer.evaluation.results import Evaluation, MethodResult
-from infer.evaluation.tables import headline
+from infer.evaluation.ruler import best_of
+from infer.evaluation.tables import headline, span, speed
 from infer.utils.files import atomic_write
 
 
@@ -84,10 +85,11 @@ def steps_figure(evaluations: list[Evaluation]):
     """Draw acceptance length by training step: every method but plain decoding, larger trees in fuller colours."""
     figure, (ax,) = _axes(7, 3.6)
     steps = [evaluation.step for evaluation in evaluations]
-    last = evaluations[-1].methods
-    for i, method in enumerate(last[1:], 1):
-        taus = [evaluation.methods[i].tau for evaluation in evaluations]
-        shade = 0.35 + 0.65 * i / (len(last) - 1) if method.tree.by_budget else 1
+    last = evaluations[-1].drafting
+    for i, method in enumerate(last, 1):
+        found = [{one.label: one for one in evaluation.drafting}.get(method.label) for evaluation in evaluations]
+        taus = [float("nan") if one is None else one.tau for one in found]
+        shade = 0.35 + 0.65 * i / len(last) if method.tree.by_budget else 1
         ax.plot(steps, taus, "o-", color=method.tree.colour, alpha=shade, markersize=4)
         place = (steps[-1], taus[-1])
         ax.annotate(f" {method.label}", place, va="center", fontsize=8, color=method.tree.colour)
@@ -174,7 +176,7 @@ def write_report(folder: Path, evaluations: list[Evaluation], notes: Sequence[st
     """
     folder.mkdir(parents=True, exist_ok=True)
     evaluations = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
-    best = max(evaluations, key=lambda evaluation: evaluation.best_tau)
+    best = best_of(evaluations)
     pictures = {
         "acceptance_histogram": ("How many tokens a round commits", histogram_figure(best)),
         "budget_curve": ("What a larger tree gains", budget_figure(best)),
@@ -195,9 +197,10 @@ def write_report(folder: Path, evaluations: list[Evaluation], notes: Sequence[st
 def _page(evaluation: Evaluation, pictures: list[str], notes: Sequence[str]) -> str:
     escape, best = html.escape, evaluation.fastest
     rows = "".join(
-        f"<tr{' class=best' if method is best else ''}><td>{method.label}</td><td>{method.tau:.2f}</td>"
-        f"<td>{method.rounds}</td><td>{method.tokens_per_second:.1f}</td><td>{method.speedup:.2f}</td>"
-        f"<td>{'yes' if method.identical else 'NO'}</td></tr>"
+        f"<tr{' class=best' if method is best else ''}><td>{method.label}</td>"
+        f"<td>{method.tau:.2f}{span(method.tau_interval)}</td>"
+        f"<td>{method.rounds}</td><td>{method.tokens_per_second:.1f}</td><td>{speed(method, interval=True)}</td>"
+        f"<td>{ {True: 'yes', False: 'NO', None: '-'}[method.identical] }</td></tr>"
         for method in evaluation.methods
     )
     samples = "".join(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from infer.evaluation.others import OTHERS
 from infer.trees.methods import TREES, TreeMethod
 from infer.utils.files import write_json
 
@@ -25,6 +26,19 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class PromptResult:
+    """What one method took on one prompt."""
+
+    number: int  # among all prompts of the evaluation
+    kind: str
+    batch: int  # prompts that were decoded side by side have the same
+    tokens: int
+    rounds: int
+    seconds: list[float]  # a repeat each; of prompts side by side, their share of what all took
+    looped: int  # tokens of the repetition that ended the text, 0 for one that ended otherwise
+
+
+@dataclass(frozen=True)
 class MethodResult:
     """What one method took on all prompts: a row of every table."""
 
@@ -36,20 +50,48 @@ class MethodResult:
     tokens: int  # for a masked model, those before the first end token
     seconds: float  # wall-clock, prefill included
     tokens_per_second: float
-    speedup: float  # plain decoding's seconds over this method's
+    speedup: float  # over the fastest plain decoder: infer/evaluation/ruler.py
     histogram: list[int]  # [i]: rounds that committed i + 1 tokens
     stage_seconds: dict[str, float]
-    identical: bool  # whether every text equals plain decoding's
+    identical: bool | None = None  # whether every text equals plain decoding's; None: drawn with other noise
     ties: int | None = None  # prompts that differ from plain decoding at a tie of rounded logits
     defects: int | None = None  # prompts that differ for any other reason
     same: int | None = None  # texts that equal plain decoding's
     decoding_speedup: float | None = None  # ratio of seconds a token without the prefill, averaged over texts
     draft_length: int | str | None = None  # for a masked model: tokens drafted a round, or "auto"
     states: float | None = None  # for a masked model: states computed a round, on average
+    tau_interval: list[float] | None = None
+    speedup_interval: list[float] | None = None
+    limit: float | None = None  # no speedup can be above it
+    prompts: list[PromptResult] | None = None
+
+    @property
+    def finding(self) -> str:
+        """What the speedup shows: faster, slower, undecided (the noise swallows it) or impossible; nothing for figures
+        without an interval."""
+        if self.limit is not None and self.speedup > self.limit:
+            return "impossible"
+        if self.speedup_interval is None:
+            return "" if self.prompts is None else "undecided"
+        low, high = self.speedup_interval
+        return "undecided" if low <= 1 <= high else "faster" if low > 1 else "slower"
+
+    @property
+    def vague(self) -> bool:
+        """Whether the speedup is known to no better than 10 % either way."""
+        low, high = self.speedup_interval or (self.speedup, self.speedup)
+        return high - low > 0.2 * self.speedup
+
+    @property
+    def range(self) -> list[float]:
+        """The interval of the speedup; where there is none, the speedup alone."""
+        return self.speedup_interval or [self.speedup, self.speedup]
 
     @property
     def tree(self) -> TreeMethod:
-        """The method's row in the table of tree methods; a plain one for a name that the table does not have."""
+        """The method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
+        if self.name in OTHERS:
+            return OTHERS[self.name].row
         return TREES.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
 
     @property
@@ -71,8 +113,8 @@ class MaskedDetails:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What every method took on the same prompts. The first method is plain decoding; for a masked model, step by
-    step."""
+    """What every method took on the same prompts. The first method is plain decoding by our engine; for a masked model,
+    step by step."""
 
     target: str
     device: str
@@ -90,21 +132,46 @@ class Evaluation:
     checkpoint: str | None = None
     drafter: str | None = None
     masked: MaskedDetails | None = None
+    baseline: str | None = None  # the fastest plain decoder, whose speed is 1; None: plain
+    beside: "list[Evaluation] | None" = None  # the same methods on other prompts, or sampled
+    what: str | None = None  # of an evaluation beside another: what is different
+
+    @property
+    def drafting(self) -> list[MethodResult]:
+        """The methods that draft, all but plain decoders."""
+        return [method for method in self.methods[1:] if method.tree.drafts]
 
     @property
     def fastest(self) -> MethodResult:
-        """The method with the highest speedup, plain decoding aside."""
-        return max(self.methods[1:], key=lambda method: method.speedup)
+        """The drafting method whose speedup is surely the highest: that with the highest lower end of its interval,
+        impossible figures aside. Methods of `ties` may be as fast."""
+        possible = [method for method in self.drafting if method.finding != "impossible"]
+        return max(possible or self.drafting, key=lambda method: method.range[0])
+
+    @property
+    def ties(self) -> list[MethodResult]:
+        """The drafting methods whose intervals reach into that of the fastest one, which is not among them."""
+        fastest = self.fastest
+        if fastest.speedup_interval is None:
+            return []
+        rest = [method for method in self.drafting if method is not fastest and method.finding != "impossible"]
+        return [method for method in rest if method.range[1] >= fastest.range[0]]
+
+    @property
+    def plain(self) -> MethodResult:
+        """The fastest plain decoder, over which speedups are."""
+        return next((method for method in self.methods if method.name == self.baseline), self.methods[0])
 
     @property
     def best_tau(self) -> float:
         """The highest acceptance length of any method: what marks the best checkpoint."""
-        return max(method.tau for method in self.methods)
+        return max(method.tau for method in self.methods[:1] + self.drafting)
 
     @property
     def same_output(self) -> bool:
-        """Whether every method wrote what plain decoding wrote."""
-        return all(method.identical for method in self.methods)
+        """Whether every method of ours wrote what plain decoding wrote, on these prompts and on those beside them."""
+        ours = [method for method in self.methods if method.name not in OTHERS]
+        return all(method.identical for method in ours) and all(one.same_output for one in self.beside or ())
 
     def step_reduction(self, method: MethodResult) -> float:
         """The share of plain decoding's passes that a method saves (SSD's Step↓)."""
@@ -139,7 +206,15 @@ class SuiteResult:
     sets: list[SetResult]
 
 
-PARTS = {"methods": MethodResult, "samples": Sample, "masked": MaskedDetails, "result": Evaluation, "sets": SetResult}
+PARTS = {
+    "methods": MethodResult,
+    "prompts": PromptResult,
+    "samples": Sample,
+    "masked": MaskedDetails,
+    "beside": Evaluation,
+    "result": Evaluation,
+    "sets": SetResult,
+}
 
 
 def write_result(path: Path, result: object) -> None:
@@ -172,7 +247,8 @@ def from_json(data: dict, kind: type[Result]) -> Result:
     for name in values.keys() & PARTS.keys():
         part = values[name]
         many = isinstance(part, list)
-        values[name] = [from_json(item, PARTS[name]) for item in part] if many else from_json(part, PARTS[name])
+        if many or isinstance(part, dict):  # Evaluation.prompts is a number
+            values[name] = [from_json(item, PARTS[name]) for item in part] if many else from_json(part, PARTS[name])
     return kind(**values)
 
 

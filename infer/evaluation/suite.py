@@ -13,7 +13,7 @@ from typing import Protocol
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.evaluation.evaluate import Measured, Progress, describe_device, measure, summarise, variants
+from infer.evaluation.evaluate import Measured, Part, Progress, describe_device, measure, summarise_part, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target
@@ -96,7 +96,7 @@ def evaluate_set(
             f"{positions_of(target)} positions: lower evaluation.max_new_tokens"
         )
     plain = measured[0].texts
-    result = summarise(target, drafter, measured, config)
+    result = summarise_part(target, drafter, Part(None, [], [], config), measured)
     methods = [
         replace(
             method,
@@ -168,7 +168,7 @@ def settings_of(
     target: Target, weights: str, questions: Questions, thinking: bool, config: EvaluationConfig
 ) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
-    unused = ("prompts", "prompt_tokens", "samples")
+    unused = ("prompts", "outside", "prompt_tokens", "repeats", "sampled", "samples")
     return {
         "target": target.name,
         "dtype": str(target.dtype),

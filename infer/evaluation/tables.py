@@ -1,12 +1,22 @@
 """Evaluations as text: tables for a terminal, Markdown tables, and the result in a sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 
+from infer.evaluation.others import OTHERS
 from infer.evaluation.published import CITATION, METHODS, Published, published
 from infer.evaluation.results import Evaluation, MethodResult, SetResult, SuiteResult
+from infer.evaluation.ruler import figures
 
 Figures = Sequence[float | None]
 DASH = "-"
+VAGUE = "±"
+MARKS = {"undecided": "~", "impossible": "!"}  # by what a speedup shows, see MethodResult.finding
+MEANINGS = {
+    "~": "the noise swallows it: the interval holds 1, or there are too few prompts",
+    VAGUE: "known to no better than 10 % either way",
+    "!": "cannot be: more than τ, though every round holds a pass of the target",
+}
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], last: str = "---:") -> str:
@@ -15,33 +25,132 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], last: str = "--
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def speed(method: MethodResult, interval: bool = False) -> str:
+    """Return a speedup with its mark, if asked for with its interval."""
+    return f"{method.speedup:.2f}x{span(method.speedup_interval) if interval else ''}{mark(method)}"
+
+
+def span(interval: list[float] | None) -> str:
+    """Return an interval in brackets, with a space before; nothing where there is none."""
+    return "" if interval is None or interval[0] == interval[1] else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def mark(method: MethodResult) -> str:
+    """Return the mark of a speedup that is no finding, or a vague one."""
+    if not method.tree.drafts:
+        return ""
+    return MARKS.get(method.finding, VAGUE * (method.vague and method.finding != ""))
+
+
+def legend(methods: Iterable[MethodResult]) -> list[str]:
+    """Return what the marks of these methods mean, a line each."""
+    found = "".join(map(mark, methods))
+    return [f"{sign}  {meaning}" for sign, meaning in MEANINGS.items() if sign in found]
+
+
 def headline(evaluation: Evaluation) -> str:
-    """Return the result in one or two plain sentences, good or bad."""
+    """Return the result in a few plain sentences, good or bad."""
     best, count = evaluation.fastest, evaluation.prompts
+    over = f"plain decoding{' by transformers' * (evaluation.plain.name != 'plain')}"
+    speedup, between = f"{best.speedup:.2f}", span(best.speedup_interval).replace("[", "(95 %: ").replace("]", ")")
     text = f"{best.label} commits {best.tau:.2f} tokens per round and decodes "
-    if best.speedup >= 1:
-        text += f"{best.speedup:.2f} times as fast as plain decoding. "
+    if best.finding == "impossible":
+        text = f"No speedup is believable: {best.label} cannot be {speedup} times as fast at τ {best.tau:.2f}. "
+    elif best.finding == "undecided":
+        text = f"No method is faster than {over} by more than the noise: {best.label} is at {speedup} times{between}. "
+    elif best.speedup >= 1:
+        text += f"{speedup} times as fast as {over}{between}. "
     else:
-        text += f"at only {best.speedup:.2f} times the speed of plain decoding: here speculation does not pay. "
-    wrong = [method.label for method in evaluation.methods if not method.identical]
+        text += f"at only {speedup} times the speed of {over}{between}: here speculation does not pay. "
+    if evaluation.ties and best.finding == "faster":
+        text += f"{', '.join(method.label for method in evaluation.ties)} may be as fast. "
+    every = [method for one in (evaluation, *(evaluation.beside or ())) for method in one.methods]
+    wrong = dict.fromkeys(method.label for method in every if method.identical is False and method.name not in OTHERS)
     if wrong:
         return text + f"Outputs of {', '.join(wrong)} differ from plain decoding's on some of {count} prompts."
-    return text + f"On all {count} prompts every method wrote exactly what plain decoding wrote."
+    return f"{text}On all {count} prompts every method wrote exactly what plain decoding wrote."
+
+
+def loops(evaluation: Evaluation) -> str:
+    """Return how much of what was written is repetition; nothing for an evaluation that did not look."""
+    prompts = evaluation.methods[0].prompts
+    if not prompts:
+        return ""
+    looped, tokens = [one.looped for one in prompts if one.looped], sum(one.tokens for one in prompts)
+    return (
+        f"{len(looped)} of {len(prompts)} texts ({len(looped) / len(prompts):.0%}) ended in loops, which are "
+        f"{sum(looped) / tokens:.0%} of {tokens} tokens"
+    )
 
 
 def table(evaluation: Evaluation) -> str:
-    """Return the evaluation for a terminal, one line a method."""
+    """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts beside."""
     if evaluation.masked is not None:
         return masked_table(evaluation)
-    wide = max(11, *(len(method.name) + 1 for method in evaluation.methods))
-    lines = [f"{'method':<{wide}}{'nodes':>6}{'τ':>7}{'rounds':>8}{'tokens/s':>10}{'speedup':>9}  same output as plain"]
+    spans = any(method.tau_interval for method in evaluation.methods)
+    rows = [["method", "nodes", "τ", "95 %", "rounds", "tokens/s", "speedup", "95 %", "", "same output as plain"]]
     for method in evaluation.methods:
-        lines.append(
-            f"{method.name:<{wide}}{method.budget or DASH:>6}{method.tau:>7.2f}{method.rounds:>8}"
-            f"{method.tokens_per_second:>10.1f}{method.speedup:>8.2f}x  {'yes' if method.identical else 'NO'}"
-            + (f" ({method.ties} prompts at ties, {method.defects} by defects)" if method.ties is not None else "")
-        )
+        why = f" ({method.ties} prompts at ties, {method.defects} by defects)" if method.ties is not None else ""
+        other = method.identical is False and method.name not in OTHERS
+        same = {True: "yes", False: "NO" if other else "no", None: DASH}[method.identical]
+        figures = [f"{method.tau:.2f}", between(method.tau_interval), str(method.rounds)]
+        figures += [f"{method.tokens_per_second:.1f}", f"{method.speedup:.2f}x", between(method.speedup_interval)]
+        rows.append([method.name, str(method.budget or DASH), *figures, mark(method), same + why])
+    if not spans:
+        rows = [row[:3] + row[4:7] + row[9:] for row in rows]
+    lines = [*aligned(rows, left=(0, len(rows[0]) - 1)), *legend(evaluation.methods)]
+    groups = kinds_of(evaluation)
+    if len(groups) > 1:
+        head = ["τ, speedup", *groups]
+        methods = [[m.name + (f" {m.budget}" if m.budget else ""), *cells] for m, cells in beside(evaluation, groups)]
+        lines += ["", *aligned([head, *methods], left=(0,))]
+    for one in (evaluation, *(evaluation.beside or ())):
+        if said := loops(one):
+            lines += [""] * (one is evaluation) + [f"{one.what or 'held-out prompts'}: {said}"]
     return "\n".join(lines)
+
+
+def kinds_of(evaluation: Evaluation) -> dict[str, tuple[Evaluation, str | None]]:
+    """Return the columns of the second table: (evaluation, kind of its prompts or None for all) by name."""
+    kinds = dict.fromkeys(one.kind for one in evaluation.methods[0].prompts or ())
+    columns = {kind: (evaluation, kind) for kind in kinds} if len(kinds) > 1 else {}
+    return columns | {one.what: (one, None) for one in evaluation.beside or ()}
+
+
+def beside(evaluation: Evaluation, groups: dict[str, tuple[Evaluation, str | None]]):
+    """Yield every method of the evaluation with a cell a column: τ and the speedup with its mark."""
+    for i, method in enumerate(evaluation.methods):
+        cells = []
+        for one, kind in groups.values():
+            if kind is None:
+                cells.append(f"{one.methods[i].tau:.2f} {speed(one.methods[i])}")
+                continue
+            found = of_kind(method, one.plain, kind)
+            cells.append(f"{found.tau:.2f} {speed(found)}")
+        yield method, cells
+
+
+def of_kind(method: MethodResult, plain: MethodResult, kind: str) -> MethodResult:
+    """Return the method with its figures over the prompts of one kind."""
+    prompts, theirs = ([one for one in each.prompts if one.kind == kind] for each in (method, plain))
+    return replace(method, prompts=prompts, **asdict(figures(prompts, theirs)))
+
+
+def between(interval: list[float] | None) -> str:
+    """Return an interval as a cell."""
+    return span(interval).strip(" []").replace(", ", "-")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Return rows as lines of columns, two spaces apart: those of `left` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def masked_table(evaluation: Evaluation) -> str:
@@ -72,12 +181,19 @@ def masked_table(evaluation: Evaluation) -> str:
 
 
 def method_table(evaluation: Evaluation) -> str:
-    """Return the evaluation in Markdown, one row a method."""
+    """Return the evaluation in Markdown, one row a method, and what the marks in it mean."""
     rows = [
-        [m.label, f"{m.tau:.2f}", f"{m.tokens_per_second:.1f}", f"{m.speedup:.2f}x", "yes" if m.identical else "no"]
-        for m in evaluation.methods
+        [
+            method.label,
+            f"{method.tau:.2f}{span(method.tau_interval)}",
+            f"{method.tokens_per_second:.1f}",
+            speed(method, interval=True),
+            {True: "yes", False: "no", None: DASH}[method.identical],
+        ]
+        for method in evaluation.methods
     ]
-    return markdown(["method", "tokens per round (τ)", "tokens/s", "speedup", "same output"], rows, last="---")
+    text = markdown(["method", "tokens per round (τ)", "tokens/s", "speedup", "same output"], rows, last="---")
+    return "\n\n".join([text, *legend(evaluation.methods)])
 
 
 def comparison(evaluations: dict[str, Evaluation]) -> str:
@@ -85,12 +201,13 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for evaluation in evaluations.values():
         for method in evaluation.methods:
-            mark = "" if method.identical else " (other output)"
+            other = " (other output)" * (method.identical is False)
             name, nodes = method.tree.label, str(method.budget) if method.tree.by_budget else DASH
-            cells = [f"{method.tau:.2f}", f"{method.tokens_per_second:.0f}", f"{method.speedup:.2f}x{mark}"]
-            rows.setdefault((name, nodes), []).extend(cells)
+            cells = [f"{method.tau:.2f}{span(method.tau_interval)}", f"{method.tokens_per_second:.0f}"]
+            rows.setdefault((name, nodes), []).extend([*cells, speed(method, interval=True) + other])
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
-    return markdown(["tree", "nodes", *heads], [[*key, *cells] for key, cells in rows.items()])
+    text = markdown(["tree", "nodes", *heads], [[*key, *cells] for key, cells in rows.items()])
+    return "\n\n".join([text, *legend(method for one in evaluations.values() for method in one.methods)])
 
 
 def suite_table(suite: SuiteResult) -> str:
@@ -125,7 +242,7 @@ def best_budgets(sets: list[SetResult], beside: list[Published | None]) -> str:
         ours = chain.decoding_speedup, chain.tau_prompt_mean, tree.decoding_speedup, tree.tau_prompt_mean
         pairs = [figure for pair in zip(ours, paper, strict=True) for figure in pair]
         numbers.append([plain.tokens_per_second, *pairs])
-        same = f"{min(method.same for method in one.result.methods)}/{one.answers}"
+        same = f"{min(method.same for method in one.result.methods if method.name not in OTHERS)}/{one.answers}"
         rows.append([one.title, str(one.answers), *cells(numbers[-1], str(tree.budget)), same])
     rows.append(["**mean**", "", *cells(means(numbers), ""), ""])
     first, second, third = (method.tree.label for method in (plain, chain, tree))
@@ -154,7 +271,7 @@ def means(rows: list[Figures]) -> list[float | None]:
 
 def every_method(sets: list[SetResult]) -> str:
     """Return τ and speedup of every method on every set, in Markdown."""
-    shown = [one.result.methods[1:] for one in sets]  # the first is plain decoding
+    shown = [one.result.drafting for one in sets]
     numbers = [[x for m in methods for x in (m.tau_prompt_mean, m.decoding_speedup)] for methods in shown]
     names = [one.title for one in sets] + ["**mean**"]
     rows = [

@@ -24,6 +24,7 @@ OWN_DEFAULTS = {
     "decoding": "ddtree",
     "deepspeed": "zero0",
     "drafter": "dflash-small",
+    "evaluation": "default",
     "objective": "annealed-kl",
     "target": "embedded",
     "tracking": "local",

@@ -46,7 +46,7 @@ def run_here(monkeypatch):
     import train.run.hooks as hooks
     from train.loop import train
 
-    plain = hooks.held_out_prompts
+    plain = hooks.evaluation_prompts
 
     def prompts(data, tokenizer, *sizes):
         key = repr((data, *sizes))
@@ -54,7 +54,7 @@ def run_here(monkeypatch):
             PROMPTS[key] = plain(data, tokenizer, *sizes)
         return PROMPTS[key]
 
-    monkeypatch.setattr(hooks, "held_out_prompts", prompts)
+    monkeypatch.setattr(hooks, "evaluation_prompts", prompts)
     monkeypatch.setattr(infer.evaluation.report, "_png", lambda figure: b"a picture")
 
     before = dict(os.environ)

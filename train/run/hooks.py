@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.prompts import held_out_prompts
+from data.prompts import evaluation_prompts
 from infer.drafters.base import Drafter
-from infer.evaluation.evaluate import Measured, decode_all, summarise
+from infer.evaluation.evaluate import Measured, Part, brief, decode_all, parts_of, summarise
 from infer.evaluation.report import write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
-from infer.evaluation.tables import table
+from infer.evaluation.ruler import best_of
+from infer.evaluation.tables import headline, table
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
 from infer.utils.entry import Stopped
@@ -39,13 +40,16 @@ def evaluate_checkpoint(
     progress: Progress,
     tracker: Tracker,
     alive: Callable[[], None],
+    last: bool,
 ) -> None:
     """Decode with the drafter as it is on disk, the way a user would, and update the run's report. All processes call
-    it; each decodes its share of the prompts, the first one writes. `alive` is called after every few prompts."""
+    it; each decodes its share of the prompts, the first one writes. `alive` is called after every few prompts; only the
+    `last` checkpoint is evaluated in full."""
     try:
         model = target()
         drafter = load_drafter(folder, dtype=model.dtype, device=model.device)
-        measured, problem = decode_share(model, drafter, step_of(folder), config, progress, alive), None
+        parts = parts_to_decode(model, config, last)
+        measured, problem = decode_share(model, drafter, step_of(folder), config, parts, progress, alive), None
     except Exception as error:  # noqa: BLE001
         measured, problem = None, describe_error(error)
     if problem is not None and torch.cuda.is_available():
@@ -64,7 +68,7 @@ def evaluate_checkpoint(
                 if problems:
                     write_failure(out, problems, progress)
                 else:
-                    result = write_evaluation(out, model, drafter, [measured for measured, _ in shares], config)
+                    result = write_evaluation(out, model, drafter, parts, [one for one, _ in shares], config)
                     (out / "failed.txt").unlink(missing_ok=True)
                     print_evaluation(result, out, progress)
                     tracker.summary(result)
@@ -77,35 +81,57 @@ def evaluate_checkpoint(
     first_only(write)
 
 
-def decode_share(
-    target: Target, drafter: Drafter, step: int, config: TrainConfig, progress: Progress, alive: Callable[[], None]
-) -> list[Measured]:
-    """Decode this process's share of the held-out prompts with every method."""
+def parts_to_decode(target: Target, config: TrainConfig, last: bool) -> list[Part]:
+    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts, of others a
+    quarter of the first."""
     options = config.evaluation
-    prompts = held_out_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)
-    numbers = range(len(prompts))
-    if config.target.shard:  # a pass takes all processes: all decode everything, in step
+    if config.target.shard:
         options = replace(options, compile=False)
-    else:
+    prompts = evaluation_prompts(
+        config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside if last else 0
+    )
+    parts = parts_of(prompts, options)
+    return parts if last else [brief(parts[0])]
+
+
+def decode_share(
+    target: Target,
+    drafter: Drafter,
+    step: int,
+    config: TrainConfig,
+    parts: list[Part],
+    progress: Progress,
+    alive: Callable[[], None],
+) -> list[list[Measured]]:
+    """Decode this process's share of the prompts of every part with every method."""
+    if not config.target.shard:  # a pass through a sharded target takes all processes: all decode everything, in step
         mine = slice(dist.get_rank(), None, dist.get_world_size())
-        prompts, numbers = prompts[mine], numbers[mine]
-    with progress.counting(f"evaluating step {step}", len(prompts)) as advance:
+        parts = [replace(part, prompts=part.prompts[mine], numbers=part.numbers[mine]) for part in parts]
+    total = sum(len(part.prompts) * part.config.repeats for part in parts)
+    with progress.counting(f"evaluating step {step}", total) as advance:
 
         def onwards(done: int, total: int) -> None:
             alive()
             advance(done, total)
 
-        return decode_all(target, drafter, prompts, options, onwards, numbers)
+        return decode_all(target, drafter, parts, onwards)
 
 
 def write_evaluation(
-    out: Path, target: Target, drafter: Drafter, shares: list[list[Measured]], config: TrainConfig
+    out: Path,
+    target: Target,
+    drafter: Drafter,
+    parts: list[Part],
+    shares: list[list[list[Measured]]],
+    config: TrainConfig,
 ) -> Evaluation:
     """Join what the processes measured; write and return the evaluation."""
     if config.target.shard:
         shares = shares[:1]  # all measured the same
-    measured = [Measured.joined(of_one) for of_one in zip(*shares, strict=True)]
-    result = summarise(target, drafter, measured, config.evaluation)
+    measured = [
+        [Measured.joined(of_one) for of_one in zip(*of_part, strict=True)] for of_part in zip(*shares, strict=True)
+    ]
+    result = summarise(target, drafter, parts, measured)
     result = replace(result, step=step_of(out.parent), checkpoint=str(out.parent), drafter=config.name)
     write_result(out / "evaluation.json", result)
     return result
@@ -113,7 +139,7 @@ def write_evaluation(
 
 def print_evaluation(result: Evaluation, out: Path, progress: Progress) -> None:
     """Print the evaluation in a line; in a second one, that outputs are wrong."""
-    taus = ", ".join(f"{m.name}{m.budget or ''} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.methods[1:])
+    taus = ", ".join(f"{m.name}{m.budget or ''} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.drafting)
     progress.say(f"step {result.step}: {taus}")
     if is_wrong(result):
         progress.say(
@@ -157,11 +183,6 @@ def evaluations_of(run: Path) -> list[Evaluation]:
     return [read_result(file, Evaluation) for file in files if file.exists()]
 
 
-def best_of(evaluations: list[Evaluation]) -> Evaluation:
-    """Return the one with the highest acceptance length."""
-    return max(evaluations, key=lambda evaluation: evaluation.best_tau)
-
-
 def update_report(run: Path) -> Path | None:
     """Mark the best checkpoint and write the report; return its page, None if nothing was evaluated."""
     evaluations = evaluations_of(run)
@@ -186,7 +207,7 @@ def finish_report(run: Path, tracker: Tracker) -> None:
     tracker.pictures(page.parent)
     tracker.artifact(run / "checkpoints" / Path(best.checkpoint).name / "drafter", best)
     print(f"\nBest checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
-    print(table(best))
+    print(f"{table(best)}\n\n{headline(best)}")
     print(f"\nreport      {page}")
     print(f"pictures    {', '.join(str(path) for path in sorted(page.parent.glob('*.png')))}")
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")

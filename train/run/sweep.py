@@ -93,13 +93,14 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
     """Print and draw every run's best checkpoint side by side, with accuracy by position on held-out text and
     acceptance lengths: runs/<name>/sweep.md and sweep.png."""
     from infer.evaluation.report import sweep_figure
-    from infer.evaluation.tables import markdown
-    from train.run.hooks import best_of, evaluations_of
+    from infer.evaluation.ruler import best_of
+    from infer.evaluation.tables import markdown, speed
+    from train.run.hooks import evaluations_of
 
     best = {name: best_of(found) for name, run in runs.items() if (found := evaluations_of(run))}
     if not best:
         return
-    names = [method.label for method in next(iter(best.values())).methods[1:]]  # the first is plain
+    names = [method.label for method in next(iter(best.values())).drafting]
     shown = range(min(6, *(len(result.accuracy) for result in best.values())))
     heads = [f"α-{i + 1}" for i in shown] + [f"τ {name}" for name in names]  # α: DART table 4's accuracy by position
     rows, taus = [], {}
@@ -108,7 +109,7 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
         taus[name] = [found.get(method, float("nan")) for method in names]
         cells = [name, str(result.step), *(f"{100 * result.accuracy[i]:.1f}%" for i in shown)]
         cells += [f"{tau:.2f}" for tau in taus[name]]
-        rows.append([*cells, f"{result.fastest.speedup:.2f}x", "yes" if result.same_output else "no"])
+        rows.append([*cells, speed(result.fastest), "yes" if result.same_output else "no"])
     table = markdown(["run", "step", *heads, "best speedup", "same output"], rows, last="---")
     atomic_write(folder / "sweep.md", table + "\n")
     sweep_figure(names, taus).savefig(folder / "sweep.png")

@@ -76,17 +76,18 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, embedded, tmp_path
     run_compare(command)
     table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert table[0] in capsys.readouterr().out
-    assert [line.split("|")[1:3] for line in table[2:7]] == [
+    assert [line.split("|")[1:3] for line in table[2:8]] == [
         [f" {tree} ", f" {nodes} "]
         for tree, nodes in [
             ("plain", "-"),
+            ("transformers", "-"),
             ("chain", "-"),
             ("DDTree", 4),
             ("continuity", 4),
             ("DDTree + continuity", 4),
         ]
     ]
-    assert all(line.count("|") == 12 for line in table[:7])
+    assert all(line.count("|") == 12 for line in table[:8])
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert list(results) == ["dflash", "dart", "texts.ngrams"]

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from data.prompts import Prompt
 from infer.config import EvaluationConfig
 from infer.evaluation.evaluate import evaluate
 from infer.evaluation.report import write_report
@@ -105,26 +106,32 @@ def test_evaluation_adds_up(embedded, temperature):
 
     drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), embedded))
     drafter.init_weights(torch.Generator().manual_seed(0))
-    prompts = [embedded.tokenizer(text)["input_ids"] for text in ("import os\n", "class Reader:\n    ")]
-    config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, samples=1)
+    ids = [embedded.tokenizer(text)["input_ids"] for text in ("import os\n", "class Reader:\n    ")]
+    prompts = [Prompt(ids[0], "heads"), Prompt(ids[1], "bodies"), Prompt(ids[1], "prose", "outside")]
+    config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, samples=1, sampled=0.7)
     calls = []
     result = evaluate(embedded, drafter, prompts, config, lambda done, total: calls.append((done, total)))
-    assert calls == [(1, 2), (2, 2)]
+    total = 5 if temperature else 7
+    assert calls == [(done, total) for done in range(1, total + 1)]
+    assert [one.what for one in result.beside] == ["outside", "temperature 0.7"][: 1 if temperature else 2]
     assert result.same_output
     assert [(method.name, method.budget) for method in result.methods] == [
         ("plain", 0),
+        ("generate", 0),
         ("chain", 3),
         ("ddtree", 2),
         ("ddtree", 30),
     ]
+    assert result.methods[1].identical is (None if temperature else True)
+    assert result.plain.name in ("plain", "generate") and result.plain.speedup == 1
     for method in result.methods:
+        assert [(one.kind, len(one.seconds)) for one in method.prompts] == [("heads", 2), ("bodies", 2)]
         assert method.tokens == 18
         assert sum(method.histogram) == method.rounds
         assert method.tau == pytest.approx(16 / method.rounds)
         assert sum(method.stage_seconds.values()) == pytest.approx(method.seconds)
         assert method.stage_seconds["other"] >= 0
-    assert result.methods[0].tau == 1
-    assert result.methods[0].speedup == 1
+    assert result.methods[0].tau == result.methods[1].tau == 1
     assert result.best_tau == max(method.tau for method in result.methods)
     (sample,) = result.samples
     assert "".join(text for text, _ in sample.pieces) == sample.completion

@@ -1,0 +1,109 @@
+"""What transformers' own `generate` offers, measured beside our methods on the same prompts.
+
+A way of decoding is a row of `OTHERS`; rows that draft nothing are plain decoders, and speedups are over the fastest of
+those and ours.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from infer.config import TextOptions
+from infer.engine.loops import loop_period
+from infer.trees.methods import TreeMethod
+
+if TYPE_CHECKING:
+    import torch
+
+    from infer.engine.sequence import Sequence as Text
+    from infer.targets.target import Target
+
+
+@dataclass(frozen=True)
+class OtherDecoder:
+    """One way of decoding with transformers' `generate`."""
+
+    row: TreeMethod  # how tables show it
+    arguments: dict[str, object] = field(default_factory=dict)  # of `generate`
+    always: bool = False  # measured by every evaluation
+
+
+def _row(name: str, label: str, drafts: bool) -> TreeMethod:
+    return TreeMethod(name, label, "", "#e69f00", drafts, most_nodes=lambda block_size: 0)
+
+
+_ROWS = (OtherDecoder(_row("generate", "transformers", drafts=False), always=True),)
+OTHERS = {other.row.name: other for other in _ROWS}
+
+
+def decode_by_generate(
+    target: "Target", other: OtherDecoder, prompts: Sequence[list[int]], options: Sequence[TextOptions]
+) -> "list[Text]":
+    """Continue prompts side by side with transformers' `generate`, as long as the engine would. Sampled texts are
+    others than the engine's: they are drawn with other noise, from the seed of the first text."""
+    import torch
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+    from infer.engine.sequence import Sequence as Text
+    from infer.engine.sequence import text_end
+
+    width, first = max(map(len, prompts)), options[0]
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    mask = (torch.arange(width, device=target.device) >= width - lengths[:, None]).long()  # (B, T)
+    sampled = {"temperature": first.temperature, "top_k": first.top_k, "top_p": first.top_p}
+    ends = [] if first.ignore_eos else sorted(target.end_ids)
+    config = GenerationConfig(
+        max_new_tokens=first.max_new_tokens,
+        do_sample=first.temperature > 0,
+        # none: a token that cannot come, as None would be filled in from the model's own configuration
+        eos_token_id=ends or [target.head_weight.shape[0]],
+        pad_token_id=0,
+        repetition_penalty=1.0,
+        **(sampled if first.temperature else {}),
+    )
+    passes = PassCounter()
+    devices = [target.device] if target.device.type == "cuda" else []
+    hook = target.body.register_forward_hook(passes)
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(first.seed)
+            stops = StoppingCriteriaList([stop_in_loops(width, first.loop_period)] if first.loop_period else [])
+            out = target.model.generate(
+                ids, attention_mask=mask, generation_config=config, stopping_criteria=stops, **other.arguments
+            )
+    finally:
+        hook.remove()
+    texts = []
+    for prompt, row, own in zip(prompts, out[:, width:].tolist(), options, strict=True):
+        text = Text(prompt, own)
+        length, text.finish = text_end(row, 0, own, target) or (len(row), "length")
+        text.ids = row[:length]
+        text.commits = [1] * length
+        text.stats.tokens = length
+        text.stats.rounds = passes.count - 1 if other.row.drafts else length - 1  # the first pass is the prompt's
+        text.stats.histogram = [length - 1]
+        texts.append(text)
+    return texts
+
+
+@dataclass
+class PassCounter:
+    """A forward hook that counts the target's passes."""
+
+    count: int = 0
+
+    def __call__(self, *arguments: object) -> None:
+        self.count += 1
+
+
+def stop_in_loops(start: int, longest: int) -> "Callable[..., torch.Tensor]":
+    """Return a stopping criterion of transformers that ends texts, which begin at position `start`, in loops."""
+    import torch
+
+    def stop(ids: "torch.Tensor", scores: object, **unused: object) -> "torch.Tensor":
+        rows = ids[:, start:].tolist()  # (B, T)
+        looped = [bool(row and loop_period(row, len(row), longest)) for row in rows]
+        return torch.tensor(looped, device=ids.device)
+
+    return stop

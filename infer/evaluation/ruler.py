@@ -1,0 +1,105 @@
+"""Figures from what every prompt took, with the intervals in which they would lie on other prompts of the same kind.
+
+A speedup is the median, over prompts, of tokens a second over those of the fastest plain decoder. Intervals hold 95 of
+100 bootstrap samples of the prompts: https://doi.org/10.1201/9780429246593, chapter 13.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult
+
+SAMPLES = 2000  # of the bootstrap
+LEVEL = 95.0  # per cent
+FEWEST = 5  # batches of prompts below which nothing can be said about other prompts
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the prompts of one method come to. Intervals are None for fewer than FEWEST prompts."""
+
+    tau: float
+    tau_interval: list[float] | None
+    speedup: float
+    speedup_interval: list[float] | None
+    limit: float  # no speedup can be above it, as a round holds a pass of the target: the median of the prompts' τ
+
+
+def figures(prompts: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> Figures:
+    """Return the figures of a method's prompts, over the same prompts by the fastest plain decoder. Prompts that were
+    decoded side by side are one observation of speed, and of all else too."""
+    batches, plain = by_batch(prompts), by_batch(baseline)
+    ratios = np.array([rate(batches[key]) / rate(plain[key]) for key in batches])
+    gains = np.array([sum(one.tokens - 1 for one in batch) for batch in batches.values()], float)
+    rounds = np.array([sum(one.rounds for one in batch) for batch in batches.values()], float)
+    return Figures(
+        tau=pooled(gains, rounds).item(),
+        tau_interval=interval(lambda drawn: pooled(gains[drawn], rounds[drawn]), len(ratios)),
+        speedup=float(np.median(ratios)),
+        speedup_interval=interval(lambda drawn: np.median(ratios[drawn], axis=-1), len(ratios)),
+        limit=float(np.median(pooled(gains[:, None], rounds[:, None]))),
+    )
+
+
+def by_batch(prompts: Iterable[PromptResult]) -> dict[int, list[PromptResult]]:
+    """Return the prompts that were decoded side by side, by the number of their batch."""
+    batches: dict[int, list[PromptResult]] = {}
+    for one in prompts:
+        batches.setdefault(one.batch, []).append(one)
+    return batches
+
+
+def rate(batch: Sequence[PromptResult]) -> float:
+    """Return tokens a second of prompts that were decoded side by side, in the repeat that was disturbed least."""
+    seconds = min(map(sum, zip(*(one.seconds for one in batch), strict=True)))
+    return sum(one.tokens for one in batch) / max(seconds, 1e-9)
+
+
+def pooled(gains: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+    """Return tokens a round from both counts (..., n), pooled over the last axis; 1 where there were no rounds."""
+    gains, rounds = gains.sum(-1), rounds.sum(-1)
+    return np.where(rounds > 0, gains / np.maximum(rounds, 1), 1.0)
+
+
+def interval(figure: Callable[[np.ndarray], np.ndarray], count: int) -> list[float] | None:
+    """Return the bootstrap interval of a figure over `count` observations. `figure` takes numbers of observations
+    (SAMPLES, count), drawn with replacement, and returns (SAMPLES,). The same call gives the same interval."""
+    if count < FEWEST:
+        return None
+    drawn = np.random.default_rng(0).integers(count, size=(SAMPLES, count))
+    outside = (100 - LEVEL) / 2
+    return np.percentile(figure(drawn), [outside, 100 - outside]).tolist()
+
+
+def of_prompts(method: MethodResult, plain: MethodResult, wanted: Callable[[PromptResult], bool]) -> Figures:
+    """Return a method's figures over some of the prompts."""
+    return figures([one for one in method.prompts if wanted(one)], [one for one in plain.prompts if wanted(one)])
+
+
+def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return the best checkpoint's evaluation: the last, unless an earlier one is better by more than noise."""
+    ordered = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
+    best = ordered.pop()
+    for earlier in reversed(ordered):
+        best = earlier if is_better(earlier, best) else best
+    return best
+
+
+def is_better(one: Evaluation, other: Evaluation) -> bool:
+    """Return whether the method with the highest acceptance length has a higher one in evaluation `one` than in
+    `other`, on the prompts that both decoded, by more than noise. Without figures by prompt, any difference counts."""
+    top = max(one.methods, key=lambda method: method.tau)
+    same = next((method for method in other.methods if method.label == top.label), None)
+    theirs = {prompt.number: prompt for prompt in same.prompts or ()} if same else {}
+    pairs = [(prompt, theirs[prompt.number]) for prompt in top.prompts or () if prompt.number in theirs]
+    if len(pairs) < FEWEST:
+        return one.best_tau > other.best_tau
+    counts = np.array([[a.tokens - 1, a.rounds, b.tokens - 1, b.rounds] for a, b in pairs], float)  # (n, 4)
+
+    def lead(drawn: np.ndarray) -> np.ndarray:
+        gains, rounds, other_gains, other_rounds = np.moveaxis(counts[drawn], -1, 0)
+        return pooled(gains, rounds) / pooled(other_gains, other_rounds)
+
+    return interval(lead, len(pairs))[0] > 1
