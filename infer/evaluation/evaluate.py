@@ -163,7 +163,7 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
 
 
 def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig) -> list[Part]:
-    """Return what an evaluation decodes: its prompts; once, those beside them; once, if greedy, its own ones sampled."""
+    """Return what an evaluation decodes: its prompts; once, those beside them; once, if greedy, its own sampled."""
     groups: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt.beside, []).append(number)
