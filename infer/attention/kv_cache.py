@@ -18,14 +18,13 @@ class LayerWindow:
     """One layer of a window, as views of the cache's buffer."""
 
     slots: torch.Tensor  # (B * Q,) int64, where new positions go
-    written: tuple[torch.Tensor, torch.Tensor]  # (rows * S, H * E) keys and values
+    written: torch.Tensor  # (2, rows * S, H * E) keys and values
     keys: torch.Tensor  # (B, H, extent, E) that a query may look at
     values: torch.Tensor
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the Q new positions, (B, Q, H, E) each."""
-        for memory, new in zip(self.written, (keys, values), strict=True):
-            memory.index_copy_(0, self.slots, new.flatten(2).flatten(0, 1))
+    def write(self, new: torch.Tensor) -> None:
+        """Write the Q new positions: keys and values of all heads, (B Q, 2 H, E)."""
+        self.written.index_copy_(1, self.slots, new.view(len(new), 2, -1).transpose(0, 1))
 
 
 @dataclass
@@ -58,8 +57,8 @@ class Window:
         rows, flat = len(self.slots), self.slots.flatten()
         seen = self.buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
         seen = seen.unflatten(3, (self.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
-        planes = self.buffer.unbind(0)
-        return [LayerWindow(flat, planes[i : i + 2], *seen[i : i + 2]) for i in range(0, len(planes), 2)]
+        planes = self.buffer.unflatten(0, (-1, 2)).unbind(0)
+        return [LayerWindow(flat, plane, *seen[2 * i : 2 * i + 2]) for i, plane in enumerate(planes)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]

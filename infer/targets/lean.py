@@ -14,6 +14,7 @@ features rotated.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 
 import torch
@@ -26,6 +27,9 @@ PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of L
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
 COARSE = 0.05  # the same in 16 bits
+COPIED = 1 << 20  # most numbers of a product that is worth a copy
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+Masks = torch.Tensor | dict[str, torch.Tensor] | None
 
 
 class UnknownLayer(Exception):
@@ -39,7 +43,17 @@ class Norm:
     weight: torch.Tensor  # (D,), or (H + K, E): of queries and keys
     eps: float
 
+    @cached_property
+    def scaled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight times the root of D, and the least length that states are divided by, roots of D times eps."""
+        size = self.weight.shape[-1]
+        return self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5, device=self.weight.device)
+
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if states.device.type == "cpu" and states.dtype == torch.float32:  # half as long there as rms_norm
+            weight, least = self.scaled
+            length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+            return (states / torch.hypot(length, least)).mul_(weight)
         if self.weight.ndim == 1 and self.weight.dtype == states.dtype:
             return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(states.to(self.weight.dtype), states.shape[-1:], None, self.eps) * self.weight
@@ -47,25 +61,61 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A linear layer."""
+
+    weight: torch.Tensor  # (inputs, outputs)
+    bias: torch.Tensor | None = None
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
+
+
+@dataclass(frozen=True)
 class Layer:
     """What one decoder layer computes with. The first of two norms is attention's, the second the MLP's."""
 
     kind: str  # of its attention: which mask and which angles it takes
+    heads: int  # H
+    key_heads: int  # K
     before: tuple[Norm, Norm]
     after: tuple[Norm, Norm] | None  # of what attention and MLP add (Gemma 2 and 3)
-    qkv: torch.Tensor  # ((H + 2 K) E, D)
-    qkv_bias: torch.Tensor | None
+    qkv: Product  # D to (H + 2 K) E
     qk_norm: Norm | None
-    out: nn.Module
+    out: Product
     mlp: Callable[[torch.Tensor], torch.Tensor]
+    down: Product | None  # the MLP's last product, where it is not in `mlp`
     scale: float  # of attention's scores
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
 
-    def add(self, states: torch.Tensor, change: torch.Tensor, part: int) -> torch.Tensor:
-        """Return the residual stream after attention (part 0) or the MLP (part 1)."""
+    def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
+        """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product is to come."""
+        if self.after is None and product is not None and product.bias is None:
+            return torch.addmm(states, inner, product.weight, alpha=self.residual)
+        change = inner if product is None else product(inner)
         change = change if self.after is None else self.after[part](change)
         return states + (change if self.residual == 1 else change * self.residual)
+
+    def run(self, states: torch.Tensor, rotation: Rotation, mask: torch.Tensor | None, memory: LayerWindow):
+        """Return states (B Q, D) after the layer. Keys and values are written to `memory`; rotation: cos and sin
+        (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for packed heads; None: all may be seen."""
+        rows, width, rotated = len(memory.keys), len(states) // len(memory.keys), self.heads + self.key_heads
+        parts = self.qkv(self.before[0](states)).view(len(states), rotated + self.key_heads, -1)  # (B Q, H + 2 K, E)
+        both = parts[:, :rotated]
+        if self.qk_norm is not None:
+            both = self.qk_norm(both)
+        if self.rotates:
+            rotate(both, *rotation, out=parts[:, :rotated])
+        elif self.qk_norm is not None:
+            parts[:, :rotated] = both
+        memory.write(parts[:, self.heads :])
+        queries = parts[:, : self.heads].unflatten(1, (self.key_heads, -1)).unflatten(0, (rows, -1))
+        queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
+        mixed = F.scaled_dot_product_attention(queries, memory.keys, memory.values, attn_mask=mask, scale=self.scale)
+        mixed = mixed.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).reshape(len(states), -1)  # (B Q, H E)
+        states = self.add(states, mixed, self.out, 0)
+        return self.add(states, self.mlp(self.before[1](states)), self.down, 1)
 
 
 @dataclass(frozen=True)
@@ -75,47 +125,40 @@ class LeanDecoder:
     layers: list[Layer]
     embed: Callable[[torch.Tensor], torch.Tensor]
     norm: Norm
-    heads: int  # H
-    key_heads: int  # K
-    head_dim: int  # E
     rotary: nn.Module
-    angles: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
 
     def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | dict[str, torch.Tensor],
-        window: Window,
-        tapped: tuple[int, ...],
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Masks, window: Window, tapped: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run ids (B, Q) at positions (B, Q) under additive masks (B, 1, Q, S), one for all layers or one a kind.
+        """Run ids (B, Q) at positions (B, Q) under additive masks (B, 1, Q, S), one for all layers or one a kind; None:
+        every position may be seen.
 
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
         norm, (B, Q, D), which can be tapped too, as one layer more.
         """
-        states, outputs = self.embed(ids), {}
+        states, outputs = self.embed(ids).flatten(0, 1), {}
         masks, rotations = self.prepare(states, positions, mask, window.capacity)
         for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
-            states = self.run_layer(layer, states, rotations[layer.kind], masks[layer.kind], memory)
+            states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
             if index in tapped:
                 outputs[index] = states
         last = outputs[len(self.layers)] = self.norm(states)
-        return torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0], last
+        context = torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0]
+        return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
 
     def prepare(
-        self, states: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor], capacity: int
-    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        """Return by kind of layer the masks (B, 1, G Q, S) for packed heads, and cos and sin (B, Q, 1, R)."""
-        groups, kinds = self.heads // self.key_heads, {layer.kind for layer in self.layers}
-        if isinstance(mask, dict):
-            masks = {kind: seen.repeat(1, 1, groups, 1) for kind, seen in mask.items()}
-        else:
-            masks = dict.fromkeys(kinds, mask.repeat(1, 1, groups, 1))
-        tables = {kind: self.angle_tables(states, capacity, kind) for kind in kinds}
-        return masks, {kind: tuple(table[positions][:, :, None] for table in tables[kind]) for kind in kinds}
+        self, states: torch.Tensor, positions: torch.Tensor, mask: Masks, capacity: int
+    ) -> tuple[dict[str, torch.Tensor | None], dict[str, Rotation]]:
+        """Return by kind of layer the masks (B, 1, G Q, S) for packed heads, and cos and sin (B Q, 1, R)."""
+        groups, kinds = self.layers[0].heads // self.layers[0].key_heads, {layer.kind for layer in self.layers}
+        masks = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
+        packed = {id(seen): seen if seen is None else seen.repeat(1, 1, groups, 1) for seen in masks.values()}
+        flat = positions.flatten()
+        rotations = {kind: look_up(self.angle_tables(states, capacity, kind), flat) for kind in kinds}
+        return {kind: packed[id(seen)] for kind, seen in masks.items()}, rotations
 
-    def angle_tables(self, states: torch.Tensor, capacity: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def angle_tables(self, states: torch.Tensor, capacity: int, kind: str) -> Rotation:
         """Return cos and sin (capacity, R) of all positions of a cache, the sign of the rotation in the sines."""
         if (kind, capacity) not in self.angles:
             by_kind = (kind,) if "layer_type" in signature(self.rotary.forward).parameters else ()
@@ -124,39 +167,19 @@ class LeanDecoder:
             self.angles[kind, capacity] = cos[0], torch.cat([-low, high], -1)
         return self.angles[kind, capacity]
 
-    def run_layer(
-        self,
-        layer: Layer,
-        states: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
-        memory: LayerWindow,
-    ) -> torch.Tensor:
-        """Run one layer over states (B, Q, D). Its keys and values are written to `memory`."""
-        rows, width, _ = states.shape
-        qkv = F.linear(layer.before[0](states), layer.qkv, layer.qkv_bias).view(rows, width, -1, self.head_dim)
-        both, values = qkv.split([self.heads + self.key_heads, self.key_heads], dim=2)  # (B, Q, H + K, E), (B, Q, K, E)
-        if layer.qk_norm is not None:
-            both = layer.qk_norm(both)
-        if layer.rotates:
-            both = rotate(both, *rotation)
-        queries, keys = both.split([self.heads, self.key_heads], dim=2)
-        memory.write(keys, values)
-        queries = queries.unflatten(2, (self.key_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
-        mixed = F.scaled_dot_product_attention(queries, memory.keys, memory.values, attn_mask=mask, scale=layer.scale)
-        mixed = mixed.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).flatten(2)  # (B, Q, H E)
-        states = layer.add(states, layer.out(mixed), 0)
-        return layer.add(states, layer.mlp(layer.before[1](states)), 1)
+
+def look_up(tables: Rotation, positions: torch.Tensor) -> Rotation:
+    """Return cos and sin (B Q, 1, R) of positions (B Q,), from tables (capacity, R)."""
+    return tables[0][positions, None], tables[1][positions, None]
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R features of heads (B, Q, heads, E) by angles (B, Q, 1, R)."""
-    size, rest = cos.shape[-1], None
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """Write heads (B Q, heads, E), the first R features rotated by angles (B Q, 1, R), to `out`."""
+    size = cos.shape[-1]
     if size < states.shape[-1]:
-        states, rest = states[..., :size], states[..., size:]
-    low, high = states.chunk(2, dim=-1)
-    states = states * cos + torch.cat([high, low], -1) * sin
-    return states if rest is None else torch.cat([states, rest], -1)
+        out[..., size:] = states[..., size:]
+    states = states[..., :size]
+    torch.addcmul(states * cos, states.roll(size // 2, -1), sin, out=out[..., :size])
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -164,15 +187,19 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((ours - theirs).norm() <= ROUNDING.get(theirs.dtype, COARSE) * theirs.norm())
 
 
-def fuse(modules: list[nn.Module]) -> torch.Tensor:
-    """Join the weights of linear layers, one below the other; each module's weight becomes a view of its part, so that
-    this takes no memory. Raises UnknownLayer for modules of another class."""
+def fuse(modules: list[nn.Module]) -> Product:
+    """Join linear layers that read the same states. Each module's weight becomes a view of its part, so that this takes
+    no memory; small ones on a CPU are copied with their inputs as the outer dimension, which is faster there. Raises
+    UnknownLayer for modules of another class."""
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
+    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     joined = torch.cat([module.weight.data for module in modules])
+    if joined.device.type == "cpu" and joined.numel() <= COPIED:
+        return Product(joined.t().contiguous(), bias)
     for module, part in zip(modules, joined.split([len(module.weight) for module in modules]), strict=True):
         module.weight.data = part
-    return joined
+    return Product(joined.t(), bias)
 
 
 def read_norm(module: nn.Module) -> Norm:
@@ -186,25 +213,25 @@ def read_norm(module: nn.Module) -> Norm:
     raise UnknownLayer(f"other norms ({type(module).__name__})")
 
 
-def read_mlp(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Read a gated MLP, gate and up in one product; any other module stays as it is."""
+def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor], Product | None]:
+    """Read a gated MLP, gate and up in one product, and its last product; any other module stays as it is."""
     activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     names = ["gate_up_proj"] if hasattr(module, "activation_fn") else ["gate_proj", "up_proj"]
     inner = [getattr(module, name, None) for name in names]
     if activation is None or any(type(part) is not nn.Linear or part.bias is not None for part in inner):
 
         def run(states: torch.Tensor) -> torch.Tensor:
-            result = module(states)
-            return result if isinstance(result, torch.Tensor) else result[0]  # some return their router's scores too
+            result = module(states[None])
+            return (result if isinstance(result, torch.Tensor) else result[0])[0]  # some return their router's scores
 
-        return run
-    weight, down, activation = fuse(inner), module.down_proj, F.silu if isinstance(activation, nn.SiLU) else activation
+        return run, None
+    product, activation = fuse(inner), F.silu if isinstance(activation, nn.SiLU) else activation
 
     def gated(states: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(states, weight).chunk(2, dim=-1)
-        return down(activation(gate) * up)
+        gate, up = product(states).chunk(2, dim=-1)
+        return activation(gate).mul_(up)
 
-    return gated
+    return gated, fuse([module.down_proj])
 
 
 def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
@@ -225,16 +252,18 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
             raise UnknownLayer("norms over all heads together")
         weights = [norm.weight.expand(count, -1) for norm, count in zip(norms, (heads, shared), strict=True)]
         qk_norm = Norm(torch.cat(weights), norms[0].eps)
-    biases = [projection.bias for projection in projections]
+    mlp, down = read_mlp(module.mlp)
     return Layer(
         kind=kind,
+        heads=heads,
+        key_heads=shared,
         before=(read_norm(module.input_layernorm), read_norm(parts[second])),
         after=after,
         qkv=fuse(projections),
-        qkv_bias=None if biases[0] is None else torch.cat(biases),
         qk_norm=qk_norm,
-        out=attention.o_proj,
-        mlp=read_mlp(module.mlp),
+        out=fuse([attention.o_proj]),
+        mlp=mlp,
+        down=down,
         scale=attention.scaling,
         residual=getattr(module, "residual_multiplier", 1.0),
         rotates=bool(getattr(attention, "use_rope", True)),
@@ -247,5 +276,4 @@ def lean_decoder(
     """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers attend in `kinds`
     of ways. Raises UnknownLayer with the part that it does not express."""
     layers = [read_layer(module, kind, heads, shared) for module, kind in zip(body.layers, kinds, strict=True)]
-    size = len(layers[0].qkv) // (heads + 2 * shared)
-    return LeanDecoder(layers, embed, read_norm(body.norm), heads, shared, size, body.rotary_emb)
+    return LeanDecoder(layers, embed, read_norm(body.norm), body.rotary_emb)

@@ -262,16 +262,16 @@ class Target:
         mask = self.masks(cached(cache.ends, causal, window.extent), positions, cache.ends)
         every = tuple(range(len(lean.layers)))
         outputs, last = self.library_pass(ids[:, context:], positions, mask, window, every)
-        states = self.embed(ids[:, context:])
+        states = self.embed(ids[:, context:]).flatten(0, 1)
         masks, rotations = lean.prepare(states, positions, mask, window.capacity)
         for layer, memory, module, theirs in zip(
             lean.layers, window.layers(), self.body.layers, outputs.chunk(len(every), dim=-1), strict=True
         ):
-            ours = lean.run_layer(layer, states, rotations[layer.kind], masks[layer.kind], memory)
+            ours, theirs = layer.run(states, rotations[layer.kind], masks[layer.kind], memory), theirs.flatten(0, 1)
             if not close(ours - states, theirs - states):
                 raise UnknownLayer(f"layers that compute something else ({type(module).__name__})")
             states = theirs
-        if not close(lean.norm(states), last):
+        if not close(lean.norm(states), last.flatten(0, 1)):
             raise UnknownLayer("another last norm")
 
     def extend(
