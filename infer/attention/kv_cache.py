@@ -167,12 +167,15 @@ class KVCache:
     def commit(self, path: torch.Tensor, counts: list[int], on_device: torch.Tensor | None = None) -> None:
         """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end in this order,
         and commit the first `counts[b]` of them; the rest of `path` is padding (`on_device`: see `advance`)."""
+        if path.shape[1] > 1:  # a root is where it belongs
+            self._move_nodes(path)
+        self.advance(counts, on_device)
+
+    def _move_nodes(self, path: torch.Tensor) -> None:
         target = self._slots(*path.shape)  # (B, W)
         source = target[:, :1] + path
-        in_place = self.buffer.device.type == "cpu" and torch.equal(
-            source, target
-        )  # elsewhere the comparison costs more
+        # elsewhere than on the CPU the comparison costs more
+        in_place = self.buffer.device.type == "cpu" and torch.equal(source, target)
         if not in_place:
             for buffer in self._buffers():
                 buffer.index_copy_(1, target.flatten(), buffer.index_select(1, source.flatten()))
-        self.advance(counts, on_device)

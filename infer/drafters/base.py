@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Qwen3Config, inputs: int, norms: bool = True) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
         width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(inputs, width, bias=False)
         self.k_proj = nn.Linear(inputs, kv_width, bias=False)

@@ -26,6 +26,8 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
     the device: a node is reached if it and all its ancestors carry what was chosen at their parents, and the
     deepest of these ends the path.
     """
+    if tree.max_depth == 0:
+        return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])
     ancestors = tree.ancestors() if ancestors is None else ancestors
     match = tree.tokens == chosen.gather(1, tree.parents)  # (B, M)
     match[:, 0] = True

@@ -14,7 +14,6 @@ features rotated.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from inspect import signature
 
 import torch
@@ -23,17 +22,8 @@ from torch.nn import functional as F
 
 from infer.attention.kv_cache import LayerWindow, Window
 
-PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
-SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
-COARSE = 0.05  # the same in 16 bits
-COPIED = 1 << 20  # most numbers of a product that is worth a copy
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 Masks = torch.Tensor | dict[str, torch.Tensor] | None
-
-
-class UnknownLayer(Exception):
-    """A layer is built in a way that this pass does not express; the message names the part."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +32,18 @@ class Norm:
 
     weight: torch.Tensor  # (D,), or (H + K, E): of queries and keys
     eps: float
+    scaled: torch.Tensor = field(init=False)  # the weight times the root of D
+    least: torch.Tensor = field(init=False)  # the root of D times eps, (): what keeps the length of states from 0
 
-    @cached_property
-    def scaled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight times the root of D, and the least length that states are divided by, roots of D times eps."""
+    def __post_init__(self) -> None:
         size = self.weight.shape[-1]
-        return self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5, device=self.weight.device)
+        object.__setattr__(self, "scaled", self.weight * size**0.5)
+        object.__setattr__(self, "least", self.weight.new_tensor(size * self.eps) ** 0.5)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if states.device.type == "cpu" and states.dtype == torch.float32:  # half as long there as rms_norm
-            weight, least = self.scaled
             length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-            return (states / torch.hypot(length, least)).mul_(weight)
+            return (states / torch.hypot(length, self.least)).mul_(self.scaled)
         if self.weight.ndim == 1 and self.weight.dtype == states.dtype:
             return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(states.to(self.weight.dtype), states.shape[-1:], None, self.eps) * self.weight
@@ -179,101 +169,4 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torc
     if size < states.shape[-1]:
         out[..., size:] = states[..., size:]
     states = states[..., :size]
-    torch.addcmul(states * cos, states.roll(size // 2, -1), sin, out=out[..., :size])
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether two results differ by rounding only."""
-    return bool((ours - theirs).norm() <= ROUNDING.get(theirs.dtype, COARSE) * theirs.norm())
-
-
-def fuse(modules: list[nn.Module]) -> Product:
-    """Join linear layers that read the same states. Each module's weight becomes a view of its part, so that this takes
-    no memory; small ones on a CPU are copied with their inputs as the outer dimension, which is faster there. Raises
-    UnknownLayer for modules of another class."""
-    if any(type(module) is not nn.Linear for module in modules):
-        raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
-    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-    joined = torch.cat([module.weight.data for module in modules])
-    if joined.device.type == "cpu" and joined.numel() <= COPIED:
-        return Product(joined.t().contiguous(), bias)
-    for module, part in zip(modules, joined.split([len(module.weight) for module in modules]), strict=True):
-        module.weight.data = part
-    return Product(joined.t(), bias)
-
-
-def read_norm(module: nn.Module) -> Norm:
-    """Read a norm module as an RMS norm. Raises UnknownLayer for any other."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is not None and eps is not None:
-        states = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-        for norm in (Norm(weight, eps), Norm(weight.float() + 1, eps)):
-            if close(norm(states), module(states)):
-                return norm
-    raise UnknownLayer(f"other norms ({type(module).__name__})")
-
-
-def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor], Product | None]:
-    """Read a gated MLP, gate and up in one product, and its last product; any other module stays as it is."""
-    activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    names = ["gate_up_proj"] if hasattr(module, "activation_fn") else ["gate_proj", "up_proj"]
-    inner = [getattr(module, name, None) for name in names]
-    if activation is None or any(type(part) is not nn.Linear or part.bias is not None for part in inner):
-
-        def run(states: torch.Tensor) -> torch.Tensor:
-            result = module(states[None])
-            return (result if isinstance(result, torch.Tensor) else result[0])[0]  # some return their router's scores
-
-        return run, None
-    product, activation = fuse(inner), F.silu if isinstance(activation, nn.SiLU) else activation
-
-    def gated(states: torch.Tensor) -> torch.Tensor:
-        gate, up = product(states).chunk(2, dim=-1)
-        return activation(gate).mul_(up)
-
-    return gated, fuse([module.down_proj])
-
-
-def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
-    """Read a decoder layer with `heads` query heads and `shared` key heads. Raises UnknownLayer, naming the part, for
-    layers of another kind."""
-    parts = {name: part for name, part in module.named_children() if not isinstance(part, nn.Dropout)}
-    if parts.keys() - {"self_attn", "mlp"} not in (PLAIN, SANDWICH) or not parts.keys() >= {"self_attn", "mlp"}:
-        raise UnknownLayer(f"other parts ({', '.join(sorted(parts))})")
-    attention, second, after = module.self_attn, "post_attention_layernorm", None
-    if parts.keys() >= SANDWICH:
-        second = "pre_feedforward_layernorm"
-        after = read_norm(parts["post_attention_layernorm"]), read_norm(parts["post_feedforward_layernorm"])
-    names = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
-    projections, qk_norm = [getattr(attention, name) for name in names], None
-    if getattr(attention, "q_norm", None) is not None:
-        norms = read_norm(attention.q_norm), read_norm(attention.k_norm)
-        if any(len(norm.weight) != attention.head_dim for norm in norms):
-            raise UnknownLayer("norms over all heads together")
-        weights = [norm.weight.expand(count, -1) for norm, count in zip(norms, (heads, shared), strict=True)]
-        qk_norm = Norm(torch.cat(weights), norms[0].eps)
-    mlp, down = read_mlp(module.mlp)
-    return Layer(
-        kind=kind,
-        heads=heads,
-        key_heads=shared,
-        before=(read_norm(module.input_layernorm), read_norm(parts[second])),
-        after=after,
-        qkv=fuse(projections),
-        qk_norm=qk_norm,
-        out=fuse([attention.o_proj]),
-        mlp=mlp,
-        down=down,
-        scale=attention.scaling,
-        residual=getattr(module, "residual_multiplier", 1.0),
-        rotates=bool(getattr(attention, "use_rope", True)),
-    )
-
-
-def lean_decoder(
-    body: nn.Module, kinds: list[str], heads: int, shared: int, embed: Callable[[torch.Tensor], torch.Tensor]
-) -> LeanDecoder:
-    """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers attend in `kinds`
-    of ways. Raises UnknownLayer with the part that it does not express."""
-    layers = [read_layer(module, kind, heads, shared) for module, kind in zip(body.layers, kinds, strict=True)]
-    return LeanDecoder(layers, embed, read_norm(body.norm), body.rotary_emb)
+    out[..., :size] = torch.addcmul(states * cos, states.roll(size // 2, -1), sin)

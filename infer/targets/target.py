@@ -16,11 +16,13 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 from infer.attention.compile import Program, padded
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive, cached, dense, nearby, packed_causal_mod
-from infer.targets.lean import LeanDecoder, UnknownLayer, close, lean_decoder
+from infer.targets.layers import UnknownLayer, close, lean_decoder
+from infer.targets.lean import LeanDecoder
 from infer.targets.mixed_cache import MixedCache, PackedWindow, Shapes, find_shapes
 from infer.targets.recurrent import Lineage, States, follow_trees
 from infer.targets.support import (
@@ -301,7 +303,7 @@ class Target:
         rows = len(window.slots)
         ends = padded(cache.ends[:used], rows)  # 0 for rows that are not in use, even while they are being filled
         positions = padded(tree.positions(ends[:used]), rows)
-        mask = self.masks(cached(ends, padded(ancestors, rows), window.extent), positions, ends)
+        mask = self._tree_masks(padded(ancestors, rows), positions, ends, cache, window)
         if self.recurrent:
             cache.states.lineage = Lineage.tree(tree.parents, ancestors)
         inputs = padded(tree.tokens, rows), positions, mask, window, layers
@@ -312,6 +314,18 @@ class Target:
         else:
             context, last = self.decoder_pass(*inputs)
         return Features(context[:used], last[:used])
+
+    def _tree_masks(
+        self, ancestors: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, cache: KVCache, window: Window
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """Return the masks of nodes (B, M) with `ancestors` (B, M, M) behind the `ends` (B,) of a cache. Rows of one
+        length and one kind of full attention are the common case, and cheap: all of the cache is visible."""
+        if cache.static or set(self.windows.values()) != {None} or len(set(cache.lengths)) > 1:
+            return self.masks(cached(ends, ancestors, window.extent), positions, ends)
+        nodes = ancestors.shape[1]
+        if nodes == 1 and isinstance(self.decoder_pass, LeanDecoder):
+            return None
+        return F.pad(additive(ancestors, self.dtype), (window.extent - nodes, 0))[:, None]
 
 
 def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,13 @@ from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from infer.attention.kv_cache import KVCache
-from infer.attention.masks import masked_attention
+from infer.attention.masks import additive, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, rotate, target_embeddings
+from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, target_embeddings
 from infer.drafters.dflash import layouts
 from infer.drafters.families import FAMILIES
+from infer.targets import lean
+from infer.targets.layers import read_layer
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
@@ -72,14 +75,17 @@ class Layer(nn.Module):
 
 @dataclass
 class DFlashState(DraftState):
-    """Keys and values of the context features, and the weights that compute them for all layers at once."""
+    """Keys and values of the context features, and the weights as decoding takes them: a copy, since training goes on
+    with its own."""
 
+    layers: list[lean.Layer]
+    norm: lean.Norm  # of the context
     projection: torch.Tensor  # (layers * 2 * H * E, D) key and value weights of all layers, that see the same context
-    scale: torch.Tensor  # (layers, 1, E) weights of the key norms
+    key_norm: lean.Norm  # weight (layers, 1, E)
 
-    def pass_inputs(self, rows: int) -> tuple[bool]:
-        """Whether all rows have the same length, and so see all of the window."""
-        return (not self.cache.static and len(set(self.cache.lengths)) == 1,)
+    def pass_inputs(self, rows: int) -> tuple[list[lean.Layer], bool]:
+        """The layers, and whether all rows have the same length, and so see all of the window."""
+        return self.layers, not self.cache.static and len(set(self.cache.lengths)) == 1
 
 
 class DFlash(Drafter):
@@ -225,9 +231,13 @@ class DFlash(Drafter):
         return self.last_norm(block)
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
-        attentions = [layer.self_attn for layer in self.layers]
-        projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)])
-        return DFlashState(cache, angles, projection, torch.stack([each.k_norm.weight for each in attentions])[:, None])
+        attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
+        projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)]).detach()
+        key_norm = lean.Norm(torch.stack([each.k_norm.weight.detach() for each in attentions])[:, None], eps)
+        heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        layers = [read_layer(deepcopy(layer), "", *heads) for layer in self.layers]
+        norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
+        return DFlashState(cache, angles, layers, norm, projection, key_norm)
 
     @torch.no_grad()
     def update_context(
@@ -245,32 +255,33 @@ class DFlash(Drafter):
         `Attention.keys_values` does in training, layer by layer."""
         cache = state.cache
         rows, width, _ = features.shape
-        both = F.linear(self.context(features), state.projection)
-        both = both.unflatten(-1, (len(self.layers), 2, cache.heads, self.config.head_dim))  # (B, C, layers, 2, H, E)
-        keys = F.rms_norm(both[:, :, :, 0], (self.config.head_dim,), eps=self.config.rms_norm_eps) * state.scale
+        both = F.linear(state.norm(self.fc(features)), state.projection).flatten(0, 1)
+        both = both.unflatten(1, (len(self.layers), 2 * cache.heads, -1))  # (B * C, layers, 2 * H, E)
+        keys = both[:, :, : cache.heads]
         slots = cache.window(width).slots[:rows]
-        cos, sin = state.rotary(rows, width)
-        keys = rotate(keys.flatten(2, 3).transpose(1, 2), cos, sin).transpose(1, 2)  # (B, C, layers * H, E)
-        both = torch.stack([keys.reshape(rows, width, len(self.layers), -1), both[:, :, :, 1].flatten(3)], dim=3)
-        both = both.flatten(2, 3).flatten(0, 1).transpose(0, 1)  # (layers * 2, B * C, H * E)
-        cache.buffer.index_copy_(1, slots.flatten(), both)
+        cos, sin = (angle.flatten(0, 1)[:, None, None] for angle in state.rotary(rows, width))
+        lean.rotate(state.key_norm(keys), cos, sin, out=keys)
+        cache.buffer.index_copy_(
+            1, slots.flatten(), both.unflatten(2, (2, -1)).flatten(3).flatten(1, 2).transpose(0, 1)
+        )
         cache.advance(counts, on_device)
 
-    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, alike: bool) -> torch.Tensor:
+    def block_states(
+        self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer], alike: bool
+    ) -> torch.Tensor:
         """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,); alike: whether all rows see all
-        of the window."""
+        of the window. What it computes is `Layer.forward`'s."""
         ends, rotary, window = place
-        masks = [
-            None if alike and pattern == (False, None) else visible(ends, self.num_queries, window.extent, *pattern)
-            for pattern in self.attention_patterns
-        ]
-        block = self.embed(target, self.block_ids(bonus))  # (B, K, D)
-        for i, layer in enumerate(self.layers):
-
-            def attend(queries, keys, values, i=i):
-                keys, values = window.update(keys, values, i)
-                mask = masks[self.pattern_of_layer[i]]
-                return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-
-            block = layer(block, rotary, attend)
-        return block
+        dtype, groups = self.norm.weight.dtype, layers[0].heads // layers[0].key_heads
+        masks: list[torch.Tensor | None] = []  # for packed heads
+        for pattern in self.attention_patterns:
+            seen = None
+            if not alike or pattern != (False, None):
+                seen = additive(visible(ends, self.num_queries, window.extent, *pattern), dtype)
+                seen = seen if seen.shape[2] == 1 else seen.repeat(1, 1, groups, 1)
+            masks.append(seen)
+        rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
+        states = self.embed(target, self.block_ids(bonus)).flatten(0, 1)  # (B K, D)
+        for layer, memory, pattern in zip(layers, window.layers(), self.pattern_of_layer, strict=True):
+            states = layer.run(states, rotation, masks[pattern], memory)
+        return states.unflatten(0, (len(bonus), -1))

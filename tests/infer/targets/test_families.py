@@ -7,18 +7,20 @@ from functools import cache
 
 import pytest
 import torch
+from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.serving.hf import speculative
-from infer.targets.lean import LeanDecoder, UnknownLayer, lean_decoder
+from infer.targets.layers import UnknownLayer, lean_decoder
+from infer.targets.lean import LeanDecoder
 from infer.targets.loading import load_target
 from infer.targets.support import LogitScale, refuse_unsupported
 from infer.targets.target import Target, pad_ids
 from infer.trees.ddtree import ddtree
-from infer.trees.tree import Proposal
+from infer.trees.tree import Proposal, root_only
 
 V, WINDOW = 97, 3
 SIZES = {
@@ -443,3 +445,33 @@ def test_no_hooks_stay_behind(random_target):
         Target(model).extend([[1, 2, 3]], Target(model).cache(1, 8).add(1).__enter__(), (1,))
     gc.collect()
     assert not [hook for layer in model.get_decoder().layers for hook in layer._forward_hooks]
+
+
+def test_a_plain_pass_is_short(random_target):
+    """What costs time on a small target is how many operators there are, views and those inside others included: of a
+    layer, and beside the layers."""
+    counts = []
+    for layers in (2, 6):
+        target = random_target(type(family_config("qwen3"))(**SIZES | {"num_hidden_layers": layers}))
+        cache = target.cache(1, 40)
+        tree = root_only(torch.tensor([5]))
+        with torch.inference_mode(), cache.add(1) as rows:
+            target.extend(prompts(9), rows, ())
+        with torch.inference_mode(), profile() as seen:
+            target.verify(tree, tree.ancestors(), cache)
+        counts.append(sum(event.name.startswith("aten::") for event in seen.events()))
+    of_layer = (counts[1] - counts[0]) / 4
+    assert of_layer <= 120 and counts[0] - 2 * of_layer <= 95  # with rms_norm and masks: 208 and 158
+
+
+def test_the_lean_pass_leaves_weights_as_they_are_saved(random_target, tmp_path):
+    """Large products are joined and modules become views of them; small ones are copied on a CPU."""
+    for kept in (0, 1 << 20):
+        target = random_target(family_config("qwen3"))
+        before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("infer.targets.layers.COPIED", kept)
+            assert isinstance(target.decoder_pass, LeanDecoder)
+        target.model.save_pretrained(tmp_path)
+        after = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
