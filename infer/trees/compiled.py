@@ -75,8 +75,9 @@ def ancestors(parents, mask):
     """Fill mask (R, M, M) bool: a node sees what its parent sees, and itself. parents (R, M), the root first."""
     rows, nodes = parents.shape
     for row in range(rows):
-        mask[row, 0, :] = False
-        mask[row, 0, 0] = True
-        for node in range(1, nodes):
-            mask[row, node, :] = mask[row, parents[row, node], :]
-            mask[row, node, node] = True
+        for node in range(nodes):
+            of_node, of_parent = mask[row, node], mask[row, parents[row, node]]
+            for above in range(node):  # one by one: assigning whole rows takes seconds to compile
+                of_node[above] = of_parent[above]
+            of_node[node] = True
+            of_node[node + 1 :] = False
