@@ -1,8 +1,5 @@
 """Whatever is typed: a checked configuration, or one sentence and exit code 2."""
 
-import subprocess
-import sys
-
 import pytest
 
 from infer.cli.chat import ChatCommand
@@ -65,7 +62,7 @@ entry("eval", EvalCommand, run, ["checkpoint=runs/mine"])
 """
 
 
-def test_ctrl_c_is_one_sentence_and_waits_for_nothing():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 130
-    assert done.stderr.strip() == "stopped by Ctrl-C: the same command goes on"
+def test_ctrl_c_is_one_sentence_and_waits_for_nothing(start_command, tmp_path):
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    said = start_command(str(tmp_path / "program.py"), []).finish(130)
+    assert said.strip() == "stopped by Ctrl-C: the same command goes on"
