@@ -69,7 +69,8 @@ def copy(repo, page, tmp_path_factory) -> Path:
     """A copy of the repository with all toys."""
     root = tmp_path_factory.mktemp("toys") / "copy"
     for folder in ("train", "infer", "data", "conf"):
-        shutil.copytree(repo / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        halves = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")  # of compiled code that others are just writing
+        shutil.copytree(repo / folder, root / folder, ignore=halves)
     for section in page.values():
         for block in blocks(section):
             write(root, *block)
