@@ -42,7 +42,11 @@ def by_engine(
     clock = synchronised_clock(target.device)
     capacity = args.prompt_tokens + args.new_tokens
     engine = Engine(
-        target, drafter, EngineConfig(method, budget, continuity, rows=rows, compile=args.compile), capacity, clock
+        target,
+        drafter,
+        EngineConfig(method, budget, continuity, rows=rows, positions=None, compile=args.compile),
+        capacity,
+        clock,
     )
     options = TextOptions(max_new_tokens=args.new_tokens, ignore_eos=args.ignore_eos)
 

@@ -183,8 +183,9 @@ class EngineConfig(MaskedConfig):
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
     rows: texts decoded side by side at most; others wait
-    prefill: positions of new prompts that are computed between two rounds of the texts in work (half as many as the
-        round verifies, if that is more); more of them let new texts begin sooner and the others wait longer
+    positions: the most that the target computes between two tokens of a text: trees of all rows and pieces of new
+        prompts together, never less than one tree; null: no limit. More let new texts begin sooner, and texts in work
+        wait longer
     compile: drafting and verification under torch.compile; None: on CUDA only
     draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
     order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
@@ -198,7 +199,7 @@ class EngineConfig(MaskedConfig):
     continuity_weight: float = 1.0
     width: int = 2
     rows: int = 16
-    prefill: int = 128
+    positions: int | None = 144  # a stream that others join waits at most 5 times as long: docs/serving.md
     compile: bool | None = None
     draft_length: int | str = 4
     order: str = "guided"
@@ -223,7 +224,9 @@ class EngineConfig(MaskedConfig):
         """Raise ValueError for a way of decoding that does not exist."""
         MaskedConfig.check(self)
         one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
-        at_least(self, width=1, rows=1, prefill=1, nodes=1)
+        at_least(self, width=1, rows=1, nodes=1)
+        if self.positions is not None and self.positions < 1:
+            raise ValueError(f"positions={self.positions}: at least 1, or null for no limit")
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
         if self.tree is not None:

@@ -1,5 +1,6 @@
 """What the engines share: texts wait, are admitted into rows, grow round by round, and give their rows back."""
 
+import itertools
 import math
 import time
 from collections import abc, deque
@@ -15,9 +16,11 @@ PREFILL_CHUNK = 1024  # prompt positions of a row per forward pass at most, so t
 class EngineBase:
     """Writes texts side by side: every row has its own length and end; a row that ends makes room for the next text.
 
-    A text waits, enters while its prompt is computed, and is written. Between two rounds at most `options.prefill`
-    positions of prompts are computed (or half as many as a round verifies, if that is more, so that many rows do not
-    wait for prompts): texts in work go on however long the new prompts are.
+    A text waits, enters while its prompt is computed, and is written. Texts in work never wait for more than
+    `options.positions` positions of the target, which a round's trees share with a piece of the prompts that enter:
+    many rows get small trees each, which is also where a target that is short of arithmetic writes most.
+
+    After a step that raised, `retry` lets its texts wait again, and fewer of them enter together.
 
     `capacity` is the number of positions a row may take, prompt and answer. `clock` times the stages; on CUDA pass one
     that synchronises. An engine extends `reset`, and adds
@@ -39,9 +42,12 @@ class EngineBase:
         EngineConfig.check(options)
         self.target, self.options, self.capacity, self.clock = target, options, capacity, clock
         self.rows = options.rows
-        self.nodes = 0  # drafted tokens of a row that a round verifies
+        self.most = options.rows  # texts side by side: fewer after a step that raised
+        self.nodes = 0  # drafted tokens of a row that a round verifies at most
+        self.computed = 0  # positions of prompts in this step
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self.waiting: deque[Sequence] = deque()
+        self._numbers = itertools.count()
 
     def reset(self) -> None:
         """Give up all texts in work; those that wait go on waiting. Caches are allocated anew, since after an error
@@ -64,6 +70,7 @@ class EngineBase:
         self.check_text(options)
         check_prompt(prompt, options, self.capacity, self.target.head_weight.shape[0])
         text = self._new_sequence(prompt, options, processors)
+        text.number = next(self._numbers)
         self.waiting.append(text)
         return text
 
@@ -82,10 +89,40 @@ class EngineBase:
             self._release()
         return [text for text, length in before.items() if text.finish is not None or len(text.ids) > length]
 
+    def retry(self) -> Sequence | None:
+        """After a step that raised: let its texts wait again, to go on from the tokens that they have, and half as many
+        be written side by side; each text that ends lets one more in. The dear and new ones go first, which are the
+        likely cause. A text that failed alone is returned instead, and all rows may be used again. `reset` comes next.
+        """
+        texts = [text for text in (*self.writing, *self.entering) if text.finish is None]
+        texts.sort(key=lambda text: (text.options.temperature > 0 or text.options.logprobs is not None, text.number))
+        self.writing, self.entering = [], []
+        for text in texts:
+            del text.logprobs[len(text.ids) :]  # of tokens that were not committed any more
+        if len(texts) < 2:
+            self.most = self.rows
+            return texts[0] if texts else None
+        self.waiting.extendleft(texts)
+        self.most = max(1, min(self.most, len(texts)) // 2)
+        return None
+
+    def _tree_positions(self, prompts: int) -> int:
+        """Return how many positions a row's tree may take, its root included, in a round before which so many positions
+        of prompts are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of two: compiled
+        passes see few sizes."""
+        full, limit = self.nodes + 1, self.options.positions
+        if limit is None or not self.writing:
+            return full
+        limit = max(limit, full)
+        thirds = max(1, 3 - math.ceil(3 * prompts / limit))
+        return min(full, max(2, (limit * thirds // 3) >> (len(self.writing) - 1).bit_length()))
+
     def _admit(self) -> None:
         """Compute prompts of waiting texts: a piece if other texts are being written, else all."""
-        verified = len(self.writing) * (self.nodes + 1)
-        room = max(self.options.prefill, verified // 2) if self.writing else math.inf
+        room, self.computed = math.inf, 0
+        if self.writing and self.options.positions is not None:
+            trees = len(self.writing) * self._tree_positions(1)
+            room = max(min(self.options.positions - trees, self.options.positions * 2 // 3), trees // 2, 1)
         while room > 0:
             mark = self.clock()
             if not self.entering:
@@ -93,17 +130,18 @@ class EngineBase:
                 self._began |= {text: (mark, dict(self.seconds)) for text in self.entering}
             if not self.entering:
                 return
-            room -= self._prefill(max(1, int(min(PREFILL_CHUNK, room / len(self.entering)))))
+            computed = self._prefill(max(1, int(min(PREFILL_CHUNK, room / len(self.entering)))))
+            room, self.computed = room - computed, self.computed + computed
             self._lap("prefill", mark)
             self._release()
 
     def _fitting(self, room: float) -> int:
         """Return how many waiting texts enter together: as many as have free rows and prompts that fit into `room`
         positions, padded to one length. A longer prompt enters alone, over several rounds."""
-        free = min(self.rows - len(self.writing), len(self.waiting))
+        free = min(self.most - len(self.writing), len(self.waiting))
         longest = 0
         for count in range(free):
-            longest = max(longest, len(self.waiting[count].prompt))
+            longest = max(longest, len(self.waiting[count].known))
             if count and (count + 1) * longest > room:
                 return count
         return free
@@ -120,6 +158,7 @@ class EngineBase:
         if not finished:
             return
         self._free(finished)
+        self.most = min(self.rows, self.most + len(finished))
         now = self.clock()
         for text in finished:
             began, before = self._began.pop(text)

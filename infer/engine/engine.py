@@ -103,9 +103,13 @@ class Engine(EngineBase):
             )
         return Sequence(prompt, options, processors)
 
+    def _tree_positions(self, prompts: int) -> int:
+        # a sampled text of a method that draws depends on its trees, which may not depend on the rows beside it
+        return self.nodes + 1 if self.method.draws else super()._tree_positions(prompts)
+
     def _prefill(self, width: int) -> int:
         """Run a piece of the prompts through target and drafter."""
-        prompts = [text.prompt for text in self.entering]
+        prompts = [text.known for text in self.entering]
         if self.prefill is None:
             rows = ExitStack()
             cache = rows.enter_context(self.cache.add(len(prompts)))
@@ -129,17 +133,20 @@ class Engine(EngineBase):
         """Take the rows into use whose prompts are computed: their last positions yield the first bonus tokens."""
         self._update_context()
         texts, last = self.entering, torch.stack(self.prefill.last)[:, None]  # (B, 1, D)
+        known = [text.known for text in texts]
         self.prefill.rows.close()
         self.prefill = None
         logits = self.target.head(last)  # (B, 1, V)
-        start = torch.tensor([len(text.prompt) - 1 for text in texts], device=logits.device)
-        tree = root_only(torch.tensor([text.prompt[-1] for text in texts], device=logits.device))
+        start = torch.tensor([len(ids) - 1 for ids in known], device=logits.device)
+        tree = root_only(torch.tensor([ids[-1] for ids in known], device=logits.device))
         noise = round_noise([text.options for text in texts], start, 1, logits.shape[-1])
         chosen = self._choose(tree, tree.ancestors(), logits, texts, noise, self._seen(texts))  # (B, 1)
         self._log_probabilities(logits, chosen, [1] * len(texts), texts)
         self.bonus = torch.cat([self.bonus, chosen[:, 0]])
         for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
             text.append([token], self.target)
+            if len(text.commits) > 1:  # entered before, and waited after a step that raised
+                text.commits[0] += text.commits.pop()
         self.writing, self.entering = self.writing + texts, []
 
     def _update_context(self) -> None:
@@ -201,7 +208,7 @@ class Engine(EngineBase):
         return Proposal(
             self.bonus,
             marginals,
-            self.nodes,
+            self._tree_positions(self.computed) - 1,
             ngram,
             [(text.prompt[-longest:] + text.ids[-longest:])[-longest:] for text in self.writing] if ngram else (),
             self.options.continuity_weight,

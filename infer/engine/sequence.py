@@ -74,18 +74,21 @@ class Sequence:
     rejected: list[list[int]] = field(default_factory=list)  # round by round, if the options ask for a trace
     finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
     cancelled: bool = False
+    number: int = 0  # of the texts that an engine was given
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
 
+    @property
+    def known(self) -> list[int]:
+        """Prompt and tokens so far: all that is to be computed before the text is written on."""
+        return self.prompt + self.ids
+
     def append(self, new: list[int], target: Model) -> None:
         """Add a round's tokens up to the end of the text."""
-        before = len(self.ids)
-        self.ids += new
-        found = text_end(self.ids, before, self.options, target)
-        if found is not None:
-            length, self.finish = found
-            del self.ids[length:]
+        before, ids = len(self.ids), self.ids + new
+        length, self.finish = text_end(ids, before, self.options, target) or (len(ids), None)
+        self.ids += ids[before:length]
         del self.logprobs[len(self.ids) :]
         self.commits.append(len(self.ids) - before)
 

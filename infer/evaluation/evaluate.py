@@ -220,6 +220,7 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
                 method=row.name,
                 budget=max(1, budget),
                 continuity=config.continuity if row.ngrams else None,
+                positions=None,  # every row gets the budget that is measured
                 **shared,
             ),
         )

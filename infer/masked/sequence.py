@@ -50,7 +50,11 @@ class MaskedSequence(Sequence):
         self.stats = MaskedStats(len(self.prompt), histogram=[0] * (LONGEST + 1))
 
     def begin(self, model: MaskedModel, length: int) -> None:
-        """Lay out the row, with `length` masks."""
+        """Lay out the row, with `length` masks. A text that was begun before begins again: with a cache of keys and
+        values, what is written depends on where they were computed anew."""
+        self.ids, self.commits, self.writes, self.guesses = [], [], [], {}
+        self.since, self.full = 0, True
+        self.__post_init__()
         start = len(self.prompt)
         self.row = torch.tensor(self.prompt + [model.mask_token_id] * length, device=model.device)
         self.masked = list(range(start, start + length))

@@ -94,8 +94,9 @@ class Metrics:
 class Worker(threading.Thread):
     """The thread that runs the engine while there is work, and sleeps otherwise.
 
-    A round that fails costs the texts of that round, an error over one text that text. An engine that cannot come back
-    ends the thread: `failure` says why, everybody is told, and `on_failure` is called.
+    The texts of a round that fails are written on, fewer side by side, until one fails alone: that one is given up, as
+    is a text that cannot be told. An engine that cannot come back ends the thread: `failure` says why, everybody is
+    told, and `on_failure` is called.
     """
 
     def __init__(self, engine: EngineBase, metrics: Metrics, verify: float) -> None:
@@ -170,15 +171,15 @@ class Worker(threading.Thread):
         """Run a round and tell of it; return whether the engine is as it should be."""
         for text, (ticket, _) in self.open.items():
             text.cancelled = ticket.cancelled
+        fine = True
         try:
-            changed = self.engine.step()
+            self.engine.step()
         except Exception:  # what it holds, tensors among it, is free only after this block
-            log.exception("a round failed; all texts in work are given up")
-            return False
-        for text in changed:
-            if text not in self.open:  # given up
+            log.exception("a round failed")
+            fine = False
+        for text, (ticket, _) in list(self.open.items()):
+            if len(text.ids) <= ticket.tokens and text.finish is None:
                 continue
-            ticket, _ = self.open[text]
             try:
                 self._tell(text)
             except Exception:
@@ -186,13 +187,13 @@ class Worker(threading.Thread):
                 self._give_up(ticket)
         self.metrics.writing.set(len(self.engine.writing))
         self.metrics.waiting.set(len(self.engine.waiting) + len(self.engine.entering))
-        return True
+        return fine
 
     def _recover(self) -> None:
-        """Give up the texts of a failed round; those that wait stay, if the engine comes back."""
-        waiting = set(self.engine.waiting)
-        for ticket, _ in [of for text, of in self.open.items() if text not in waiting]:
-            self._give_up(ticket)
+        """Let the texts of a failed round wait again, if the engine comes back; give one up that failed alone."""
+        text = self.engine.retry()
+        if text in self.open:
+            self._give_up(self.open[text][0])
         for attempt in range(RESETS):
             gc.collect()
             try:
