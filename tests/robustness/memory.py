@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--after", type=int, default=50)
-    parser.add_argument("--margin", type=int, default=48, help="MiB beyond what greedy rounds take")
+    parser.add_argument("--margin", type=int, default=48, help="MiB beyond what the idle server takes")
     options = parser.parse_args()
     logging.getLogger("infer.serving.server").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -102,7 +102,7 @@ def main() -> int:
 
     warm = list(pool.map(ask, [body(i, dice, True) | {"max_tokens": 12} for i in range(32)]))
     faults = [f"{status} before memory was short" for _, status in warm if status != 200]
-    limit = memory("VmPeak") + options.margin * MIB
+    limit = memory("VmSize") + options.margin * MIB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     mixed = list(pool.map(ask, [body(i, dice, i % 16 > 0) for i in range(options.requests)]))
     for request, status in mixed:
