@@ -107,9 +107,9 @@ class EngineBase:
         return None
 
     def _tree_positions(self, prompts: int) -> int:
-        """Return how many positions a row's tree may take, its root included, in a round before which so many positions
-        of prompts are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of two: compiled
-        passes see few sizes."""
+        """Return how many positions a row's tree may take, its root included, in a round before which so many
+        positions of prompts are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of
+        two: compiled passes see few sizes."""
         full, limit = self.nodes + 1, self.options.positions
         if limit is None or not self.writing:
             return full

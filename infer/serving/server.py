@@ -361,7 +361,7 @@ def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
         service.worker.start()
         yield
         service.worker.inbox.put(None)
-        await asyncio.to_thread(service.worker.join)
+        service.worker.join()  # here: short of memory, no thread could be started to wait in
 
     app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None)
     app.state.service = service

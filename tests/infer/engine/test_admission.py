@@ -15,7 +15,7 @@ def tiny(request, make_tiny):
 
 @pytest.fixture
 def positions(monkeypatch):
-    """(engine) -> a list to which every pass of the target over prompts and trees adds its positions, padding included."""
+    """(engine) -> a list to which every pass over prompts and trees adds its positions, padding included."""
 
     def watch(engine: Engine) -> list[int]:
         counted, extend, verify = [], engine.target.extend, engine.target.verify
@@ -44,8 +44,8 @@ def alone(target, prompt: list[int], options: TextOptions) -> list[int]:
 
 
 def test_a_stream_waits_for_few_positions(tiny, positions):
-    """Fifteen prompts of 150 tokens, and short ones behind them, arrive while a text is written: it grows in every step,
-    for which the target computes no more than 32 positions, trees and prompts together (3 a row, when that is more),
+    """Fifteen prompts of 150 tokens, and short ones behind them, arrive while a text is written: it grows in every
+    step, for which the target computes no more than 32 positions (3 a row, when that is more),
     and every text is its own. By default these are a few of its own trees."""
     assert EngineConfig().positions < 2.5 * (EngineConfig().budget + 1)
     target, drafter = tiny
