@@ -93,7 +93,7 @@ def main() -> None:
                     lambda: continuity(proposal),  # noqa: B023
                 ),
                 "DDTree + continuity": (
-                    lambda: guided.best_first(*common, 1.0, guide, end, nodes, scores),  # noqa: B023
+                    lambda: guided.best_first(*common, 1.0, guide, guide.log_q[:, None], end, nodes, scores),  # noqa: B023
                     lambda: guided_ddtree(proposal),  # noqa: B023
                 ),
                 "DDTree": (None, lambda: ddtree(proposal)),  # noqa: B023

@@ -172,7 +172,8 @@ def measure_parts(drafter, target, rows, blocks, config, half, clock, times) -> 
     drafter.zero_grad()
     times["drafter"].append(clock() - began)
     began = clock()
-    score(drafted.detach().requires_grad_(), target.head_weight, target, blocks, features, config).loss.backward()
+    loss = score(drafter, drafted.detach().requires_grad_(), target, rows, blocks, features, config).loss
+    loss.backward()
     times["objective"].append(clock() - began)
 
 

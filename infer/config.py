@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from inspect import cleandoc
 from typing import Any
 
-from infer.drafters.families import check_options
+from infer.drafters.families import check_blocks, check_options
+from infer.drafters.heads.table import check_head
 from infer.trees.methods import TREES, TreeMethod
 from infer.utils.checks import FREE_TEXT, at_least, one_of, temperature
 
@@ -56,6 +57,31 @@ class TargetConfig:
 
 
 @dataclass
+class HeadConfig:
+    """A conditional head: it makes a drafted token's score depend on the tokens before it.
+
+    name: none: positions are independent; markov, selector, swiglu or gru: rows of infer/drafters/heads/table.py
+    kind: markov only: vanilla, a table of pairs; gated by the slot's state; rnn, with a state of the block
+    rank: markov, selector and gru: rank of the correction
+    top_k: selector only: it chooses among so many of a slot's likeliest tokens; 0: among all
+    hidden: swiglu and gru: entries of its hidden layer or state; None: the drafter's intermediate size, or 1024
+    confidence: markov only: a second head learns how likely a draft is accepted
+    """
+
+    name: str = "none"
+    kind: str = "vanilla"
+    rank: int = 256
+    top_k: int = 0
+    hidden: int | None = None
+    confidence: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError for a head that does not exist."""
+        check_head(self)
+        at_least(self, "drafter.head.", rank=1, top_k=0, hidden=1)
+
+
+@dataclass
 class DrafterConfig:
     """Sizes of a drafter to train; all others are the target's.
 
@@ -69,7 +95,14 @@ class DrafterConfig:
     mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, else the first id
         past its own
     shifted: dart only: every position says which token follows it; false: which one stands in its place
+    sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot less; None: no, or
+        as init has it
+    causal: dflash only: a slot sees the slots before it, not those behind it (JetSpec); None: no, or as init has it
+    convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward, published: 2; None:
+        none, or as init has them
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
+    head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one is added to a
+        drafter that has none
     """
 
     family: str = "dflash"
@@ -80,14 +113,20 @@ class DrafterConfig:
     warm_start: bool = True
     mask_token_id: int | None = None
     shifted: bool = True
+    sample_from_anchor: bool | None = None
+    causal: bool | None = None
+    convolutions: int | None = None
     init: str | None = None
+    head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
         """Raise ValueError for sizes that no drafter can have."""
         if self.init == "":
             raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
         check_options(self.family, self.layers)
-        at_least(self, "drafter.", layers=1, block_size=2)  # a block is a bonus token and at least one draft
+        check_blocks(self)
+        self.head.check()
+        at_least(self, "drafter.", layers=1, block_size=2, convolutions=0)  # a block is a bonus token and a draft
         if self.last_tap not in ("raw", "normed"):
             raise ValueError(f"drafter.last_tap={self.last_tap}: use raw or normed")
 
@@ -182,6 +221,7 @@ class EngineConfig(MaskedConfig):
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
+    candidates: with a conditional head: tokens of every position that a tree considers
     rows: texts decoded side by side at most; others wait
     positions: the most that the target computes between two tokens of a text: trees of all rows and pieces of new
         prompts together, never less than one tree; null: no limit. More let new texts begin sooner, and texts in work
@@ -198,6 +238,7 @@ class EngineConfig(MaskedConfig):
     continuity: str | None = None
     continuity_weight: float = 1.0
     width: int = 2
+    candidates: int = 32
     rows: int = 16
     positions: int | None = 144  # a stream that others join waits at most 5 times as long: docs/serving.md
     compile: bool | None = None
@@ -224,7 +265,7 @@ class EngineConfig(MaskedConfig):
         """Raise ValueError for a way of decoding that does not exist."""
         MaskedConfig.check(self)
         one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
-        at_least(self, width=1, rows=1, nodes=1)
+        at_least(self, width=1, candidates=1, rows=1, nodes=1)
         if self.positions is not None and self.positions < 1:
             raise ValueError(f"positions={self.positions}: at least 1, or null for no limit")
         if isinstance(self.budget, str) and self.budget != "auto":

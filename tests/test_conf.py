@@ -60,9 +60,10 @@ def test_entry_configs_compose(repo, name):
 
 def test_every_group_option_composes(repo):
     count = 0
-    for group in ("target", "drafter", "objective", "optim", "evaluation", "deepspeed", "tracking"):
+    for group in ("target", "drafter", "head", "objective", "optim", "evaluation", "deepspeed", "tracking"):
+        more = ["head=selector"] if group == "objective" else []  # dflash2 needs one
         for option in options_of(repo, group):
-            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={option}", "target.path=x"])
+            composed(repo, "train", ["data=stdlib", "optim=dflash", f"{group}={option}", "target.path=x", *more])
             count += 1
     composed(repo, "train", ["data=jsonl", f"data.path={repo / 'README.md'}"])
     for data in ("ultrachat", "sharegpt"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from data.rows import DataConfig
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.families import check_stage
+from infer.drafters.heads.table import HEADS
 from infer.utils.checks import above_zero, at_least, check_parts, one_of
 from train.divergences import DIVERGENCES, WEIGHTS
 
@@ -17,13 +18,15 @@ from train.divergences import DIVERGENCES, WEIGHTS
 class ObjectiveConfig:
     """The loss on a block's L drafted positions.
 
-    divergence: kl, cross_entropy, tv, acceptance or lk: a row of DIVERGENCES in train/divergences.py
+    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1: a row of DIVERGENCES in train/divergences.py
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
         exp(-(t - 1) / gamma), DFlash; dpace or multistep: by how likely the block's drafts survive, see
         train/divergences.py
     gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
         block 8
     alpha: with weights dpace, the least probability that a draft counts with
+    unary: with a conditional head: so many times the divergence without its corrections is added
+    confidence: with a confidence head: weight of its cross-entropy
     chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
     """
 
@@ -31,6 +34,8 @@ class ObjectiveConfig:
     weights: str = "gamma"
     gamma: float = 0.6
     alpha: float = 0.5
+    unary: float = 0.0
+    confidence: float = 1.0
     chunk_rows: int = 256
 
     def check(self) -> None:
@@ -44,7 +49,9 @@ class ObjectiveConfig:
             raise ValueError(f"objective.alpha={self.alpha}: from 0 to below 1")
         if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
             raise ValueError(f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma")
-        at_least(self, "objective.", chunk_rows=1)
+        at_least(self, "objective.", chunk_rows=1, unary=0, confidence=0)
+        if self.unary and self.weights == "multistep":
+            raise ValueError(f"objective.unary={self.unary}: weights=multistep has no word for a second divergence")
 
 
 @dataclass
@@ -211,6 +218,7 @@ class TrainConfig:
     name: name of the run; its folder is runs_dir/name
     runs_dir: folder of all runs
     seed: seed of initial weights, data order and anchors
+    train: what is trained: all; or head, the conditional head alone, on the frozen drafter of drafter.init
     resume: auto, go on from the newest whole checkpoint of this run; never, refuse an existing run
     features: a folder that ./launch.sh features wrote: train from it, not from the target itself
     anchors: blocks per packed row
@@ -234,6 +242,7 @@ class TrainConfig:
     name: str = "embedded-dflash"
     runs_dir: str = "runs"
     seed: int = 0
+    train: str = "all"
     resume: str = "auto"
     features: str | None = None
     anchors: int = 64
@@ -257,7 +266,7 @@ class TrainConfig:
         """Raise ValueError, one sentence, for anything that could not work."""
         check_parts(self)
         at_least(self, anchors=1, checkpoints=1, keep_states=1, log_every=1)
-        one_of(self, resume=("auto", "never"))
+        one_of(self, resume=("auto", "never"), train=("all", "head"))
         if self.save_minutes is not None and not self.save_minutes > 0:
             raise ValueError(f"save_minutes={self.save_minutes}: above 0, or null to save at checkpoints only")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
@@ -265,6 +274,8 @@ class TrainConfig:
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"
             )
         check_stage(self.drafter.family, self.deepspeed.stage)
+        if self.drafter.init is None or self.drafter.head.name != "none":
+            check_head_training(self)  # what a drafter of init has is seen when its folder is read
         plain = self.name.isprintable() and len(self.name.encode()) <= 200
         if not self.name or "/" in self.name or self.name.startswith(".") or not plain:
             raise ValueError(f"name={self.name}: a plain folder name")
@@ -282,6 +293,25 @@ class TrainConfig:
             raise ValueError(
                 f"drafter.block_size={self.drafter.block_size} does not fit in rows of data.length={self.data.length}"
             )
+
+
+def check_head_training(config: TrainConfig) -> None:
+    """Raise ValueError where a conditional head cannot be trained as asked, or there is none. `config.drafter` is
+    complete: `resolve_init` has read the drafter's folder."""
+    name, stage = config.drafter.head.name, config.deepspeed.stage
+    row = HEADS.get(name)
+    if config.train == "head":
+        if config.drafter.init is None:
+            raise ValueError("train=head trains a head on an existing drafter: give drafter.init=<folder or hub id>")
+        if row is None:
+            raise ValueError("train=head: the drafter has no conditional head, give head=markov or another one")
+        if stage > 0:
+            raise ValueError(f"train=head leaves most weights alone, which deepspeed.stage={stage} cuts up: use 0")
+    if row is not None and stage > 2:
+        raise ValueError(f"head={name} needs weights whole that deepspeed.stage={stage} cuts up: use 0, 1, 2")
+    if config.objective.unary and (row is None or not row.corrects):
+        takers = " or ".join(row.name for row in HEADS.values() if row.corrects)
+        raise ValueError(f"objective.unary={config.objective.unary} is for head={takers}, not for head={name}")
 
 
 def check_recipe(config: "PretrainConfig") -> None:

@@ -107,7 +107,7 @@ def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
     state = {}
     for name, parameter in model.named_parameters():
         state[name] = parameter.detach()
-        state |= {f"{name}/{key}": value for key, value in moments[parameter].items()}
+        state |= {f"{name}/{key}": value for key, value in moments.get(parameter, {}).items()}  # none if frozen
     return {name: value.to("cpu", torch.float32).clone() for name, value in state.items()}
 
 

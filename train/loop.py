@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from infer.drafters.base import Drafter
 from infer.drafters.families import FAMILIES
@@ -26,10 +27,10 @@ from infer.targets.target import Features, Target
 from infer.utils.entry import INTERRUPTED
 from train.batches import Prefetch, StepRows, draw_blocks, prepared_rows
 from train.blocks import Blocks, block_mask
-from train.config import TrainConfig
+from train.config import TrainConfig, check_head_training
 from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step
 from train.features import StoredRows, dependencies, stored_features
-from train.objective import RowLoss, divergence, position_weights
+from train.objective import Correction, RowLoss, divergence, position_weights
 from train.optim import learning_rate, set_rate
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
 from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
@@ -58,8 +59,8 @@ def block_loss(drafter, target: Target, rows: dict[str, torch.Tensor], blocks: B
     else:
         layers = getattr(drafter, "module", drafter).layer_ids
         features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
-    head = getattr(drafter, "module", drafter).head_weight(target)
-    return score(draft_states(drafter, target, rows, blocks, features), head, target, blocks, features, config)
+    drafted = draft_states(drafter, target, rows, blocks, features)
+    return score(getattr(drafter, "module", drafter), drafted, target, rows, blocks, features, config)
 
 
 def draft_states(
@@ -79,26 +80,43 @@ def draft_states(
 
 
 def score(
+    drafter: Drafter,
     drafted: torch.Tensor,
-    head: torch.Tensor,
     target: Target,
+    rows: dict[str, torch.Tensor],
     blocks: Blocks,
     features: Features,
     config: TrainConfig,
 ) -> RowLoss:
-    """Compute the objective on drafted states (B*N*L, D), block by block; `head` (V, D) is the drafter's."""
-    weights = position_weights(config.objective, blocks.supervised.shape[-1]).to(drafted.device) * blocks.supervised
-    return divergence(
+    """Compute the objective on drafted states (B*N*L, D), block by block; a conditional head sees the true tokens."""
+    length = blocks.supervised.shape[-1]
+    weights = (position_weights(config.objective, length).to(drafted.device) * blocks.supervised).flatten(0, 1)
+    head, confidence = drafter.conditional_head, getattr(drafter, "confidence_head", None)
+    correction = None
+    if head is not None:
+        states = drafted.unflatten(0, (-1, length))  # (G, L, D)
+        answer = drafter.teach(target, states, blocks.tokens_before(rows["ids"]).flatten(0, 1))
+        drafted = answer.read.flatten(0, 1).to(target.dtype)
+        if answer.correction is not None:
+            correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out, head.top_k)
+    result = divergence(
         drafted,
         features.last.flatten(0, 1),
         blocks.teacher_rows.flatten(0, 1),
         blocks.labels.flatten(0, 1),
-        weights.flatten(0, 1),
+        weights,
         target.head_weight,
         config.objective,
-        head,
+        drafter.head_weight(target),
         target.scale,
+        correction,
+        overlap=confidence is not None,
     )
+    if confidence is None:
+        return result
+    logits = confidence(states, answer)  # (G, L)
+    entropy = F.binary_cross_entropy_with_logits(logits, result.overlap.to(logits), reduction="none")
+    return result._replace(loss=result.loss + config.objective.confidence * (entropy * weights).sum())
 
 
 def train_step(
@@ -205,7 +223,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     if state:
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
     check = SelfCheck(drafter.to(device), target, dataset, config) if config.guards.self_check else None
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     engine = build_engine(drafter, config, device)
     if check is not None:
         notes.append(check(block_loss(engine, target, check.rows, check.blocks, config)))
@@ -234,6 +252,7 @@ def train(config: TrainConfig) -> Path:
         torch.cuda.set_device(device)
     start_processes(device)
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
+    check_head_training(config)
     with ExitStack() as held:
         run = prepare_run(config, device, held)
         watch = StallWatch(config.guards.stall_minutes)

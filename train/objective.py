@@ -9,6 +9,10 @@ tensors exist for one chunk of rows at a time: the gradients with respect to `hi
 in the same pass, and (R, D) and (V, D) are all that is kept for backward. Weights that depend on how well a block was
 drafted are known only after the last chunk. They are then applied to the (R, D) gradients of single rows; a trained
 head has no such rows, so a first pass computes the weights for it.
+
+A conditional head adds `out @ correction[r]` to a row's logits (`Correction`; `infer/drafters/heads/base.py`): the
+divergence is then that of the distribution behind the true token before, and the gradients with respect to `out` (V, r)
+and the corrections (R, r) come about in the same pass. So all heads are trained here, under every divergence.
 """
 
 from dataclasses import dataclass
@@ -20,6 +24,8 @@ from infer.targets.support import PLAIN, LogitScale
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES, WEIGHTS, Chunk, Divergence
 
+IMPOSSIBLE = -1e4  # logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
+
 
 class RowLoss(NamedTuple):
     """The loss of a batch of blocks."""
@@ -27,6 +33,15 @@ class RowLoss(NamedTuple):
     loss: torch.Tensor  # () weighted sum of divergences, differentiable with respect to hidden
     rows: torch.Tensor  # (G, L) divergence of every row in nats, 0 where the weight is; detached
     agree: torch.Tensor  # (G, L) bool: drafter and target choose the same token; False where the weight is 0
+    overlap: torch.Tensor | None = None  # (G, L) sum_v min(p, q), detached; only where it was asked for
+
+
+class Correction(NamedTuple):
+    """What a conditional head adds to the logits of rows."""
+
+    rows: torch.Tensor  # (R, r)
+    out: torch.Tensor  # (V, r) trained
+    top_k: int = 0  # the distribution is one over so many of a row's likeliest tokens without it, and the label; 0: all
 
 
 def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
@@ -47,6 +62,8 @@ class _Batch:
     kept: torch.Tensor  # rows of weight above 0, those with the same teacher row beside each other
     config: ObjectiveConfig
     scale: LogitScale
+    top_k: int = 0  # of the correction
+    overlap: bool = False  # is asked for
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,26 +81,30 @@ def divergence(
     config: ObjectiveConfig,
     own_head: torch.Tensor | None = None,
     scale: LogitScale = PLAIN,
+    correction: Correction | None = None,
+    overlap: bool = False,
 ) -> RowLoss:
     """Return the weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
     hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L);
     own_head (V, D): the drafter's, float32, if it is not the target's; scale: what the target does to its head's
-    products, and the drafter to its own. config.divergence names a row of DIVERGENCES, config.weights one of WEIGHTS,
-    whose `by_block` multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64 inputs). Rows
-    of weight 0 are dropped before the projection (one synchronisation).
+    products, and the drafter to its own; correction: of a conditional head, behind the scale. config.unary adds so
+    many times the divergence without corrections. config.divergence names a row of DIVERGENCES, config.weights one
+    of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64
+    inputs). Rows of weight 0 are dropped before the projection (one synchronisation).
     """
     flat = teacher_rows.flatten()
     kept = weights.flatten().nonzero()[:, 0]
     kept = kept[flat[kept].argsort(stable=True)]
-    batch = _Batch(teacher_hidden, flat, labels.flatten(), weights, head, kept, config, scale)
-    return RowLoss(*_Objective.apply(hidden, head if own_head is None else own_head, batch))
+    rows, out, top_k = (None, None, 0) if correction is None else correction
+    batch = _Batch(teacher_hidden, flat, labels.flatten(), weights, head, kept, config, scale, top_k, overlap)
+    return RowLoss(*_Objective.apply(hidden, head if own_head is None else own_head, rows, out, batch))
 
 
 class _Objective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, own_head, batch: _Batch):
-        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+    def forward(ctx, hidden, own_head, correction, out, batch: _Batch):
+        wants = ctx.needs_input_grad
         head, weights, by_block = own_head.to(hidden.dtype), batch.weights, WEIGHTS[batch.config.weights].by_block
 
         def row_weights(survival: torch.Tensor) -> torch.Tensor:  # (G, L)
@@ -91,24 +112,34 @@ class _Objective(torch.autograd.Function):
                 return weights.to(survival.dtype)
             return weights * by_block(survival, weights > 0, batch.config)
 
-        known = None
-        if wants_head:
-            known = row_weights(weights if by_block is None else _scan(hidden, head, batch).survival)
-        scan = _scan(hidden, head, batch, wants_hidden, known)
+        drafted, known = _Drafted(hidden, head, correction, None if out is None else out.to(hidden.dtype)), None
+        if wants[1] or wants[3]:
+            known = row_weights(weights if by_block is None else _scan(drafted, batch).survival)
+        scan = _scan(drafted, batch, wants, known)
         factors = row_weights(scan.survival) if known is None else known
         loss = (scan.rows * factors).sum()
         if batch.config.weights == "multistep":
             loss = (weights * (1 - scan.survival.cumprod(1))).sum()
-        if scan.gradient is not None:
-            scan.gradient.mul_(factors.view(-1, 1).to(scan.gradient.dtype))
-        ctx.save_for_backward(scan.gradient, scan.head_gradient)
-        ctx.mark_non_differentiable(scan.rows, scan.agree)
-        return RowLoss(loss, scan.rows, scan.agree)
+        for gradient in (scan.gradients.hidden, scan.gradients.correction):
+            if gradient is not None:
+                gradient.mul_(factors.view(-1, 1).to(gradient.dtype))
+        ctx.save_for_backward(*scan.gradients)
+        ctx.mark_non_differentiable(scan.rows, scan.agree, *[scan.overlap] * batch.overlap)
+        return RowLoss(loss, scan.rows, scan.agree, scan.overlap)
 
     @staticmethod
     def backward(ctx, upstream, *_):
         gradients = (None if g is None else g * upstream.to(g.dtype) for g in ctx.saved_tensors)
         return *gradients, None
+
+
+class _Drafted(NamedTuple):
+    """What is trained, or the gradients with respect to it."""
+
+    hidden: torch.Tensor | None  # (R, D)
+    head: torch.Tensor | None  # (V, D)
+    correction: torch.Tensor | None = None  # (R, r)
+    out: torch.Tensor | None = None  # (V, r)
 
 
 class _Scan(NamedTuple):
@@ -117,40 +148,93 @@ class _Scan(NamedTuple):
     rows: torch.Tensor  # (G, L) divergences
     survival: torch.Tensor  # (G, L) the overlap with weights "multistep", else the probability of the label
     agree: torch.Tensor  # (G, L)
-    gradient: torch.Tensor | None  # (R, D) of each row's divergence
-    head_gradient: torch.Tensor | None  # (V, D) of the whole loss
+    overlap: torch.Tensor | None  # (G, L)
+    gradients: _Drafted  # of each row's divergence; of matrices: of the whole loss
 
 
 def _scan(
-    hidden, own_head, batch: _Batch, wants_hidden: bool = False, row_weights: torch.Tensor | None = None
+    drafted: _Drafted, batch: _Batch, wants: tuple[bool, ...] = (False,) * 4, row_weights: torch.Tensor | None = None
 ) -> _Scan:
-    """Go through the rows that count, chunk by chunk. `row_weights` (G, L) are those of the loss, if the gradient with
-    respect to the drafter's head is wanted."""
-    config, kind = batch.config, DIVERGENCES[batch.config.divergence]
+    """Go through the rows that count, chunk by chunk. `wants`: with respect to which parts of `drafted` gradients are
+    wanted; `row_weights` (G, L) are those of the loss, needed for matrices."""
+    config, hidden = batch.config, drafted.hidden
     rows = torch.zeros(len(hidden), dtype=batch.dtype, device=hidden.device)
     survival = torch.ones_like(rows)
     agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-    gradient = torch.zeros_like(hidden) if wants_hidden else None
-    head_gradient = None if row_weights is None else torch.zeros_like(own_head, dtype=batch.dtype)
+    overlap = torch.zeros_like(rows) if batch.overlap else None
+    kinds = None, batch.dtype, None, batch.dtype
+    gradients = _Drafted(
+        *(
+            torch.zeros_like(part, dtype=kind) if wanted else None
+            for part, wanted, kind in zip(drafted, wants, kinds, strict=False)
+        )
+    )
     for chunk in batch.kept.split(config.chunk_rows):
-        shared, which = batch.teacher_rows[chunk].unique_consecutive(return_inverse=True)
-        student = batch.scale((hidden[chunk] @ own_head.T).to(batch.dtype))  # (chunk, V)
-        slope = batch.scale.slope(student)
-        teacher = batch.scale((batch.teacher_hidden[shared] @ batch.head.T).to(batch.dtype))  # (distinct rows, V)
-        compared = _compare(kind, teacher, which, student, batch.labels[chunk])
-        del teacher, student
-        rows[chunk], agree[chunk], delta = compared.rows, compared.agree, compared.delta
+        found = _chunk(drafted, chunk, batch, overlap)
+        compared, slope, delta = found.compared, found.slope, found.compared.delta
+        rows[chunk], agree[chunk] = compared.rows, compared.agree
         survival[chunk] = 1 - compared.rows if config.weights == "multistep" else compared.log_label.exp()
+        weights = None if row_weights is None else row_weights.flatten()[chunk, None].to(batch.dtype)
+        if gradients.correction is not None:
+            gradients.correction[chunk] = (delta.to(drafted.out.dtype) @ drafted.out).to(gradients.correction.dtype)
+        if gradients.out is not None:
+            gradients.out.add_((delta * weights).T @ drafted.correction[chunk].to(batch.dtype))
+        if found.unary is not None:
+            rows[chunk] += config.unary * found.unary.rows
+            delta.add_(found.unary.delta, alpha=config.unary)
         if slope is not None:
             delta *= slope  # from here on with respect to the products
-        if gradient is not None:
-            gradient[chunk] = delta.to(batch.head.dtype) @ own_head
-        if head_gradient is not None:
-            delta *= row_weights.flatten()[chunk, None].to(batch.dtype)
-            head_gradient += delta.T @ hidden[chunk].to(batch.dtype)
-        del compared, delta, slope
+        if gradients.hidden is not None:
+            gradients.hidden[chunk] = delta.to(batch.head.dtype) @ drafted.head
+        if gradients.head is not None:
+            delta *= weights
+            gradients.head.add_(delta.T @ hidden[chunk].to(batch.dtype))
+        del found, compared, delta, slope
     rows, survival, agree = (column.view_as(batch.weights) for column in (rows, survival, agree))
-    return _Scan(rows, survival, agree, gradient, head_gradient)
+    return _Scan(rows, survival, agree, None if overlap is None else overlap.view_as(batch.weights), gradients)
+
+
+class _Chunk(NamedTuple):
+    """Rows of a chunk, compared."""
+
+    compared: "_Compared"
+    unary: "_Compared | None"  # without corrections, where that counts too
+    slope: torch.Tensor | None  # (rows, V) of the scale
+
+
+def _chunk(drafted: _Drafted, chunk: torch.Tensor, batch: _Batch, overlap: torch.Tensor | None) -> _Chunk:
+    """Compare the rows `chunk` (rows,) with their target; write their overlaps to `overlap` (R,), if there is one."""
+    kind, label, unary = DIVERGENCES[batch.config.divergence], batch.labels[chunk], None
+    shared, which = batch.teacher_rows[chunk].unique_consecutive(return_inverse=True)
+    student = batch.scale((drafted.hidden[chunk] @ drafted.head.T).to(batch.dtype))  # (chunk, V)
+    slope = batch.scale.slope(student)
+    teacher = batch.scale((batch.teacher_hidden[shared] @ batch.head.T).to(batch.dtype))  # (distinct rows, V)
+    if drafted.correction is not None:
+        alone = student
+        student = alone + (drafted.correction[chunk].to(drafted.out.dtype) @ drafted.out.T).to(batch.dtype)
+        chosen = teacher.argmax(-1)[which]
+        if batch.config.unary:
+            unary = _compare(kind, teacher.clone(), which, alone.clone(), label)
+        if batch.top_k:
+            teacher, which = teacher[which], torch.arange(len(chunk), device=chunk.device)
+            outside = _outside(alone, label, batch.top_k)
+            student.masked_fill_(outside, IMPOSSIBLE), teacher.masked_fill_(outside, IMPOSSIBLE)
+    if overlap is not None:
+        p = teacher.softmax(-1)[which]
+        overlap[chunk] = p.minimum(student.softmax(-1)).sum(-1)
+    compared = _compare(kind, teacher, which, student, label)
+    if drafted.correction is not None and batch.top_k:
+        compared = compared._replace(agree=compared.choice == chosen)
+    return _Chunk(compared, unary, slope)
+
+
+def _outside(alone: torch.Tensor, label: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return which tokens (rows, V) are none of a row's `top_k` candidates: the likeliest by the logits (rows, V), the
+    weakest of them replaced by the label (rows,) if that is none."""
+    order = alone.topk(top_k, dim=-1).indices  # (rows, k)
+    missing = (order != label[:, None]).all(-1)
+    order[:, -1] = torch.where(missing, label, order[:, -1])
+    return torch.ones_like(alone, dtype=torch.bool).scatter_(1, order, False)
 
 
 class _Compared(NamedTuple):
@@ -159,6 +243,7 @@ class _Compared(NamedTuple):
     rows: torch.Tensor  # (rows,) divergences
     delta: torch.Tensor  # (rows, V) their gradient with respect to the drafter's logits
     agree: torch.Tensor  # (rows,) bool
+    choice: torch.Tensor  # (rows,) the drafter's likeliest token
     log_label: torch.Tensor  # (rows,) the drafter's log-probability of the label
 
 
@@ -167,13 +252,14 @@ def _compare(
 ) -> _Compared:
     """Compare the drafter's logits (rows, V) with the target's (distinct rows, V), of which `which` (rows,) is each
     row's. Overwrites both."""
-    agree = student.argmax(-1) == teacher.argmax(-1)[which]
+    choice = student.argmax(-1)
+    agree = choice == teacher.argmax(-1)[which]
     if kind.by_hand is None:
         with torch.enable_grad():
             log_q = student.requires_grad_().log_softmax(-1)
             rows = kind.formula(teacher.log_softmax(-1)[which], log_q, label)
             (delta,) = torch.autograd.grad(rows.sum(), student)
-        return _Compared(rows.detach(), delta, agree, log_q.detach().gather(1, label[:, None])[:, 0])
+        return _Compared(rows.detach(), delta, agree, choice, log_q.detach().gather(1, label[:, None])[:, 0])
     p = negative_entropy = None
     if not kind.of_labels:
         p = _softmax(teacher)  # teacher holds log p from here on
@@ -182,7 +268,7 @@ def _compare(
     q = _softmax(student)
     log_label = student.gather(1, label[:, None])[:, 0]
     rows, delta = kind.by_hand(Chunk(p, negative_entropy, q, student, label))
-    return _Compared(rows, delta, agree, log_label)
+    return _Compared(rows, delta, agree, choice, log_label)
 
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:

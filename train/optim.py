@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
+from infer.drafters.heads import table as heads
 from train.config import OptimConfig
 
-TABLES = ("embed_tokens.weight", "lm_head.weight")
+TABLES = ("embed_tokens.weight", "lm_head.weight", *heads.TABLES)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -16,10 +18,10 @@ class MuonAdamW(torch.optim.Optimizer):
     size that AdamW's have, so that both take the same learning rate."""
 
     def __init__(self, matrices: list[torch.Tensor], others: list[torch.Tensor], config: OptimConfig) -> None:
-        self.parts = [
-            torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=config.lr, betas=tuple(config.betas), weight_decay=0.0),
-        ]
+        muon = partial(torch.optim.Muon, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        adamw = partial(torch.optim.AdamW, betas=tuple(config.betas), weight_decay=0.0)
+        shares = ((muon, matrices), (adamw, others))
+        self.parts = [make(share, lr=config.lr) for make, share in shares if share]
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": config.lr})
         self.param_groups = [group for part in self.parts for group in part.param_groups]  # theirs, not copies
         for part in self.parts:
@@ -34,8 +36,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Make the optimiser that the configuration names, for a drafter or a whole model; matrices decay, vectors do not.
-    An embedding and a head count as tables of vectors, one for each token, and not as matrices of Muon."""
-    named, tables = list(model.named_parameters()), TABLES if config.name == "muon" else ()
+    An embedding and a head count as tables of vectors, one for each token, and not as matrices of Muon. What is frozen
+    is left out."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    tables = TABLES if config.name == "muon" else ()
     matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(tables)]
     others = [p for name, p in named if p.ndim != 2 or name.endswith(tables)]
     if config.name == "muon":

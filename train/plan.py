@@ -44,6 +44,7 @@ class Shape:
     input_size: int  # features that the drafter's query, key and value projections take
     drafter_parameters: int
     trains_head: bool
+    rank: int  # of a conditional head's corrections, 0 without
     tapped: int  # layers of the target whose outputs are features
     layers: int  # of the drafter
     hidden: int  # D
@@ -93,6 +94,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
         drafter = family(family.config_for(config.drafter, None, text))
+    head = drafter.conditional_head
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     ends = {
         id(p): p.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()
@@ -111,6 +113,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
         input_size=drafter.input_size,
         drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
         trains_head=drafter.lm_head is not None,
+        rank=0 if head is None or head.out is None else head.out.shape[1],
         tapped=len(drafter.layer_ids),
         layers=config.drafter.layers,
         hidden=text.hidden_size,
@@ -138,11 +141,11 @@ def step_operations(shape: Shape) -> dict[str, float]:
     projected = s.rows * s.anchors * s.projected_queries
     layers = 6 * s.layers * (s.input_matrices * projected + s.output_matrices * s.queries)
     drafter = features + context + layers + attention
-    teacher = min(s.context, s.drafted)
+    teacher, corrections = min(s.context, s.drafted), 3 * s.rank * s.drafted
     return {
         "target": target,
         "drafter": drafter,
-        "objective": 2 * s.hidden * s.vocabulary * ((3 if s.trains_head else 2) * s.drafted + teacher),
+        "objective": 2 * s.vocabulary * (s.hidden * ((3 if s.trains_head else 2) * s.drafted + teacher) + corrections),
     }
 
 

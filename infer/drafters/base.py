@@ -33,8 +33,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from infer.attention.compile import Program, padded
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive
-from infer.config import DrafterConfig
+from infer.config import DrafterConfig, HeadConfig
 from infer.drafters.families import FAMILIES, Family
+from infer.drafters.heads.base import Conditioned, Confidence, Ends, Head, new_head
+from infer.drafters.heads.draft import ConditionalDraft, Judge
+from infer.drafters.heads.table import HeadRow, head_of
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
 
@@ -71,7 +74,7 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
     """Return the keys of a drafter's config.json that all families share: sizes of the target and of the options."""
     same = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
     return {
-        "block_size": options.block_size,
+        "block_size": options.block_size - bool(options.sample_from_anchor),
         "intermediate_size": mlp_size(theirs),
         "num_target_layers": theirs.num_hidden_layers,
         "num_hidden_layers": options.layers,
@@ -176,6 +179,13 @@ class Place(NamedTuple):
     window: Window
 
 
+class Block(NamedTuple):
+    """A drafted block."""
+
+    marginals: torch.Tensor  # (B, L, V) log space, float32
+    states: torch.Tensor | None = None  # (B, L, D) what a conditional head reads
+
+
 class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
@@ -203,6 +213,40 @@ class Drafter(nn.Module):
     def own(self) -> dict:
         """The family's part of config.json."""
         return getattr(self.config, self.family.config_key)
+
+    @property
+    def head_row(self) -> HeadRow | None:
+        """The row of the conditional head in the table of heads, None for a drafter without one."""
+        return head_of(self.own)
+
+    @property
+    def conditional_head(self) -> Head | None:
+        """What makes a token's score depend on the tokens before it, None for independent positions."""
+        return None if self.head_row is None else getattr(self, self.head_row.attribute)
+
+    def add_conditional_head(self) -> None:
+        """Give the drafter the conditional head that its config.json names, if any, without weights yet."""
+        row, own = self.head_row, self.own
+        if row is not None:
+            self.add_module(row.attribute, row.load()(self.config, own))
+        if row is not None and own.get("enable_confidence_head"):
+            beside = own[row.key] if own.get("confidence_head_with_markov") else 0
+            self.confidence_head = Confidence(self.config.hidden_size + beside)
+
+    def give_head(self, options: HeadConfig, generator: torch.Generator) -> None:
+        """Add a fresh conditional head to a drafter that has none."""
+        self.own.update(new_head(options))
+        self.add_conditional_head()
+        self.init_head(generator)
+
+    def init_head(self, generator: torch.Generator) -> None:
+        """Draw fresh weights for the conditional head, with which the drafter drafts as without it."""
+        if self.conditional_head is not None:
+            self.conditional_head.init_weights(generator)
+        confidence = getattr(self, "confidence_head", None)
+        if confidence is not None:
+            nn.init.zeros_(confidence.proj.weight)
+            nn.init.zeros_(confidence.proj.bias)
 
     @property
     def input_size(self) -> int:
@@ -250,6 +294,23 @@ class Drafter(nn.Module):
             "last_tap": self.own.get("last_tap", "raw"),
         }
 
+    def head_options(self) -> HeadConfig:
+        """Return the options of the conditional head that this drafter's config.json decides."""
+        row = self.head_row
+        return HeadConfig() if row is None else HeadConfig(name=row.name, **row.load().options_of(self.own))
+
+    def behind(self, target: Target, block: Block, before: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots (B, L)."""
+        head, answer = self.conditional_head, self.teach(target, block.states, before)
+        if answer.correction is None:
+            return self.marginals(target, answer.read)
+        correction = F.linear(answer.correction.to(head.out.dtype), head.out).float()
+        scores = block.marginals + self.whole_vocabulary(correction)
+        if head.top_k:
+            least = block.marginals.topk(head.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(block.marginals < least, -torch.inf)
+        return scores.log_softmax(-1)
+
     def add_ends(self, embedding: bool, head: bool) -> None:
         """Give the drafter an embedding and a head of its own; otherwise it uses the target's. In a head with fewer
         rows than there are tokens (`draft_vocab_size`), row r is token r + d2t[r], d2t (rows,) int64."""
@@ -274,13 +335,40 @@ class Drafter(nn.Module):
     def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the drafter's own
         head has no row for are at minus infinity."""
+        return self.whole_vocabulary(self.logits(target, states).log_softmax(dim=-1))
+
+    def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
+        """States behind the last norm (..., D) to what the head makes of them, float32: a row of the head each."""
         logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
-        known = logits.float().log_softmax(dim=-1)
+        return logits.float()
+
+    def whole_vocabulary(self, known: torch.Tensor) -> torch.Tensor:
+        """Scores of the head's rows (..., rows) to scores of all tokens (..., V), minus infinity where there is no
+        row."""
         if self.d2t is None:
             return known
         tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
         everything = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
         return everything.index_copy_(-1, tokens, known)
+
+    def head_ends(self, target: Target) -> Ends:
+        """Return what a conditional head may ask of this drafter."""
+        return Ends(lambda ids: self.embed(target, ids), self.last_norm)
+
+    def for_head(self, states: torch.Tensor) -> torch.Tensor:
+        """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last norm, unless
+        the conditional head reads them before it."""
+        head = self.conditional_head
+        return states if head is not None and head.raw else self.last_norm(states)
+
+    def unconditioned(self, states: torch.Tensor) -> torch.Tensor:
+        """States as `for_head` returns them to what the target's head reads where no token before is known."""
+        head = self.conditional_head
+        return self.last_norm(states) if head is not None and head.raw else states
+
+    def teach(self, target: Target, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
+        """Return what the conditional head answers for states (G, L, D) behind the true tokens before them (G, L)."""
+        return self.conditional_head.teach(self.head_ends(target), states, before)
 
     def check_target(self, target: Target) -> None:
         """Raises ValueError, naming all that differs, where the drafter was made for another target."""
@@ -312,6 +400,7 @@ class Drafter(nn.Module):
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
             else:
                 nn.init.ones_(parameter)
+        self.init_head(generator)
 
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
         """Draw fresh weights; then take over the target's own layers, if `warm` and they compute what ours do."""
@@ -350,24 +439,36 @@ class Drafter(nn.Module):
         cache = KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device, static)
         return self.make_state(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]))
 
-    @torch.no_grad()
     def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
         """Draft one block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log
         space and float32, (B, L, V). The block's own K/V are never kept."""
+        return self.draft_block(target, bonus, state).marginals
+
+    @torch.no_grad()
+    def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> Block:
+        """Draft as `draft` does; with a conditional head, marginals are the scores without its corrections."""
         cache = state.cache
         window = cache.window(self.num_queries)
         rows = len(window.slots)
         run = self.program(target, cache.static)
         place = Place(padded(cache.ends[: len(bonus)], rows), state.angles, window)
-        (marginals,) = run(padded(bonus, rows), place, *state.pass_inputs(rows))
-        return marginals[: len(bonus)]
+        found = run(padded(bonus, rows), place, *state.pass_inputs(rows))
+        return Block(*(part[: len(bonus)] for part in found))
 
-    def _draft_pass(self, target: Target, bonus: torch.Tensor, place: Place, *own: object) -> tuple[torch.Tensor]:
-        """All of `draft` that is computed: bonus tokens (B,) to marginals (B, L, V); own: `DraftState.pass_inputs`."""
+    def conditional_draft(
+        self, target: Target, bonus: torch.Tensor, block: "Block", judge: Judge | None = None, candidates: int = 32
+    ) -> ConditionalDraft:
+        """Return the conditional distributions of a drafted block behind bonus tokens (B,); see `ConditionalDraft`."""
+        return ConditionalDraft(self, target, bonus, block.states, block.marginals, judge, candidates)
+
+    def _draft_pass(self, target: Target, bonus: torch.Tensor, place: Place, *own: object) -> tuple[torch.Tensor, ...]:
+        """All of `draft_block` that is computed; own: `DraftState.pass_inputs`."""
         positions = place.ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
         rotary = tuple(table[0, positions] for table in place.rotary)  # (B, W, E) each
         states = self.block_states(target, bonus, place._replace(rotary=rotary), *own)  # (B, W, D)
-        return (self.marginals(target, self.last_norm(states[:, self.first_draft_slot :])),)
+        states = self.for_head(states[:, self.first_draft_slot :])
+        marginals = self.marginals(target, self.unconditioned(states))
+        return (marginals,) if self.head_row is None else (marginals, states)
 
     def program(self, target: Target, static: bool) -> Callable[..., tuple[torch.Tensor]]:
         """Return the pass over a block for one target: as it is, or compiled."""

@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen3Config
 
 from infer.drafters.families import FAMILIES, Family
+from infer.drafters.heads.table import head_of
 
 ROPES = {  # keys that each kind of rotary positions needs beside its base
     "default": (),
@@ -45,6 +46,13 @@ PLAIN: dict[str, tuple] = {
     "selector_rank": (0,),
     "markov_rank": (0,),
     "quantization_config": (),
+}
+# the same, in layouts that may have a conditional head and convolutions; None: these read it
+OF_HEADS = {
+    "projector_type": ("dflash", "dspark", "domino"),
+    "selector_rank": None,
+    "markov_rank": None,
+    "conv_kernel_size": None,
 }
 
 # keys that say nothing about what a drafter computes, by the reason
@@ -143,6 +151,7 @@ class Keys:
     problems: list[str]
     prefix: str = ""
     used: set[str] = field(default_factory=set)
+    heads: bool = False  # the layout may have a conditional head
     parts: dict[str, "Keys"] = field(default_factory=dict)  # the levels below that were asked for
 
     def get(self, *keys: str) -> Any:
@@ -208,15 +217,20 @@ class Keys:
             if value is not None and not isinstance(value, dict):
                 self.note(key, f"is {value!r}, expected an object")
             found = value if isinstance(value, dict) else {}
-            self.parts[key] = Keys(found, self.problems, f"{self.prefix}{key}.")
+            self.parts[key] = Keys(found, self.problems, f"{self.prefix}{key}.", heads=self.heads)
         return self.parts[key]
 
     def plain(self) -> None:
         """Note every key with which the model would compute something that ours does not."""
         for key, values in PLAIN.items():
-            value = self.get(key)
-            if value is not None and value not in values:
+            value, values = self.get(key), OF_HEADS.get(key, values) if self.heads else values
+            if value is not None and values is not None and value not in values:
                 self.note(key, f"is {value!r}, which this project's drafters do not have")
+
+    def conditional_head(self) -> dict[str, Any]:
+        """Return the keys of the conditional head that this level describes, checked; none where it has none."""
+        row = head_of(self.raw)
+        return {} if row is None else row.load().read_keys(self)
 
     def transformer(self, layers: int | None) -> dict[str, Any]:
         """Return the Qwen3 part of a config, checked; `layers`: the default of num_hidden_layers."""

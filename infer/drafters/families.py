@@ -21,6 +21,7 @@ class Family:
     layers: int | None = None  # the only number of layers that it can have; None: any
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
     formats: dict[str, bool] = field(default_factory=dict)  # export formats; does writing one need the target?
+    options: tuple[str, ...] = ()  # of OWN_OPTIONS, those that it reads
 
     def load(self) -> type:
         """Return the class of its drafters, a subclass of `infer.drafters.base.Drafter`."""
@@ -40,6 +41,7 @@ _ROWS = (
         architecture="DFlashDraftModel",
         config_key="dflash_config",
         formats={"dflash": False, "speculators": True, "transformers": False},
+        options=("sample_from_anchor", "causal", "convolutions", "head"),
     ),
     Family(
         name="dart",
@@ -64,6 +66,19 @@ def check_options(family: str, layers: int) -> None:
     if row.layers not in (None, layers):
         allowed = f"{row.layers} layer" + "s" * (row.layers > 1)
         raise ValueError(f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)")
+
+
+OWN_OPTIONS = ("sample_from_anchor", "causal", "convolutions", "head")  # of `infer.config.DrafterConfig`
+
+
+def check_blocks(options) -> None:
+    """Raise ValueError for options (`infer.config.DrafterConfig`) that its family does not read."""
+    row, plain = FAMILIES[options.family], type(options)()
+    for name in OWN_OPTIONS:
+        if name not in row.options and getattr(options, name) != getattr(plain, name):
+            value = getattr(options, name)
+            given = f"drafter.head.name={value.name}" if name == "head" else f"drafter.{name}={value}"
+            raise ValueError(f"{given}: drafter={options.family} has no such thing")
 
 
 def check_stage(family: str, stage: int) -> None:

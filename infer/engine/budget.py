@@ -66,7 +66,11 @@ def calibrate(
     def draft() -> DraftTree:
         state.cache.advance([-2])
         drafter.update_context(target, features.context[:, :2], bonus.repeat(1, 2), [2], state)
-        return ddtree(Proposal(bonus, drafter.draft(target, bonus, state), SIZES[-1]))
+        if getattr(drafter, "head_row", None) is None:
+            return ddtree(Proposal(bonus, drafter.draft(target, bonus, state), SIZES[-1]))
+        block = drafter.draft_block(target, bonus, state)
+        steps = drafter.conditional_draft(target, bonus, block)
+        return ddtree(Proposal(bonus, block.marginals, SIZES[-1], steps=steps))
 
     tree = draft()
     trees = [root_only(bonus)] + [tree.first(size) for size in SIZES]

@@ -25,6 +25,7 @@ from infer.engine.sampling import (
     adjust,
     choose,
     condition_on_noise,
+    judge_on_noise,
     round_noise,
     sampled_rows,
     seen_at_nodes,
@@ -79,6 +80,7 @@ class Engine(EngineBase):
         if options.continuity:
             self.ngram = NGram.open(options.continuity, target.tokenizer_digest)
         self.length, self.nodes, self.layers = 0, 0, ()
+        self.heads = getattr(drafter, "head_row", None) is not None  # tokens depend on the ones drafted before them
         if self.drafts:
             self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L
             self.rule = calibrate(target, drafter, clock, self.static) if options.budget == "auto" else None
@@ -196,8 +198,16 @@ class Engine(EngineBase):
         self, options: list[TextOptions], start: torch.Tensor, noise: torch.Tensor | None, seen: torch.Tensor | None
     ) -> Proposal:
         """Draft behind the roots at positions start (B,), and collect what else the tree method may use."""
-        marginals = self.drafter.draft(self.target, self.bonus, self.state)  # (B, L, V)
-        before, draws = None if seen is None else seen[:, None], None
+        before, draws, drafter, steps = None if seen is None else seen[:, None], None, self.drafter, None
+        conditional = getattr(drafter, "conditional", None)
+        if self.heads:
+            block = drafter.draft_block(self.target, self.bonus, self.state)
+            marginals = block.marginals  # (B, L, V)
+            judge = judge_on_noise(options, None if self.method.draws else noise, before)
+            steps = drafter.conditional_draft(self.target, self.bonus, block, judge, self.options.candidates)
+            conditional = None if steps.recurrent else steps
+        else:
+            marginals = drafter.draft(self.target, self.bonus, self.state)
         if not self.method.draws:
             marginals = condition_on_noise(marginals, options, noise, before)
         else:  # independent of the noise that the target draws with
@@ -213,9 +223,10 @@ class Engine(EngineBase):
             [(text.prompt[-longest:] + text.ids[-longest:])[-longest:] for text in self.writing] if ngram else (),
             self.options.continuity_weight,
             self.options.width,
-            getattr(self.drafter, "conditional", None),
+            conditional,
             draws,
             self.target.end_ids,
+            steps,
         )
 
     def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:

@@ -201,6 +201,21 @@ def condition_on_noise(
     return scores.log_softmax(-1)
 
 
+def judge_on_noise(rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None):
+    """Return what `condition_on_noise` does to marginals as a function of scores (B, c, V) and their slots (c,), not
+    normalised; None where it does nothing."""
+    if noise is None and seen is None:
+        return None
+
+    def judge(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        scores = adjust(scores.log_softmax(-1), rows, seen)
+        if noise is not None:
+            scores[sampled_rows(rows)] += noise[:, slots]
+        return scores
+
+    return judge
+
+
 def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
     """Return which tokens each text holds: (B, V) bool."""
     seen = torch.zeros(len(texts), vocabulary, dtype=torch.bool, device=device)

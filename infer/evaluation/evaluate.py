@@ -301,7 +301,7 @@ def count_right_guesses(target: Target, drafter: Drafter, texts: list[Sequence],
     ends = torch.tensor([len(answer) for answer in answers], device=ids.device)
     counts = torch.zeros(drafted, 2, dtype=torch.long, device=ids.device)
     for step in range(ids.shape[1] - 1):
-        guesses = drafter.draft(target, ids[:, step], state).argmax(-1)  # (B, L)
+        guesses = guess(target, drafter, ids, step, state)  # (B, L)
         ahead = step + torch.arange(1, drafted + 1, device=ids.device)  # (L,)
         there = ahead < ends[:, None]  # (B, L)
         right = there & (guesses == ids[:, ahead.clamp(max=ids.shape[1] - 1)])
@@ -309,6 +309,16 @@ def count_right_guesses(target: Target, drafter: Drafter, texts: list[Sequence],
         going = [int(step < len(answer)) for answer in answers]
         drafter.update_context(target, features[:, step : step + 1], ids[:, step : step + 1], going, state)
     return counts
+
+
+def guess(target: Target, drafter: Drafter, ids: torch.Tensor, step: int, state: object) -> torch.Tensor:
+    """Return the drafter's likeliest tokens (B, L) behind the tokens at `step` of ids (B, A), each with a conditional
+    head behind the true token before it."""
+    if getattr(drafter, "head_row", None) is None:
+        return drafter.draft(target, ids[:, step], state).argmax(-1)
+    block = drafter.draft_block(target, ids[:, step], state)
+    before = step + torch.arange(block.states.shape[1], device=ids.device)  # (L,)
+    return drafter.behind(target, block, ids[:, before.clamp(max=ids.shape[1] - 1)]).argmax(-1)
 
 
 def summarise(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer.drafters.config_keys import Keys, Reading
+from infer.drafters.heads.table import head_of
 from infer.formats.folders import Folder, open_folder
 from infer.formats.layouts import find_problems, read, shapes, tensor_problems
 
@@ -174,6 +175,12 @@ def check_last_tap(keys: Keys, reading: Reading, engine: str) -> None:
 
 
 def check_anchor(keys: Keys, reading: Reading, engine: str) -> None:
+    """Note what the layout has no words for: a first slot that drafts, a conditional head, convolutions."""
+    row = head_of(reading.own)
+    if row is not None:
+        keys.note(row.key, f"is {reading.own[row.key]!r}: {engine} would draft without the conditional head")
+    if reading.own.get("conv_kernel_size"):
+        keys.note("conv_kernel_size", f"is {reading.own['conv_kernel_size']}: {engine} has no convolutions there")
     if reading.own.get("sample_from_anchor"):
         keys.note("sample_from_anchor", f"is true: {engine} drafts from the second slot on")
 

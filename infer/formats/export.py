@@ -25,6 +25,11 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     if writer is None:
         formats, title = " or ".join(drafter.writers), drafter.family.title
         raise ValueError(f"format={format}: this is a {title} drafter, which can be exported with format={formats}")
+    if drafter.head_row is not None:
+        title = drafter.head_row.title
+        raise ValueError(f"format={format} has no words for a conditional head, and the drafter has one: {title}")
+    if drafter.own.get("conv_kernel_size"):
+        raise ValueError(f"format={format} has no words for convolutions, and the drafter has them")
     config, weights = writer(drafter, target)
     write_folder(config, weights, out)
 

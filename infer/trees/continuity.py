@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from infer.trees import guided
-from infer.trees.ddtree import node_count
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind
+from infer.trees.conditional import by_depth
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind, node_count
 
 Columns = TypeVar("Columns", guided.Candidates, guided.Judged)
 RANKS, BEAM = 25, 20  # DART appendix D: tokens considered at a position, prefixes kept at a depth
@@ -65,28 +65,82 @@ def _beam(proposal: Proposal, scoring: Scoring) -> DraftTree:
 def guided_ddtree(proposal: Proposal) -> DraftTree:
     """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
     its n-gram probability to the power of `weight`. The first n nodes are the tree of budget n; log_probs are these
-    path-conditioned ones."""
-    candidates = likeliest(proposal, unigrams=True)
+    path-conditioned ones. With a conditional head a token's probability behind its path takes its marginal's place."""
+    if proposal.steps is not None and proposal.steps.recurrent:
+        return guided_by_depth(proposal)
+    if proposal.steps is None:
+        candidates = likeliest(proposal, unigrams=True)
+        steps = candidates.log_q[:, :, None]
+    else:
+        candidates, steps = conditioned(proposal)
     rows, length, ranks = candidates.tokens.shape
     nodes = torch.empty(3, rows, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(nodes.shape[1:], dtype=torch.float64)
     ngram = proposal.ngram
     for row, context in enumerate(_contexts(proposal)):
         filled = nodes[:, row].numpy(), scores[row].numpy()
-        guided.best_first(ngram.arrays, ngram.order, proposal.weight, of_row(candidates, row), context, *filled)
+        common = ngram.arrays, ngram.order, proposal.weight
+        guided.best_first(*common, of_row(candidates, row), np.ascontiguousarray(steps[row]), context, *filled)
     return behind(proposal.bonus, Nodes(*nodes, scores.float()), length)
+
+
+def conditioned(proposal: Proposal) -> tuple[guided.Candidates, np.ndarray]:
+    """Return a conditional head's candidates, ascending as the n-gram model's lookups want them, and log q (B, L, M, M)
+    of each behind that of the position before; [:, 0] has the same behind all."""
+    tokens, order = proposal.steps.tokens.cpu().sort(-1)
+    first, others = (part.cpu().double().clamp(min=guided.LOWEST) for part in proposal.steps.table)
+    count, log_q = tokens.shape[2], first.gather(1, order[:, 0])  # (B, M)
+    others = others.gather(2, order[:, :-1, :, None].expand(-1, -1, -1, count))
+    others = others.gather(3, order[:, 1:, None].expand(-1, -1, count, -1))
+    steps = torch.cat([log_q[:, None, None].expand(-1, -1, count, -1), others], 1)
+    shares = unigram_shares(tokens, proposal)
+    return guided.Candidates(tokens.numpy(), np.empty(tokens.shape), shares), steps.numpy()
+
+
+def guided_by_depth(proposal: Proposal) -> DraftTree:
+    """Do as `guided_ddtree` does for a head whose answer depends on all tokens before: depth by depth, the best
+    prefixes kept."""
+    ngram, steps = proposal.ngram, proposal.steps
+    rows, length, count = steps.tokens.shape
+    ascending = steps.tokens.cpu().sort(-1)  # (B, L, M)
+    shares, longest = unigram_shares(ascending.values, proposal), max(ngram.order - 1, 1)
+    suffixes, grown = np.empty((rows, 1, longest), np.int64), None
+    for row, context in enumerate(_contexts(proposal)):
+        guided.begin(ngram.arrays, context, suffixes[row, 0])
+
+    def judge(slot: int, prefix: torch.Tensor, which: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        nonlocal suffixes, grown
+        if slot:
+            place = ascending.indices[:, slot - 1].argsort(-1).gather(1, which.cpu())  # of the candidate
+            paths = (torch.arange(rows)[:, None], prefix.cpu())
+            suffixes = grown[(*paths, slice(0, longest), place)]
+        order = ascending.indices[:, slot, None].expand(-1, log_q.shape[1], -1)  # (B, P, M)
+        judged = log_q.cpu().double().clamp(min=guided.LOWEST).gather(2, order)
+        grown = np.empty((*judged.shape[:2], longest + 1, count), np.int64)
+        for row in range(rows):
+            tokens = ascending.values[row, slot].numpy()
+            alike = ngram.arrays, proposal.weight, tokens, shares[row, slot]
+            guided.judge_level(*alike, judged[row].numpy(), np.ascontiguousarray(suffixes[row]), grown[row])
+        return torch.empty_like(judged).scatter_(2, order, judged).to(log_q)
+
+    return behind(proposal.bonus, by_depth(steps, proposal.budget, judge), length)
+
+
+def unigram_shares(tokens: torch.Tensor, proposal: Proposal) -> np.ndarray:
+    """Return the share of the corpus that each of tokens (B, L, K) has, on the host."""
+    shares = np.zeros(tokens.shape)
+    guided.unigrams(proposal.ngram.arrays, proposal.ngram.tokens, tokens.numpy().reshape(-1), shares.reshape(-1))
+    return shares
 
 
 def likeliest(proposal: Proposal, unigrams: bool) -> guided.Candidates:
     """Return the likeliest tokens of every row's positions, (B, L, K) each, on the host; `unigrams`: with their shares
     of the corpus, else these are 0."""
-    marginals, ngram = proposal.marginals, proposal.ngram
+    marginals = proposal.marginals
     top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
     tokens, by_token = ids.cpu().sort(-1)
     log_q = top.cpu().double().gather(-1, by_token).clamp(min=guided.LOWEST)
-    shares = np.zeros(tokens.shape)
-    if unigrams:
-        guided.unigrams(ngram.arrays, ngram.tokens, tokens.numpy().reshape(-1), shares.reshape(-1))
+    shares = unigram_shares(tokens, proposal) if unigrams else np.zeros(tokens.shape)
     return guided.Candidates(tokens.numpy(), log_q.numpy(), shares)
 
 

@@ -10,26 +10,20 @@ from functools import lru_cache
 import torch
 
 from infer.trees import compiled
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind
+from infer.trees.conditional import conditional_ddtree
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind, node_count
 
 
 def ddtree(proposal: Proposal) -> DraftTree:
     """Return the top `budget` prefixes (all of them, if there are fewer) of the marginals (B, L, V), in descending
     order of probability: the first n nodes are the tree of budget n. The top K = min(budget, V) tokens of a position
-    suffice (lemma 1)."""
+    suffice (lemma 1). With a conditional head, prefixes of the head's candidates by their conditional probability."""
+    if proposal.steps is not None:
+        return conditional_ddtree(proposal)
     marginals, budget = proposal.marginals, proposal.budget
     top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
     search = best_first if compiled.available(top) else by_depth
     return behind(proposal.bonus, search(top, ids, budget), marginals.shape[1])
-
-
-def node_count(length: int, ranks: int, budget: int) -> int:
-    """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if fewer."""
-    total, level = 0, 1
-    for _ in range(length):
-        level = min(level * ranks, budget)
-        total = min(total + level, budget)
-    return total
 
 
 def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:

@@ -2,8 +2,8 @@
 independent, n-grams count which token follows which (DART section 4). Two searches over the same lookups:
 
 - `beam`: DART's algorithm 1, scores as in its appendix D; what the appendix leaves open is the caller's choice;
-- `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's marginal is multiplied by its n-gram
-  probability behind the path, and the products are normalised over the position's K likeliest tokens, to the
+- `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's probability is multiplied by its
+  n-gram probability behind the path, and the products are normalised over the position's K likeliest tokens, to the
   probability that these have together. A step is at most 0 in log space, so that scores fall along a path and the best
   prefixes are found exactly, as with marginals alone.
 
@@ -184,15 +184,37 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
 
 
 @njit
-def best_first(arrays, order, weight, candidates, context, nodes, scores):
-    """Find the best prefixes under marginals times n-gram probabilities to the power of `weight`, for one row:
-    arguments as in `beam`; fill nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
-    tokens, log_q, alone = candidates
+def judge(log_q, probabilities, weight, step):
+    """Fill step (K,) with log q (K,) plus n-gram log-probabilities times `weight`; return what to take off so that the
+    candidates together keep the probability that they have under q."""
+    for i in range(len(step)):
+        step[i] = log_q[i] + weight * np.log(probabilities[i] + EPSILON)
+    highest = step.max()
+    return highest + np.log(np.exp(step - highest).sum()) - min(np.log(np.exp(log_q).sum()), 0.0)
+
+
+@njit
+def judge_level(arrays, weight, tokens, alone, log_q, suffixes, grown):
+    """Judge the candidates tokens (K,) behind P paths with `suffixes` (P, O - 1): change log_q (P, K), float64, in
+    place, and fill grown (P, O, K) as `extend` does."""
+    probabilities, step = np.empty(len(tokens)), np.empty(len(tokens))
+    for p in range(len(log_q)):
+        extend(arrays, suffixes[p], tokens, alone, grown[p], probabilities)
+        norm = judge(log_q[p], probabilities, weight, step)
+        for i in range(len(tokens)):
+            log_q[p, i] = min(step[i] - norm, 0.0)
+
+
+@njit
+def best_first(arrays, order, weight, candidates, steps, context, nodes, scores):
+    """Find the best prefixes under the drafter's probabilities times n-gram probabilities to the power of `weight`, for
+    one row: arguments as in `beam`, and steps (L, R, K), log q of every candidate behind that of the position before
+    (with a conditional head, R = K), or behind any (R = 1); fill nodes (3, M - 1) and scores (M - 1,), all of them,
+    best first."""
+    tokens, _, alone = candidates
     length, ranks = tokens.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
-    mass = np.empty(length)
-    for level in range(length):
-        mass[level] = min(np.log(np.exp(log_q[level]).sum()), 0.0)
+    last = np.zeros(budget + 1, np.int64)  # the candidate that a node is
     # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)
     which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
@@ -204,10 +226,8 @@ def best_first(arrays, order, weight, candidates, context, nodes, scores):
         level = nodes[2, node - 1] if node > 0 else 0
         if level < length:
             extend(arrays, suffixes[node], tokens[level], alone[level], grown[node], probabilities)
-            for i in range(ranks):
-                step[i] = log_q[level, i] + weight * np.log(probabilities[i] + EPSILON)
-            highest = step.max()
-            norm = highest + np.log(np.exp(step - highest).sum()) - mass[level]
+            log_q = steps[level, last[node] if level > 0 and steps.shape[1] > 1 else 0]
+            norm = judge(log_q, probabilities, weight, step)
             _best(step, 0, ranks, which[node])
             for rank in range(ranks):
                 above = scores[node - 1] if node > 0 else 0.0
@@ -218,7 +238,7 @@ def best_first(arrays, order, weight, candidates, context, nodes, scores):
         i = which[parent, rank]
         level = nodes[2, parent - 1] if parent > 0 else 0
         nodes[0, node], nodes[1, node], nodes[2, node] = tokens[level, i], parent, level + 1
-        scores[node] = waiting[parent]
+        scores[node], last[node + 1] = waiting[parent], i
         if node + 1 < budget:
             suffixes[node + 1] = grown[parent, :longest, i]
         taken[parent] += 1

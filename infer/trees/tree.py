@@ -6,7 +6,7 @@ node, D depth, I inner nodes, R rows of draft distributions.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,25 @@ from infer.trees import compiled
 
 # (depth, tokens (B, n) of the nodes at that depth) -> log q of their children: (B, n, V), or (B, 1, V) for all alike
 Conditional = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class Steps(Protocol):
+    """Conditional distributions over M candidates a position (`infer.drafters.heads.draft.ConditionalDraft`)."""
+
+    tokens: torch.Tensor  # (B, L, M) int64, the candidates, likeliest first by themselves
+    recurrent: bool  # all tokens before count, not the last one alone: there is no table
+    table: tuple[torch.Tensor, torch.Tensor]  # log q (B, M) at slot 0, (B, L - 1, M, M) at the others: [before, token]
+
+    def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log q (B, 1, M) of slot 0, and a memory (B, 1, S) if all tokens before count."""
+
+    def extend(
+        self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P), and a memory."""
+
+    def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each slot's likeliest token of all behind the ones before, and its log q: (B, length) both."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,7 @@ class Proposal:
     conditional: Conditional | None = None  # of a drafter that knows q(token | token before)
     noise: Callable[[int], torch.Tensor] | None = None  # methods that draw, sampled texts: depth D -> Gumbel (B, D, V)
     ends: Collection[int] = ()  # tokens that end a text
+    steps: "Steps | None" = None  # of a drafter with a conditional head
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,15 @@ def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
         log_probs=torch.cat([zeros.to(log_probs.dtype), log_probs], 1),
         max_depth=max_depth,
     )
+
+
+def node_count(length: int, ranks: int, budget: int) -> int:
+    """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if fewer."""
+    total, level = 0, 1
+    for _ in range(length):
+        level = min(level * ranks, budget)
+        total = min(total + level, budget)
+    return total
 
 
 def plain(proposal: Proposal) -> DraftTree:

@@ -66,8 +66,10 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def groups_of(schema: type) -> set[str]:
-    """Return the keys of a dataclass that are dataclasses themselves: target, data and the like."""
-    return {name for name, kind in get_type_hints(schema).items() if is_dataclass(kind)}
+    """Return the keys of a dataclass that are dataclasses themselves, target, data and the like, and theirs: these have
+    groups of their last name, head for drafter.head."""
+    inside = {name: kind for name, kind in get_type_hints(schema).items() if is_dataclass(kind)}
+    return set(inside).union(*map(groups_of, inside.values()))
 
 
 def quote(text: str) -> str:

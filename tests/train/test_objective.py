@@ -9,7 +9,7 @@ import torch
 from infer.targets.support import LogitScale
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES, dpace
-from train.objective import divergence, position_weights
+from train.objective import Correction, divergence, position_weights
 
 G, L, P, D, V = 8, 3, 9, 6, 31
 R = G * L
@@ -49,6 +49,7 @@ def test_every_formula_is_what_its_definition_says():
         "tv": 1 - overlap,
         "acceptance": -math.log(overlap),
         "lk": share * kl + (1 - share) * (1 - overlap),
+        "ce_l1": -0.1 * math.log(0.6) + 0.9 * (0.4 + 0.3 + 0.1),
     }
     log_p, log_q = (torch.tensor(x, dtype=torch.float64).log() for x in (p, q))
     found = {name: DIVERGENCES[name].formula(log_p, log_q, torch.tensor(label)).item() for name in expected}
@@ -275,3 +276,62 @@ def test_position_weights():
 def test_bad_objectives_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         ObjectiveConfig(**options).check()
+
+
+def corrected(args: dict, rank: int = 5) -> dict:
+    """Corrections of a conditional head, and its matrix, both trained."""
+    generator = torch.Generator().manual_seed(12)
+    rows = torch.randn(R, rank, generator=generator, dtype=torch.float64).requires_grad_()
+    return {"rows": rows, "out": torch.randn(V, rank, generator=generator, dtype=torch.float64).requires_grad_()}
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("unary", [0.0, 0.6])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_conditional_head_gets_the_gradients_of_its_distribution(kind, unary, top_k):
+    """Its corrections, its matrix, the states, and a head of the drafter's own; over all tokens, or over a row's
+    candidates and the label, with the target's distribution among these."""
+    args, parts = case(10), corrected(case(10))
+    args["weights"] = args["weights"].double()
+    own = (args["head"] + 0.1).requires_grad_()
+    alone = args["hidden"] @ own.T
+    scores, teacher = alone + parts["rows"] @ parts["out"].T, args["teacher_hidden"] @ args["head"].T
+    teacher = teacher[args["teacher_rows"].flatten()]
+    labels, agree = args["labels"].flatten(), scores.argmax(-1) == teacher.argmax(-1)
+    formula, log_p = DIVERGENCES[kind].formula, teacher.log_softmax(-1)
+    rows = unary * formula(log_p, alone.log_softmax(-1), labels)
+    if top_k:
+        for r in range(R):
+            chosen = alone[r].topk(top_k).indices.tolist()
+            if labels[r] not in chosen:
+                chosen[-1] = int(labels[r])
+            agree[r] = chosen[int(scores[r, chosen].argmax())] == teacher[r].argmax()
+            among = (x[r, chosen].log_softmax(-1) for x in (teacher, scores))
+            rows[r] = rows[r] + formula(*among, torch.tensor(chosen.index(labels[r])))
+    else:
+        rows = rows + formula(log_p, scores.log_softmax(-1), labels)
+    expected = (rows.view(G, L) * args["weights"]).sum()
+    inputs = [args["hidden"], own, parts["rows"], parts["out"]]
+    gradients = torch.autograd.grad(1.7 * expected, inputs)
+    config = ObjectiveConfig(divergence=kind, unary=unary, chunk_rows=5)
+    result = divergence(**args, config=config, own_head=own, correction=Correction(**parts, top_k=top_k), overlap=True)
+    live = args["weights"] > 0
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert torch.equal(result.agree[live], agree.view(G, L)[live])
+    for found, wanted in zip(torch.autograd.grad(1.7 * result.loss, inputs), gradients, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-11)
+    if not top_k:
+        overlap = torch.minimum(teacher.softmax(-1), scores.softmax(-1)).sum(-1).view(G, L)
+        assert torch.allclose(result.overlap[live], overlap[live], rtol=1e-10)
+
+
+def test_weights_by_block_reach_a_conditional_heads_matrix():
+    args, parts = case(11), corrected(case(11))
+    args["weights"] = (args["weights"] > 0).double()
+    config = ObjectiveConfig(divergence="tv", weights="multistep", chunk_rows=5)
+
+    def loss(hidden, rows, out):
+        rest = {k: v for k, v in args.items() if k != "hidden"}
+        return divergence(hidden, **rest, config=config, correction=Correction(rows, out)).loss
+
+    assert torch.autograd.gradcheck(loss, (args["hidden"], parts["rows"], parts["out"]))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from infer.config import DrafterConfig, TargetConfig
+from infer.config import DrafterConfig, HeadConfig, TargetConfig
 from infer.drafters.base import Drafter, new_drafter
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_folder
@@ -42,7 +42,21 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
         wanted = " ".join(f"drafter.{key}={known[key]}".replace(" ", "") for key in wrong)
         mine = " ".join(f"drafter.{key}={given[key]}".replace(" ", "") for key in wrong)
         raise ValueError(f"drafter.init={options.init} is no drafter of {mine}: give {wanted}")
-    return replace(options, **known)
+    return replace(options, **known, head=chosen_head(options, drafter.head_options()))
+
+
+def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
+    """Return the conditional head of a drafter that starts from one with the head `own`: its own; where it has none,
+    the one that is asked for. Raises ValueError where two differ."""
+    if options.head.name == "none":
+        return own
+    if own.name not in ("none", options.head.name) or (own.name != "none" and own != options.head):
+        asked = {key: value for key, value in vars(options.head).items() if value != getattr(own, key)}
+        raise ValueError(
+            f"drafter.init={options.init} has a conditional head already, {vars(own)}, which differs in {asked}: "
+            "leave head= out"
+        )
+    return options.head
 
 
 def initial_drafter(config: TrainConfig, target: Target) -> Drafter:
@@ -59,4 +73,11 @@ def initial_drafter(config: TrainConfig, target: Target) -> Drafter:
         drafter.drop_copies(target)
     except ValueError as error:
         raise ValueError(f"drafter.init={options.init} cannot be trained here: {error}") from error
-    return drafter.train().requires_grad_(True)
+    if drafter.head_row is None:
+        drafter.give_head(options.head, seeded(config.seed))
+    drafter.train().requires_grad_(config.train == "all")
+    if config.train == "head":
+        for part in (drafter.conditional_head, getattr(drafter, "confidence_head", None)):
+            if part is not None:
+                part.requires_grad_(True)
+    return drafter

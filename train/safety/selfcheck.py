@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from data.packing import batch
 from infer.attention.masks import additive
 from infer.drafters.base import Drafter
+from infer.drafters.heads.base import Conditioned
 from infer.targets.target import Features, Target
 from infer.utils.entry import Stopped
 from train.batches import draw_blocks, first_draw
@@ -23,7 +24,7 @@ from train.config import TrainConfig
 from train.divergences import DIVERGENCES
 from train.engine import compute_dtype, micro_batch
 from train.features import stored_features
-from train.objective import RowLoss
+from train.objective import IMPOSSIBLE, RowLoss
 
 BLOCKS = 3  # that are computed alone
 # How much a position's divergence may differ, relative to it, or to one nat where it is smaller: the largest one in
@@ -88,13 +89,31 @@ class SelfCheck:
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
         """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and `features`."""
         head, out = drafter.head_weight(target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
+        before = ids[(anchor + torch.arange(len(hidden), device=ids.device)).clamp(max=len(ids) - 1)]
+        answer = Conditioned(hidden)
+        if drafter.conditional_head is not None:
+            answer = drafter.teach(target, hidden[None], before[None])
+            answer = Conditioned(*(part if part is None else part[0] for part in answer))
         formula = DIVERGENCES[config.objective.divergence].formula
         for t in range(len(hidden)):
             if not self.blocks.supervised[b, n, t]:
                 continue
             log_p = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float()).log_softmax(-1)
-            log_q = target.scale(F.linear(hidden[t], head).float()).log_softmax(-1)
-            out[t] = formula(log_p, log_q, ids[anchor + t + 1])
+            label, alone = ids[anchor + t + 1], target.scale(F.linear(answer.read[t].to(target.dtype), head).float())
+            scores, outside = alone, torch.zeros_like(alone, dtype=torch.bool)
+            if answer.correction is not None:
+                module = drafter.conditional_head
+                scores = alone + F.linear(answer.correction[t].to(target.dtype), module.out.to(target.dtype)).float()
+                if module.top_k:
+                    outside[:] = True
+                    outside[alone.topk(module.top_k).indices] = False
+                    if outside[label]:
+                        outside[alone.topk(module.top_k).indices[-1]] = True
+                        outside[label] = False
+            compared = (x.masked_fill(outside, IMPOSSIBLE).log_softmax(-1) for x in (log_p, scores))
+            out[t] = formula(*compared, label)
+            if config.objective.unary:
+                out[t] += config.objective.unary * formula(log_p, alone.log_softmax(-1), label)
         return out
 
     def __call__(self, fast: RowLoss) -> str:

@@ -26,11 +26,12 @@ NATIVE_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 20
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
     """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
     target_layers: how many layers the target has, for configs that do not say."""
-    keys = Keys(raw, [])
+    keys = Keys(raw, [], heads=True)
     if keys.architecture == "DFlash2DraftModel":
         sentence = "architectures is ['DFlash2DraftModel']: its convolutions and candidate selector are not supported"
         return Reading("dflash2", family, {}, [f"config.json: {sentence}"])
     if "speculators_model_type" in raw:
+        keys.heads = False
         return read_speculators(family, keys, tensors, target_layers)
     if raw.get("model_type") == NATIVE_TYPE or keys.architecture == NATIVE:
         return read_transformers(family, keys, tensors, target_layers)
@@ -67,6 +68,7 @@ def read_public(family: Family, keys: Keys, tensors: Collection[str], target_lay
         options |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": window}
         own["causal"] = False
     own |= causal_flag(keys, part)
+    own |= part.conditional_head() | convolutions(part, options["hidden_size"])
     anchor = part.flag("sample_from_anchor")
     if anchor or (flat and anchor is None):
         own["sample_from_anchor"] = True
@@ -89,6 +91,16 @@ def causal_flag(keys: Keys, part: Keys) -> dict[str, bool]:
         said = " and ".join(f"{key} {flag}".lower() for key, flag in given.items())
         keys.note("is_causal", f"contradicts {part.prefix.rstrip('.') or 'itself'}: {said}; remove the wrong one")
     return {"causal": next(iter(given.values()))} if given else {}
+
+
+def convolutions(part: Keys, hidden: int | None) -> dict[str, int]:
+    """Return the keys of DFlash 2's convolutions, none where there are none."""
+    if not part.get("conv_kernel_size"):
+        return {}
+    own = {"conv_kernel_size": part.number("conv_kernel_size"), "conv_group_size": part.number("conv_group_size", 16)}
+    if hidden and own["conv_group_size"] and hidden % own["conv_group_size"]:
+        part.note("conv_group_size", f"is {own['conv_group_size']}, which does not divide hidden_size, {hidden}")
+    return own
 
 
 def read_transformers(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> Reading:

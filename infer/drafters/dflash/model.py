@@ -10,6 +10,8 @@ blocks of a packed row under one mask) and decoding (`draft`, one block of every
 of the layer; DDTree section 3 has the marginals it yields.
 """
 
+import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +28,9 @@ from infer.attention.masks import additive, masked_attention
 from infer.config import DrafterConfig
 from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, target_embeddings
 from infer.drafters.dflash import layouts
+from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
+from infer.drafters.heads.base import new_head
 from infer.targets import lean
 from infer.targets.layers import read_layer
 from infer.targets.target import Target
@@ -61,16 +65,29 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
+        if config.dflash_config.get("conv_kernel_size"):
+            self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
+
+    def around(self, name: str, states: torch.Tensor, sublayer: Callable) -> torch.Tensor:
+        """Return what `sublayer` makes of normalised states (B, Q, D), between its two convolutions if it has any."""
+        convolution = getattr(self, name, None)
+        if convolution is None:
+            return sublayer(states)
+        before, behind = convolution.kernels(states)
+        return convolution.convolve(sublayer(convolution.convolve(states, before)), behind)
 
     def forward(self, block: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
         """One layer over block states (B, Q, D). `attend(queries, keys, values)`, all of the block, (B, H, Q, E), adds
         the context to the keys and values and returns (B, H, Q, E): from a cache or from a packed row."""
-        states = self.input_layernorm(block)
-        queries = self.self_attn.queries(states, *rotary)
-        keys, values = self.self_attn.keys_values(states, *rotary)
-        mixed = attend(queries, keys, values).transpose(1, 2).flatten(2)  # (B, Q, H*E)
-        block = block + self.self_attn.o_proj(mixed)
-        return block + self.mlp(self.post_attention_layernorm(block))
+
+        def attention(states: torch.Tensor) -> torch.Tensor:
+            queries = self.self_attn.queries(states, *rotary)
+            keys, values = self.self_attn.keys_values(states, *rotary)
+            mixed = attend(queries, keys, values).transpose(1, 2).flatten(2)  # (B, Q, H*E)
+            return self.self_attn.o_proj(mixed)
+
+        block = block + self.around("attention_conv", self.input_layernorm(block), attention)
+        return block + self.around("mlp_conv", self.post_attention_layernorm(block), self.mlp)
 
 
 @dataclass
@@ -114,6 +131,7 @@ class DFlash(Drafter):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_ends(getattr(config, "has_embed_tokens", False), getattr(config, "has_lm_head", False))
+        self.add_conditional_head()
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
@@ -137,10 +155,23 @@ class DFlash(Drafter):
             mask = default_mask_token(target) if target else 0
         if not 0 <= mask < vocabulary:
             raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}")
-        return {"block_size": options.block_size, "mask_token_id": mask} | taps
+        queries = options.block_size - bool(options.sample_from_anchor)
+        own = {"block_size": queries, "mask_token_id": mask} | taps
+        if options.convolutions:
+            own |= {"conv_kernel_size": options.convolutions, "conv_group_size": math.gcd(theirs.hidden_size, 16)}
+        flags = {"sample_from_anchor": options.sample_from_anchor, "causal": options.causal}
+        return own | {key: True for key, value in flags.items() if value} | new_head(options.head)
 
     def fixed_options(self) -> dict:
-        return super().fixed_options() | {"mask_token_id": self.mask_token_id}
+        own = {key: bool(self.own.get(key)) for key in ("sample_from_anchor", "causal")}
+        own["convolutions"] = self.own.get("conv_kernel_size", 0)
+        return super().fixed_options() | {"mask_token_id": self.mask_token_id} | own
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        super().init_weights(generator)
+        for part in self.modules():
+            if isinstance(part, Convolution):
+                part.init_weights()
 
     def drop_copies(self, target: Target) -> None:
         """Remove an embedding and a head that are the target's, bit for bit in the dtype of one of the two. Raises
@@ -169,10 +200,11 @@ class DFlash(Drafter):
         source = [layers[i] for i in self.warm_layers(self.layer_ids, len(self.layers), len(layers))]
         theirs = [layer.state_dict() for layer in source]
         for layer, weights in zip(source, theirs, strict=True):
-            if not self.can_start_as(self.layers[0], weights, layer, target, own=set()):
+            own = {name for name in self.layers[0].state_dict() if "_conv." in name}
+            if not self.can_start_as(self.layers[0], weights, layer, target, own):
                 return False
         for ours, weights in zip(self.layers, theirs, strict=True):
-            ours.load_state_dict(weights)
+            ours.load_state_dict(weights, strict=False)  # convolutions stay the identity
         size = self.config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, :size] = torch.eye(size)
@@ -228,14 +260,14 @@ class DFlash(Drafter):
                 block = checkpoint(through, layer, block, context, masks[pattern], use_reentrant=False)
             else:
                 block = through(layer, block, context, masks[pattern])
-        return self.last_norm(block)
+        return self.for_head(block)
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
         projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)]).detach()
         key_norm = lean.Norm(torch.stack([each.k_norm.weight.detach() for each in attentions])[:, None], eps)
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        layers = [read_layer(deepcopy(layer), "", *heads) for layer in self.layers]
+        layers = [read_layer(deepcopy(layer), "", *heads) for layer in self.layers if not self.convolves]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
         return DFlashState(cache, angles, layers, norm, projection, key_norm)
 
@@ -266,12 +298,34 @@ class DFlash(Drafter):
         )
         cache.advance(counts, on_device)
 
+    @property
+    def convolves(self) -> bool:
+        """Whether its layers have DFlash 2's convolutions, which the lean pass does not express."""
+        return bool(self.own.get("conv_kernel_size"))
+
+    def convolved_states(self, target: Target, bonus: torch.Tensor, place: Place) -> torch.Tensor:
+        """Do as `block_states` does, through the layers that training goes through."""
+        ends, rotary, window = place
+        masks = [visible(ends, self.num_queries, window.extent, *pattern) for pattern in self.attention_patterns]
+        block = self.embed(target, self.block_ids(bonus))  # (B, K, D)
+        for i, layer in enumerate(self.layers):
+
+            def attend(queries, keys, values, i=i):
+                keys, values = window.update(keys, values, i)
+                mask = masks[self.pattern_of_layer[i]]
+                return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+            block = layer(block, rotary, attend)
+        return block
+
     def block_states(
         self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer], alike: bool
     ) -> torch.Tensor:
         """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,); alike: whether all rows see all
         of the window. What it computes is `Layer.forward`'s."""
         ends, rotary, window = place
+        if self.convolves:
+            return self.convolved_states(target, bonus, place)
         dtype, groups = self.norm.weight.dtype, layers[0].heads // layers[0].key_heads
         masks: list[torch.Tensor | None] = []  # for packed heads
         for pattern in self.attention_patterns:

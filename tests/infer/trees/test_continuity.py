@@ -277,7 +277,7 @@ def test_the_searches_run_without_numba_too(model):
     judged, context = guided.Judged(np.exp(log_q), tokens == 3), np.array([5, 9])
     calls = {
         guided.beam: (model.arrays, 3, 1e-5, candidates, judged, context, 20),
-        guided.best_first: (model.arrays, 3, 1.0, candidates, context),
+        guided.best_first: (model.arrays, 3, 1.0, candidates, log_q[:, None].copy(), context),
     }
     for search, arguments in calls.items():
         results = []

@@ -176,12 +176,11 @@ def test_the_start_notices_what_is_wrong(run_here, make_tiny, monkeypatch, fault
         monkeypatch.setattr(loop, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest))
     else:
 
-        def score(drafted, head, target, blocks, features, config):
+        def score(drafter, drafted, target, rows, blocks, features, config):
             if fault == "labels":
                 blocks = type(blocks)(**vars(blocks) | {"teacher_rows": blocks.teacher_rows + 1})
-            found = plain_score(
-                drafted.roll(1, 0) if fault == "rows" else drafted, head, target, blocks, features, config
-            )
+            drafted = drafted.roll(1, 0) if fault == "rows" else drafted
+            found = plain_score(drafter, drafted, target, rows, blocks, features, config)
             return RowLoss(found.loss, found.rows * math.nan if fault == "nan" else found.rows, found.agree)
 
         monkeypatch.setattr(loop, "score", score)

@@ -1,0 +1,112 @@
+"""What every conditional head answers: what the target's head reads behind a token, and a correction of its logits.
+
+B rows, L drafted positions, G blocks, D hidden size, V vocabulary, r rank, S entries of a memory; `...` any shape.
+
+All heads score token v at slot k behind token x as `logits = lm_head @ read + out @ correction`, with `read` (D,) and
+`correction` (r,) made of the slot's state h_k and of x, or of all tokens before it where the head is recurrent. `out`
+(V, r) is the head's own, or there is no correction. So training forms gradients of any head in one place, chunk by
+chunk (`train/objective.py`), and decoding scores any head in one place (`infer/drafters/heads/draft.py`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+
+from infer.config import HeadConfig
+from infer.drafters.heads.table import HEADS
+
+
+class Ends(NamedTuple):
+    """The parts of a drafter that a head may ask."""
+
+    embed: Callable[[torch.Tensor], torch.Tensor]  # token ids (...) -> what enters the target's first layer (..., D)
+    norm: Callable[[torch.Tensor], torch.Tensor]  # the drafter's last norm, (..., D)
+
+
+class Conditioned(NamedTuple):
+    """A slot's answer behind a token."""
+
+    read: torch.Tensor  # (..., D) what the target's head reads
+    correction: torch.Tensor | None = None  # (..., r)
+    memory: torch.Tensor | None = None  # (..., S) of recurrent heads: what the next slot's answer depends on
+    embedded: torch.Tensor | None = None  # (..., r) the head's own embedding of the token, for a confidence head
+
+
+class Head(nn.Module):
+    """A conditional head. `config` is the drafter's config.json, `own` the family's part of it. A head adds
+
+    - `own_config(options)`: its keys in the family's part of a new drafter's config.json; `options_of(own)`, the other
+      way; and `read_keys(part)`: the same keys of a config.json that others wrote, checked
+      (`infer.drafters.config_keys.Keys`);
+    - `condition`: the formula;
+    - `init_weights`: a fresh head must leave the drafter's scores as they are.
+    """
+
+    recurrent = False  # the answer depends on all tokens before the slot, by way of a memory
+    raw = False  # it reads states before the drafter's last norm
+    top_k = 0  # it chooses among so many of the likeliest tokens of the slot; 0: among all
+
+    def __init__(self, config: Qwen3Config, own: dict) -> None:
+        super().__init__()
+
+    @staticmethod
+    def own_config(options: HeadConfig) -> dict:
+        raise NotImplementedError
+
+    @staticmethod
+    def options_of(own: dict) -> dict:
+        raise NotImplementedError
+
+    @property
+    def out(self) -> torch.Tensor | None:
+        """The matrix (V, r) that turns corrections into logits; None where there are no corrections."""
+        return None
+
+    def memory(self, bonus: torch.Tensor) -> torch.Tensor | None:
+        """Return a recurrent head's memory (B, 1, S) before the first slot, behind bonus tokens (B,)."""
+        return None
+
+    def condition(
+        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
+    ) -> Conditioned:
+        """Return the answers of slots with states (..., D) behind tokens `before` (...); `slots` (...), broadcast, are
+        their numbers from 0."""
+        raise NotImplementedError
+
+    def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
+        """Return the answers of whole blocks (G, L, D) behind the true tokens (G, L): teacher forcing."""
+        slots = torch.arange(before.shape[1], device=before.device)
+        if not self.recurrent:
+            return self.condition(ends, states, before, slots, None)
+        memory, answers = self.memory(before[:, 0]), []
+        for k in range(before.shape[1]):
+            answers.append(self.condition(ends, states[:, k : k + 1], before[:, k : k + 1], slots[k], memory))
+            memory = answers[-1].memory
+        columns = (torch.cat(column, 1) if column[0] is not None else None for column in zip(*answers, strict=True))
+        return Conditioned(*columns)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        raise NotImplementedError
+
+
+def new_head(options: HeadConfig) -> dict:
+    """Return the keys of a new drafter's conditional head, none for a drafter without one."""
+    row = HEADS.get(options.name)
+    return {} if row is None else row.load().own_config(options)
+
+
+class Confidence(nn.Module):
+    """DSpark's confidence head: the probability that a slot's draft is accepted, from its state and, if `embedded`,
+    the head's embedding of the token before it."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+    def forward(self, states: torch.Tensor, answer: Conditioned) -> torch.Tensor:
+        """Return logits (...) of slots with states (..., D)."""
+        parts = [states, answer.embedded] if self.proj.in_features > states.shape[-1] else [states]
+        return self.proj(torch.cat([part.to(self.proj.weight) for part in parts], -1))[..., 0]

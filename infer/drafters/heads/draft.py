@@ -1,0 +1,148 @@
+"""A drafted block whose tokens depend on each other: the conditional distributions that trees and chains ask for.
+
+B rows, L drafted positions, M candidates a position, V vocabulary, D hidden size, P prefixes, c queries, S entries of a
+recurrent head's memory.
+
+A query is a slot and a token before it. A candidate is one of the M likeliest tokens of a slot by the scores without
+corrections; its log-probability behind a token is exact: the normaliser goes over the whole vocabulary, or over the
+tokens that the head itself chooses among. What lies outside the candidates keeps its probability.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from infer.targets.target import Target
+
+CHUNK = 1 << 24  # scores that are in memory at a time
+
+# scores (B, c, V), their slots (c,) -> scores: a text's temperature and filters, and the target's noise
+Judge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Table(NamedTuple):
+    """Log-probabilities of every candidate behind every candidate of the slot before."""
+
+    first: torch.Tensor  # (B, M) of slot 0, behind the bonus token
+    steps: torch.Tensor  # (B, L - 1, M, M) of slots 1 .. L - 1: [candidate before, candidate]
+
+
+class ConditionalDraft:
+    """The conditional distributions of blocks with states (B, L, D) and marginals (B, L, V), behind bonus tokens (B,).
+
+    `drafter` has a conditional head. `judge` is what the texts' options and the target's noise make of scores; without
+    one they count as they are.
+    """
+
+    def __init__(
+        self,
+        drafter: torch.nn.Module,
+        target: Target,
+        bonus: torch.Tensor,
+        states: torch.Tensor,
+        marginals: torch.Tensor,
+        judge: Judge | None,
+        candidates: int,
+    ) -> None:
+        self.drafter, self.target, self.bonus, self.judge = drafter, target, bonus, judge
+        self.head, self.ends = drafter.conditional_head, drafter.head_ends(target)
+        self.recurrent = self.head.recurrent
+        self.states, self.unary = states, marginals
+        self.choices: torch.Tensor | None = None  # (B, L, k) all that the head chooses among, likeliest first
+        if self.head.top_k:
+            self.choices = marginals.topk(self.head.top_k, dim=-1).indices
+            self.unary = torch.full_like(marginals, -torch.inf).scatter(
+                2, self.choices, marginals.gather(2, self.choices)
+            )
+        scores = self.unary
+        if judge is not None:
+            scores = judge(scores, torch.arange(states.shape[1], device=states.device))
+        most = min(candidates, self.head.top_k or candidates, scores.shape[-1])
+        self.tokens = scores.topk(most, dim=-1).indices  # (B, L, M)
+
+    def scores(
+        self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scores (B, c, V) of queries at slots (c,) behind tokens (B, c), not normalised, and a recurrent
+        head's memory behind these tokens; `memory` (B, c, S) is that before them."""
+        answer = self.head.condition(self.ends, self.states[:, slots], before, slots, memory)
+        if answer.correction is None:
+            scores = self.drafter.whole_vocabulary(self.drafter.logits(self.target, answer.read))
+        else:
+            correction = F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float()
+            scores = self.unary[:, slots] + self.drafter.whole_vocabulary(correction)
+        return (scores if self.judge is None else self.judge(scores, slots)), answer.memory
+
+    def among_candidates(
+        self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the log-probabilities (B, c, M) of the slots' candidates, and the memory; arguments as in `scores`."""
+        size = max(1, CHUNK // (len(before) * self.unary.shape[-1]))
+        found, memories = [], []
+        for start in range(0, len(slots), size):
+            part = slice(start, start + size)
+            scores, after = self.scores(slots[part], before[:, part], None if memory is None else memory[:, part])
+            picked = scores.gather(2, self.tokens[:, slots[part]])
+            found.append((picked - scores.logsumexp(-1, keepdim=True)).clamp(max=0))
+            memories.append(after)
+        return torch.cat(found, 1), None if memories[0] is None else torch.cat(memories, 1)
+
+    @cached_property
+    def table(self) -> Table:
+        """The log-probabilities of all candidates behind all candidates, of a head that is not recurrent."""
+        rows, length, count = self.tokens.shape
+        each = torch.arange(1, length, device=self.tokens.device).repeat_interleave(count)
+        slots = torch.cat([each.new_zeros(1), each])  # (1 + (L - 1) M,)
+        before = torch.cat([self.bonus[:, None], self.tokens[:, :-1].flatten(1)], 1)
+        if self.choices is not None and self.judge is None:
+            found = self._among_choices(slots, before)
+        else:
+            found = self.among_candidates(slots, before)[0]
+        return Table(found[:, 0], found[:, 1:].unflatten(1, (length - 1, count)))
+
+    def _among_choices(self, slots: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Do as `among_candidates` does, without scores of the vocabulary: candidates are the first of the choices."""
+        answer = self.head.condition(self.ends, self.states[:, slots], before, slots, None)
+        choices = self.choices[:, slots]  # (B, c, k)
+        of_choices = torch.linalg.vecdot(self.head.out[choices], answer.correction[:, :, None].to(self.head.out.dtype))
+        scores = self.unary[:, slots].gather(2, choices) + of_choices
+        return scores.float().log_softmax(-1)[..., : self.tokens.shape[-1]]
+
+    def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the bonus token."""
+        if not self.recurrent:
+            return self.table.first[:, None], None
+        slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
+        return self.among_candidates(slots, self.bonus[:, None], self.head.memory(self.bonus))
+
+    def extend(
+        self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the log-probabilities (B, P, M) of a slot's candidates behind prefixes that end with candidates
+        `which` (B, P) of the slot before, and the memory behind them; `memory` (B, P, S) is that before their last
+        token."""
+        if not self.recurrent:
+            rows = which[..., None].expand(-1, -1, self.tokens.shape[-1])
+            return self.table.steps[:, slot - 1].gather(1, rows), None
+        before = self.tokens[:, slot - 1].gather(1, which)
+        return self.among_candidates(torch.full_like(which[0], slot), before, memory)
+
+    def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the chain of each slot's likeliest token behind the ones before, (B, length), over the whole
+        vocabulary, and the log-probability of each behind the tokens before it."""
+        before, memory, tokens, steps = self.bonus[:, None], self.head.memory(self.bonus), [], []
+        for slot in range(length):
+            scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)
+            best, before = scores.max(-1)  # (B, 1)
+            tokens.append(before)
+            steps.append((best - scores.logsumexp(-1)).clamp(max=0))
+        return torch.cat(tokens, 1), torch.cat(steps, 1)
+
+    def __call__(self, slot: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities (B, n, V) behind tokens (B, n) of the slot before, of a head that is not
+        recurrent (`infer.trees.tree.Conditional`)."""
+        scores, _ = self.scores(torch.full_like(tokens[0], slot), tokens, None)
+        return scores.log_softmax(-1)

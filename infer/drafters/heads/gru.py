@@ -1,0 +1,76 @@
+"""Domino's head: a recurrent network reads the tokens before a slot, a small network turns that into a correction.
+
+U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]), E the target's embedding, from slot `pure_draft_prefix_len` on (slots
+count from 1).
+
+r rank (`emb_dim`), D hidden size, S entries of the state (`gru_hidden_dim`), V vocabulary.
+"""
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+
+from infer.config import HeadConfig
+from infer.drafters.config_keys import Keys
+from infer.drafters.heads.base import Conditioned, Ends, Head
+
+
+class GRU(Head):
+    """Tensors are Domino's."""
+
+    recurrent = True
+
+    def __init__(self, config: Qwen3Config, own: dict) -> None:
+        super().__init__(config, own)
+        rank, size = own.get("emb_dim", 256), own["gru_hidden_dim"]
+        self.first = max(own.get("pure_draft_prefix_len", 1), 1) - 1  # slot from 0
+        self.prefix_gru = nn.GRU(config.hidden_size, size, bias=False, batch_first=True)
+        reads = nn.Linear(config.hidden_size + size, rank, bias=False)
+        rows = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.embed_proj = nn.Sequential(reads, nn.SiLU(), nn.Linear(rank, rows, bias=False))
+
+    @staticmethod
+    def own_config(options: HeadConfig) -> dict:
+        return {"emb_dim": options.rank, "gru_hidden_dim": options.hidden or 1024, "pure_draft_prefix_len": 1}
+
+    @staticmethod
+    def options_of(own: dict) -> dict:
+        return {"rank": own["emb_dim"], "hidden": own["gru_hidden_dim"]}
+
+    @staticmethod
+    def read_keys(part: Keys) -> dict:
+        """Return the head's keys of a config.json, checked."""
+        keys = (("emb_dim", 256, 1), ("gru_hidden_dim", 1024, 1), ("pure_draft_prefix_len", 1, 0))
+        return {key: part.number(key, default, least) for key, default, least in keys}
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.embed_proj[2].weight
+
+    def memory(self, bonus: torch.Tensor) -> torch.Tensor:
+        return self.out.new_zeros(len(bonus), 1, self.prefix_gru.hidden_size)
+
+    def condition(
+        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor
+    ) -> Conditioned:
+        embedded = ends.embed(before).to(memory.dtype)  # (..., D)
+        after = self.prefix_gru(embedded.reshape(-1, 1, embedded.shape[-1]), memory.reshape(1, -1, memory.shape[-1]))[1]
+        after = after.view(memory.shape)
+        correction = self._correction(states, after)
+        return Conditioned(states, correction * (slots >= self.first).to(correction)[..., None], after)
+
+    def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
+        """Return the answers of whole blocks in one pass."""
+        after = self.prefix_gru(ends.embed(before).to(self.out.dtype))[0]  # (G, L, S)
+        correction = self._correction(states, after)
+        slots = torch.arange(before.shape[1], device=before.device)
+        return Conditioned(states, correction * (slots >= self.first).to(correction)[:, None], after)
+
+    def _correction(self, states: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return self.embed_proj[:2](torch.cat([states.to(after.dtype), after], -1))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Begin with corrections of 0."""
+        for weight in (*self.prefix_gru.parameters(), self.embed_proj[0].weight):
+            nn.init.normal_(weight, std=0.02, generator=generator)
+        nn.init.zeros_(self.out)

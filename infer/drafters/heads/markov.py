@@ -1,0 +1,88 @@
+"""DSpark's Markov heads: a low-rank table of which token follows which, added to the logits.
+
+- `vanilla`: U_k + W2 W1[x];
+- `gated`: U_k + W2 (sigmoid(Wg [h_k; W1[x]]) * W1[x]);
+- `rnn`: with a state s of the block, z = [s; W1[x]; h_k], s' = g s + (1 - g) tanh(c) and U_k + W2 tanh(o), where
+  (sigmoid^-1(g), c, o) = Wz z.
+
+r rank, D hidden size, V vocabulary.
+"""
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+
+from infer.config import HeadConfig
+from infer.drafters.config_keys import Keys
+from infer.drafters.heads.base import Conditioned, Ends, Head
+from infer.drafters.heads.table import RECURRENT_KINDS
+
+
+class Markov(Head):
+    """Tensors and config keys are DSpark's; `markov_w2` has as many rows as the drafter's head."""
+
+    def __init__(self, config: Qwen3Config, own: dict) -> None:
+        super().__init__(config, own)
+        rank, hidden, self.kind = own["markov_rank"], config.hidden_size, own.get("markov_head_type", "vanilla")
+        self.recurrent = self.kind == "rnn"
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, getattr(config, "draft_vocab_size", None) or config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        if self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    @staticmethod
+    def own_config(options: HeadConfig) -> dict:
+        own = {"markov_rank": options.rank, "markov_head_type": options.kind}
+        if options.confidence:
+            own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+        return own
+
+    @staticmethod
+    def options_of(own: dict) -> dict:
+        kind, confidence = own.get("markov_head_type", "vanilla"), bool(own.get("enable_confidence_head"))
+        return {"kind": kind, "rank": own["markov_rank"], "confidence": confidence}
+
+    @staticmethod
+    def read_keys(part: Keys) -> dict:
+        """Return the head's keys of a config.json, checked."""
+        own = {"markov_rank": part.number("markov_rank"), "markov_head_type": part.get("markov_head_type") or "vanilla"}
+        if own["markov_head_type"] not in RECURRENT_KINDS:
+            part.note("markov_head_type", f"is {own['markov_head_type']!r}, expected {' or '.join(RECURRENT_KINDS)}")
+        for key in ("enable_confidence_head", "confidence_head_with_markov"):
+            if part.flag(key) is not None:
+                own[key] = part.raw[key]
+        return own
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.markov_w2.weight
+
+    def memory(self, bonus: torch.Tensor) -> torch.Tensor | None:
+        if not self.recurrent:
+            return None
+        return self.markov_w1.weight.new_zeros(len(bonus), 1, self.markov_w1.embedding_dim)
+
+    def condition(
+        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
+    ) -> Conditioned:
+        embedded = self.markov_w1(before)  # (..., r)
+        if self.kind == "vanilla":
+            return Conditioned(states, embedded, None, embedded)
+        own = states.to(embedded.dtype)
+        if self.kind == "gated":
+            gate = self.gate_proj(torch.cat([own, embedded], -1)).sigmoid()
+            return Conditioned(states, gate * embedded, None, embedded)
+        gate, candidate, out = self.joint_proj(torch.cat([memory, embedded, own], -1)).chunk(3, -1)
+        gate = gate.sigmoid()
+        return Conditioned(states, out.tanh(), gate * memory + (1 - gate) * candidate.tanh(), embedded)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Begin with corrections of 0."""
+        nn.init.normal_(self.markov_w1.weight, std=1.0, generator=generator)
+        nn.init.zeros_(self.markov_w2.weight)
+        for layer in (getattr(self, name, None) for name in ("gate_proj", "joint_proj")):
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=0.02, generator=generator)
+                nn.init.zeros_(layer.bias)

@@ -1,0 +1,55 @@
+"""DFlash 2's candidate selector: which of a slot's likeliest tokens follows the token before it.
+
+U_k(v) + <A[x] * (P h_k), B[v]> over the k likeliest tokens of U_k; a softmax over these alone.
+
+r rank, D hidden size, V vocabulary.
+"""
+
+import torch
+from torch import nn
+from transformers import Qwen3Config
+
+from infer.config import HeadConfig
+from infer.drafters.config_keys import Keys
+from infer.drafters.heads.base import Conditioned, Ends, Head
+
+
+class Selector(Head):
+    """Tensors and config keys are DFlash 2's."""
+
+    def __init__(self, config: Qwen3Config, own: dict) -> None:
+        super().__init__(config, own)
+        rank = own["selector_rank"]
+        self.top_k = min(own.get("selector_top_k", 0), config.vocab_size)
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # B
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
+
+    @staticmethod
+    def own_config(options: HeadConfig) -> dict:
+        return {"selector_rank": options.rank, "selector_top_k": options.top_k}
+
+    @staticmethod
+    def options_of(own: dict) -> dict:
+        return {"rank": own["selector_rank"], "top_k": own["selector_top_k"]}
+
+    @staticmethod
+    def read_keys(part: Keys) -> dict:
+        """Return the head's keys of a config.json, checked."""
+        return {"selector_rank": part.number("selector_rank"), "selector_top_k": part.number("selector_top_k", 16, 0)}
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.successor_codebook
+
+    def condition(
+        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
+    ) -> Conditioned:
+        projected = self.hidden_projection(states.to(self.hidden_projection.weight.dtype))
+        return Conditioned(states, self.predecessor_codebook[before] * projected)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Begin with corrections of 0."""
+        nn.init.normal_(self.predecessor_codebook, std=1.0, generator=generator)
+        nn.init.zeros_(self.successor_codebook)
+        nn.init.normal_(self.hidden_projection.weight, std=0.02, generator=generator)

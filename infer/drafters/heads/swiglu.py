@@ -1,0 +1,63 @@
+"""TreeFlash's head: one feed-forward step from the state and the token before it to the state behind that token.
+
+h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)], read through the last norm; h_k stands before
+that norm, E is the target's embedding.
+
+D hidden size, I entries between the two matrices.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+
+from infer.config import HeadConfig
+from infer.drafters.config_keys import Keys
+from infer.drafters.heads.base import Conditioned, Ends, Head
+
+
+class SwiGLU(Head):
+    """Tensors are TreeFlash's."""
+
+    raw = True
+
+    def __init__(self, config: Qwen3Config, own: dict) -> None:
+        super().__init__(config, own)
+        size = config.hidden_size
+        inner = own.get("ar_hidden_size") or config.intermediate_size
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)  # of the embedding
+        self.ug = nn.Linear(2 * size, 2 * inner)
+        self.d = nn.Linear(inner, size, bias=False)
+
+    @staticmethod
+    def own_config(options: HeadConfig) -> dict:
+        own = {"ar_approximation": "swiglu"}
+        return own if options.hidden is None else own | {"ar_hidden_size": options.hidden}
+
+    @staticmethod
+    def options_of(own: dict) -> dict:
+        return {"hidden": own.get("ar_hidden_size")}
+
+    @staticmethod
+    def read_keys(part: Keys) -> dict:
+        """Return the head's keys of a config.json, checked."""
+        own = {"ar_approximation": part.get("ar_approximation")}
+        if own["ar_approximation"] != "swiglu":
+            part.note("ar_approximation", f"is {own['ar_approximation']!r}, expected 'swiglu'")
+        if part.get("ar_hidden_size") is not None:
+            own["ar_hidden_size"] = part.number("ar_hidden_size")
+        return own
+
+    def condition(
+        self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
+    ) -> Conditioned:
+        embedded = self.norm(ends.embed(before).to(states.dtype))
+        up, gate = self.ug(torch.cat([embedded, ends.norm(states)], -1)).chunk(2, -1)
+        return Conditioned(ends.norm(states + self.d(F.silu(gate) * up)))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Begin as the identity."""
+        nn.init.ones_(self.norm.weight)
+        nn.init.normal_(self.ug.weight, std=0.02, generator=generator)
+        nn.init.zeros_(self.ug.bias)
+        nn.init.zeros_(self.d.weight)

@@ -1,0 +1,256 @@
+"""Conditional heads: their formulas, exact normalisation, lossless decoding, and what they leave as it was."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from infer import load_drafter
+from infer.api import decode
+from infer.config import DecodeOptions, DrafterConfig, HeadConfig
+from infer.drafters.base import Block
+from infer.drafters.heads.table import HEADS
+from infer.engine.sampling import judge_on_noise
+from infer.formats.checkpoint import save_drafter
+from infer.formats.compatibility import check_folder
+from infer.formats.export import export_drafter
+from infer.trees.ddtree import ddtree
+from infer.trees.tree import Proposal
+
+KINDS = {
+    "vanilla": HeadConfig("markov", rank=6),
+    "gated": HeadConfig("markov", kind="gated", rank=6, confidence=True),
+    "rnn": HeadConfig("markov", kind="rnn", rank=6),
+    "selector of all": HeadConfig("selector", rank=6),
+    "selector": HeadConfig("selector", rank=6, top_k=9),
+    "swiglu": HeadConfig("swiglu", hidden=10),
+    "gru": HeadConfig("gru", rank=6, hidden=10),
+}
+
+
+@pytest.fixture(scope="module")
+def with_head(make_tiny):
+    """(kind, block size, ...) -> a tiny target, and a drafter for it with such a head, random."""
+
+    def make(kind: str, block_size: int = 4, random: bool = True, **options):
+        target, drafter = make_tiny(block_size=block_size, head=KINDS[kind], **options)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in drafter.conditional_head.parameters():
+            if random:
+                parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
+        return target, drafter.eval().requires_grad_(False)
+
+    return make
+
+
+def scores_of(kind: str, drafter, target, states, path: list[int]) -> torch.Tensor:
+    """The logits (V,) of the slot behind `path`, which begins with the bonus token, as HEADS.md has them; states (L, D)
+    as a drafted block has them."""
+    head, h = drafter.conditional_head, states[len(path) - 1]
+    weights, x = dict(head.named_parameters()), path[-1]
+    unary = target.head(h)
+    if kind == "vanilla":
+        return unary + weights["markov_w2.weight"] @ weights["markov_w1.weight"][x]
+    if kind == "gated":
+        w = weights["markov_w1.weight"][x]
+        gate = torch.sigmoid(weights["gate_proj.weight"] @ torch.cat([h, w]) + weights["gate_proj.bias"])
+        return unary + weights["markov_w2.weight"] @ (gate * w)
+    if kind == "rnn":
+        s = torch.zeros(6)
+        for slot, token in enumerate(path):
+            z = torch.cat([s, weights["markov_w1.weight"][token], states[slot]])
+            g, c, o = (weights["joint_proj.weight"] @ z + weights["joint_proj.bias"]).view(3, 6)
+            s = torch.sigmoid(g) * s + (1 - torch.sigmoid(g)) * torch.tanh(c)
+        return unary + weights["markov_w2.weight"] @ torch.tanh(o)
+    if kind.startswith("selector"):
+        a, b = weights["predecessor_codebook"][x], weights["successor_codebook"]
+        scores = unary + b @ (a * (weights["hidden_projection.weight"] @ h))
+        if kind == "selector":
+            scores[unary < unary.topk(9).values[-1]] = -torch.inf
+        return scores
+    embedded = target.embed(torch.tensor(path))  # (n, D)
+    if kind == "swiglu":
+        e = F.rms_norm(embedded[-1], (32,), weights["norm.weight"], 1e-6)
+        u, g = (weights["ug.weight"] @ torch.cat([e, drafter.norm(h)]) + weights["ug.bias"]).view(2, 10)
+        return target.head(drafter.norm(h + weights["d.weight"] @ (F.silu(g) * u)))
+    s = torch.zeros(10)
+    for token in embedded:
+        r, z, n = (weights["prefix_gru.weight_ih_l0"] @ token).view(3, 10)
+        hr, hz, hn = (weights["prefix_gru.weight_hh_l0"] @ s).view(3, 10)
+        r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
+        s = (1 - z) * torch.tanh(n + r * hn) + z * s
+    return unary + weights["embed_proj.2.weight"] @ F.silu(weights["embed_proj.0.weight"] @ torch.cat([h, s]))
+
+
+def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, Block]:
+    """Bonus tokens, and a block behind random context."""
+    generator = torch.Generator().manual_seed(4)
+    state = drafter.state(rows, 20)
+    features = torch.randn(rows, 5, drafter.fc.in_features, generator=generator)
+    with state.add(rows) as begun:
+        drafter.update_context(target, features, torch.zeros(rows, 5, dtype=torch.long), [5] * rows, begun)
+    bonus = torch.randint(97, (rows,), generator=generator)
+    return bonus, drafter.draft_block(target, bonus, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_own_formula(with_head, kind):
+    """All tokens are candidates: every prefix of two tokens is scored by the formula, one at a time."""
+    target, drafter = with_head(kind, 3)
+    bonus, block = drafted(target, drafter)
+    steps = drafter.conditional_draft(target, bonus, block, candidates=97)
+    tree = ddtree(Proposal(bonus, block.marginals, 40, steps=steps))
+    greedy, _ = steps.chain(2)
+    for row, first in enumerate(bonus.tolist()):
+        behind = {(): scores_of(kind, drafter, target, block.states[row], [first]).log_softmax(-1)}
+        for token in range(97):
+            behind[(token,)] = scores_of(kind, drafter, target, block.states[row], [first, token]).log_softmax(-1)
+        score = {(x,): float(behind[()][x]) for x in range(97)}
+        score |= {(x, y): score[(x,)] + float(behind[(x,)][y]) for x, y in product(range(97), repeat=2)}
+        best = sorted(score, key=score.get, reverse=True)[:40]
+        found = [()]
+        for node in range(1, 41):
+            found.append((*found[int(tree.parents[row, node])], int(tree.tokens[row, node])))
+        assert set(found[1:]) == set(best)
+        assert torch.allclose(tree.log_probs[row, 1:], torch.tensor([score[p] for p in found[1:]]), atol=2e-5)
+        expected = 1 + sum(torch.tensor([score[p] for p in best]).exp().tolist())
+        assert tree.expected_length()[row].item() == pytest.approx(expected, rel=1e-4)
+        assert greedy[row, 0] == behind[()].argmax() and greedy[row, 1] == behind[(int(greedy[row, 0]),)].argmax()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind):
+    """Under noise too: each candidate's probability is the one among all tokens; a true prefix teaches the same."""
+    target, drafter = with_head(kind, 5)
+    bonus, block = drafted(target, drafter)
+    noise = torch.randn(1, 5, 97, generator=torch.Generator().manual_seed(2))
+    options = [DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()]
+    for judge in (None, judge_on_noise(options, noise, None)):
+        few = drafter.conditional_draft(target, bonus, block, judge, 5)
+        many = drafter.conditional_draft(target, bonus, block, judge, 97)
+        assert torch.equal(few.tokens, many.tokens[..., : few.tokens.shape[-1]])
+        which, memories = torch.tensor([[0, 2], [1, 3]]), [steps.begin()[1] for steps in (few, many)]
+        for slot in range(1, 4):
+            parts = []
+            for i, steps in enumerate((few, many)):
+                if memories[i] is not None and slot == 1:
+                    memories[i] = memories[i].expand(-1, 2, -1)
+                found, memories[i] = steps.extend(slot, which, memories[i])
+                parts.append(found)
+            assert torch.allclose(parts[0], parts[1][..., : parts[0].shape[-1]], atol=1e-5)
+            assert torch.allclose(parts[1].exp().sum(-1), torch.ones(2, 2), atol=1e-5)
+    plain = drafter.conditional_draft(target, bonus, block, None, 97)
+    tokens, log_probs = plain.chain(4)
+    taught = drafter.behind(target, block, torch.cat([bonus[:, None], tokens[:, :-1]], 1))
+    assert torch.allclose(taught.gather(2, tokens[..., None])[..., 0], log_probs, atol=1e-5)
+    assert torch.equal(taught.argmax(-1), tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head, ngrams, kind):
+    target, drafter = with_head(kind, sample_from_anchor=kind in ("gated", "gru", "selector"))
+    prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
+    for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
+        wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))]
+        ways = [("chain", 3), ("ddtree", 1), ("ddtree", 40)] + [("static", 6)] * (not sampled)
+        ways += [("ddtree", "auto")] * (kind == "rnn" and not sampled)
+        for method, budget in ways:
+            options = DecodeOptions(12, method=method, budget=budget, candidates=12, **sampled)
+            assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted, (method, budget)
+        options = DecodeOptions(12, budget=20, continuity=str(ngrams), **sampled)
+        assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(with_head, make_tiny, tmp_path, kind):
+    target, drafter = with_head(kind, random=False)
+    _, without = make_tiny(block_size=4)
+    bonus, block = drafted(target, drafter)
+    other, theirs = drafted(target, without.eval())
+    assert torch.equal(bonus, other) and torch.equal(block.marginals, theirs.marginals)
+    before = torch.randint(97, block.states.shape[:2], generator=torch.Generator().manual_seed(8))
+    known = block.marginals > -torch.inf
+    if KINDS[kind].top_k:
+        known = block.marginals >= block.marginals.topk(KINDS[kind].top_k).values[..., -1:]
+    expected = block.marginals.masked_fill(~known, -torch.inf).log_softmax(-1)
+    assert torch.allclose(drafter.behind(target, block, before)[known], expected[known], atol=1e-5)
+
+    target, drafter = with_head(kind)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
+    again = load_drafter(tmp_path / "saved")
+    assert again.head_options() == KINDS[kind] and again.state_dict().keys() == drafter.state_dict().keys()
+    assert torch.equal(again.behind(target, block, before), drafter.behind(target, block, before))
+
+
+def test_a_drafter_without_a_head_has_the_weights_it_had(make_tiny):
+    _, with_one = make_tiny(head=KINDS["gated"])
+    _, without = make_tiny()
+    assert not without.head_row and not any("head" in name for name in without.state_dict())
+    for name, weight in without.state_dict().items():
+        assert torch.equal(weight, with_one.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "head, word",
+    [
+        ({"name": "bilinear"}, "drafter.head.name=bilinear"),
+        ({"name": "markov", "kind": "lstm"}, "kind=lstm"),
+        ({"name": "selector", "kind": "rnn"}, "drafter.head.kind=rnn is an option of head=markov"),
+        ({"name": "markov", "top_k": 4}, "drafter.head.top_k=4 is an option of head=selector"),
+        ({"rank": 9}, "drafter.head.rank=9"),
+        ({"name": "markov", "rank": 0}, "rank=0"),
+    ],
+)
+def test_heads_that_do_not_exist_are_refused(head, word):
+    with pytest.raises(ValueError, match=word):
+        DrafterConfig(head=HeadConfig(**head)).check()
+
+
+def test_a_family_that_has_none_refuses_them():
+    for options in ({"head": HeadConfig("markov")}, {"causal": True}, {"sample_from_anchor": True}):
+        with pytest.raises(ValueError, match="drafter=dart has no such thing"):
+            DrafterConfig(family="dart", layers=1, **options).check()
+
+
+def test_every_head_is_tested_here():
+    assert {head.name for head in KINDS.values()} == set(HEADS)
+
+
+def test_no_engine_is_given_a_drafter_that_it_would_run_without_its_head(with_head, tmp_path):
+    target, drafter = with_head("vanilla")
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
+    verdicts = {verdict.engine: verdict.problems for verdict in check_folder(tmp_path / "saved")}
+    assert verdicts.pop("blockdraft") == [] and all(verdicts.values())
+    said = [" ".join(problems) for engine, problems in verdicts.items() if "vLLM (" in engine or "SGLang" in engine]
+    assert len(said) == 2 and all("without the conditional head" in each for each in said)
+    for format in drafter.writers:
+        with pytest.raises(ValueError, match="conditional head"):
+            export_drafter(drafter, format, target, tmp_path / format)
+
+
+def test_convolutions_start_as_the_identity_and_stay_inside_their_block(make_tiny, tmp_path):
+    """Formula: docstring of infer/drafters/dflash/convolutions.py, entry by entry."""
+    target, plain = make_tiny(block_size=5)
+    _, drafter = make_tiny(block_size=5, convolutions=3)
+    drafter.load_state_dict(plain.state_dict(), strict=False)
+    bonus, block = drafted(target, drafter.eval())
+    assert torch.allclose(block.marginals, drafted(target, plain.eval())[1].marginals, atol=1e-6)
+    part = drafter.layers[1].mlp_conv
+    generator = torch.Generator().manual_seed(6)
+    for parameter in part.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    states = torch.randn(2, 10, 32, generator=generator)  # two blocks of a row
+    before, behind = part.kernels(states)
+    weight = part.kernel_projection.weight.view(2, 3, 2, 32)  # of 16 channels each: two groups
+    for which, kernel in enumerate((before, behind)):
+        found = part.convolve(states, kernel)
+        for t, c in product(range(10), range(0, 32, 5)):
+            expected = torch.zeros(2)
+            for tap in range(min(3, t % 5 + 1)):
+                delta = states[:, t] @ weight[which, tap, c // 16]
+                expected += (part.base_kernel[which, tap, c] + delta) * states[:, t - tap, c]
+            assert torch.allclose(found[:, t, c], expected, atol=1e-4)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
+    again = load_drafter(tmp_path / "saved")
+    assert torch.equal(drafted(target, again)[1].marginals, drafted(target, drafter)[1].marginals)

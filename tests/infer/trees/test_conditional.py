@@ -1,0 +1,172 @@
+"""Trees of drafters whose tokens depend on each other: the best prefixes by exhaustive enumeration, in their order."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from infer.ngrams.model import NGram
+from infer.trees.chain import chain
+from infer.trees.conditional import best_first, by_depth, conditional_ddtree
+from infer.trees.continuity import guided_ddtree
+from infer.trees.tree import Nodes, Proposal
+from infer.utils import jit
+
+
+class RandomSteps:
+    """Random conditional distributions over candidates (B, L, M), whose probabilities are multiples of `grain` in log
+    space, so that ties are many; `forbidden`: some of them are impossible. Recurrent: they depend on the whole prefix,
+    of which the memory is the number, else on its last candidate."""
+
+    def __init__(self, shape, seed, recurrent=False, grain=0.0, forbidden=False) -> None:
+        rows, length, count = shape
+        self.recurrent, self.shape = recurrent, shape
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.stack([torch.randperm(97, generator=generator)[:count] for _ in range(rows * length)])
+        self.tokens = self.tokens.view(shape)
+        contexts = [count**slot if recurrent else count ** min(slot, 1) for slot in range(length)]
+        self.log_q = []  # by slot: (B, contexts, M)
+        for many in contexts:
+            scores = (2 * torch.randn(rows, many, count + 1, generator=generator)).log_softmax(-1)[..., :count]
+            if grain:
+                scores = (scores / grain).round().clamp(max=0) * grain
+            if forbidden:
+                scores = scores.masked_fill(torch.rand(scores.shape, generator=generator) < 0.4, -torch.inf)
+            self.log_q.append(scores)
+
+    @property
+    def table(self):
+        first, rest = self.log_q[0][:, 0], self.log_q[1:]
+        rows, _, count = self.shape
+        return first, torch.stack(rest, 1) if rest else first.new_zeros(rows, 0, count, count)
+
+    def begin(self):
+        return self.log_q[0], torch.zeros(len(self.tokens), 1, 1, dtype=torch.long) if self.recurrent else None
+
+    def extend(self, slot, which, memory):
+        context = which
+        if self.recurrent:
+            context = memory[..., 0] * self.shape[2] + which
+            memory = context[..., None]
+        rows = context[..., None].expand(-1, -1, self.shape[2])
+        return self.log_q[slot].gather(1, rows), memory
+
+    def step(self, row, prefix):
+        """log q of a prefix's last candidate behind the others."""
+        context = 0
+        for which in prefix[:-1] if self.recurrent else prefix[-2:-1]:
+            context = context * self.shape[2] + which
+        return self.log_q[len(prefix) - 1][row, context, prefix[-1]]
+
+    def ranked(self, row) -> list[tuple[tuple[int, ...], float]]:
+        """Every prefix of candidates with its score, in the order that `infer.trees.conditional` promises: by score, of
+        equal ones the shallower first, then the one whose parent goes first, then the first candidate."""
+        _, length, count = self.shape
+        scores, place, everything = {(): torch.zeros(())}, {(): 0}, []
+        for depth in range(1, length + 1):
+            level = list(product(range(count), repeat=depth))
+            scores |= {p: scores[p[:-1]] + self.step(row, p) for p in level}
+            level.sort(key=lambda p: (-float(scores[p]), place[p[:-1]], p[-1]))
+            place |= {p: at for at, p in enumerate(level)}
+            everything += level
+        everything.sort(key=lambda p: (-float(scores[p]), len(p), place[p]))
+        return [(p, float(scores[p])) for p in everything]
+
+
+def prefixes(nodes: Nodes, steps: RandomSteps, row: int) -> list[tuple[int, ...]]:
+    """The nodes as tuples of candidates."""
+    found = [()]
+    for token, parent, depth in zip(*(part[row].tolist() for part in nodes[:3]), strict=True):
+        path = found[parent]
+        assert depth == len(path) + 1
+        found.append((*path, steps.tokens[row, depth - 1].tolist().index(token)))
+    return found[1:]
+
+
+CASES = [
+    (shape, recurrent, kind)
+    for shape in [(2, 1, 6), (3, 2, 5), (2, 3, 4), (1, 5, 3), (2, 4, 1)]
+    for recurrent in (0, 1)
+    for kind in range(4)
+]
+
+
+@pytest.mark.parametrize("shape, recurrent, kind", CASES)
+def test_the_tree_is_the_exhaustive_top_b_in_order(shape, recurrent, kind):
+    """Random ones, ties, and impossible tokens; both searches, every budget."""
+    steps = RandomSteps(shape, 7 * kind + shape[1], bool(recurrent), grain=(0, 0.5, 0, 1.0)[kind], forbidden=kind > 1)
+    ranked = [steps.ranked(row) for row in range(shape[0])]
+    for budget in (1, 2, 3, 8, 21, 1000):
+        searches = [by_depth] + [best_first] * (jit.AVAILABLE and not recurrent)
+        for search in searches:
+            nodes = search(steps, budget)
+            for row in range(shape[0]):
+                expected = ranked[row][:budget]
+                assert prefixes(nodes, steps, row) == [prefix for prefix, _ in expected], search
+                assert nodes.log_probs[row].tolist() == [score for _, score in expected]
+
+
+@pytest.mark.skipif(not jit.AVAILABLE, reason="numba is not installed")
+@pytest.mark.parametrize("length, count, budget", [(7, 32, 64), (15, 16, 33), (3, 64, 256)])
+def test_both_searches_find_the_same_nodes_at_real_sizes(length, count, budget):
+    for grain in (0.0, 0.25):
+        steps = RandomSteps((3, length, count), length, grain=grain, forbidden=grain > 0)
+        for one, other in zip(best_first(steps, budget), by_depth(steps, budget), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_expected_length_is_the_enumerations():
+    """The expected number of candidates that a sample of the drafter goes along, and the bonus token."""
+    steps = RandomSteps((2, 3, 4), 5)
+    tree = conditional_ddtree(Proposal(torch.tensor([1, 2]), None, 9, steps=steps))
+    for row in range(2):
+        inside = {prefix for prefix, _ in steps.ranked(row)[:9]}
+        expected = 1.0
+        for path in product(range(4), repeat=3):  # what lies outside the candidates ends a path
+            likely = [float(steps.step(row, path[: i + 1]).exp()) for i in range(3)]
+            reach = [path[: i + 1] in inside for i in range(3)]
+            for i in range(3):
+                if all(reach[: i + 1]) and all(which == 0 for which in path[i + 1 :]):
+                    product_of = 1.0
+                    for value in likely[: i + 1]:
+                        product_of *= value
+                    expected += product_of
+        assert tree.expected_length()[row].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_chain_follows_the_head():
+    class Greedy:
+        def chain(self, length):
+            return torch.tensor([[4, 7, 9]])[:, :length], torch.tensor([[-0.5, -0.25, -1.0]])[:, :length]
+
+    tree = chain(Proposal(torch.tensor([3]), torch.zeros(1, 3, 10), 2, steps=Greedy()))
+    assert tree.tokens.tolist() == [[3, 4, 7]] and tree.log_probs.tolist() == [[0, -0.5, -0.75]]
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1, 9), (3, 3, 4)])
+def test_with_an_ngram_model_the_products_are_searched(ngrams, shape, recurrent):
+    """A candidate's conditional probability times its n-gram probability behind the whole path, the candidates together
+    as likely as they are under the head: the best of all prefixes."""
+    model, steps = NGram.open(ngrams), RandomSteps(shape, 3, recurrent)
+    contexts, weight = [[5, 60, 2], [1], [90, 3]][: shape[0]], 0.7
+    bonus = torch.tensor([context[-1] for context in contexts])
+    tree = guided_ddtree(Proposal(bonus, None, 17, model, contexts, weight, steps=steps))
+    for row, context in enumerate(contexts):
+        score = {(): 0.0}
+        for depth in range(shape[1]):
+            tokens = steps.tokens[row, depth].tolist()
+            for prefix in list(product(range(shape[2]), repeat=depth)):
+                path = context + [int(steps.tokens[row, i, which]) for i, which in enumerate(prefix)]
+                log_q = [float(steps.step(row, (*prefix, which))) for which in range(shape[2])]
+                seen = model.probabilities(path, tokens)
+                product_of = [math.exp(q) * (n + 1e-5) ** weight for q, n in zip(log_q, seen, strict=True)]
+                scale = sum(map(math.exp, log_q)) / sum(product_of)
+                score |= {(*prefix, i): score[prefix] + math.log(scale * x) for i, x in enumerate(product_of)}
+        best = sorted((p for p in score if p), key=score.get, reverse=True)[: tree.budget]
+        nodes = Nodes(tree.tokens[:, 1:], tree.parents[:, 1:], tree.depths[:, 1:], tree.log_probs[:, 1:])
+        found = prefixes(nodes, steps, row)
+        assert set(found) == set(best)
+        expected = torch.tensor([score[prefix] for prefix in found])
+        assert torch.allclose(tree.log_probs[row, 1:].float(), expected, atol=1e-5)

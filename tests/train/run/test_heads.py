@@ -1,0 +1,75 @@
+"""Conditional heads in a run: trained with the drafter or alone, saved, decoded, and refused where they cannot be."""
+
+import pytest
+import torch
+
+from infer import load_drafter
+from infer.config import DrafterConfig, HeadConfig
+from infer.drafters.base import new_drafter
+from infer.formats.checkpoint import save_drafter
+from train.config import check_head_training
+from train.run.initial import resolve_init
+
+GATED = ["head=markov", "drafter.head.kind=gated", "drafter.head.rank=8", "drafter.head.confidence=true"]
+
+
+def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here):
+    """Each run checks itself before its first step (train/safety/selfcheck.py) and decodes at its end."""
+    both = run_here(small(*GATED, "objective=dspark", "drafter.sample_from_anchor=true", "optim.steps=2"))
+    first = load_drafter(both / "checkpoints" / "best")
+    assert first.head_options() == HeadConfig("markov", "gated", 8, confidence=True)
+    changed = {name for name, weight in first.named_parameters() if weight.abs().sum() > 0}
+    assert {"markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"} <= changed
+    alone = ["name=alone", f"drafter.init={both}/checkpoints/best", "train=head", "objective.chunk_rows=7"]
+    alone += ["drafter.sample_from_anchor=true", "optim.name=muon", "optim.steps=2"]
+    after = load_drafter(run_here(small(*alone)) / "checkpoints" / "best")
+    for name, weight in first.state_dict().items():
+        trained = name.startswith(("markov_head.", "confidence_head."))
+        assert torch.equal(weight, after.state_dict()[name]) != trained, name
+
+
+def test_a_drafter_without_a_head_is_given_one(small, run_here, embedded, tmp_path):
+    drafter = new_drafter(DrafterConfig(layers=1), embedded)
+    drafter.init_weights(torch.Generator().manual_seed(2))
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "plain")
+    options = [f"drafter.init={tmp_path}/plain", "train=head", "head=selector", "drafter.head.rank=8"]
+    options += ["drafter.head.top_k=16", "objective=dflash2", "optim.steps=1"]
+    after = load_drafter(run_here(small(*options)) / "checkpoints" / "best")
+    assert after.head_options() == HeadConfig("selector", rank=8, top_k=16)
+    assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (["train=head"], "give drafter.init="),
+        (["head=markov", "deepspeed=zero3"], "head=markov needs weights whole"),
+        (["objective.unary=1"], "objective.unary=1.0 is for head=markov"),
+        (["head=swiglu", "objective.unary=1"], "not for head=swiglu"),
+        (["head=gru", "drafter=dart"], "drafter=dart has no such thing"),
+        (["train=everything"], "train=everything"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_loads(small, options, word):
+    with pytest.raises(ValueError, match=word):
+        small(*options)
+
+
+def test_what_the_folder_says_is_refused_before_a_model_loads(small, embedded, tmp_path):
+    for name, head in (("plain", HeadConfig()), ("gru", HeadConfig("gru", rank=8, hidden=8))):
+        drafter = new_drafter(DrafterConfig(layers=1, head=head), embedded)
+        save_drafter(drafter.config, drafter.state_dict(), tmp_path / name)
+
+    def resolved(*options):
+        config = small(*options)
+        config.drafter = resolve_init(config.drafter, config.target)
+        check_head_training(config)
+        return config.drafter.head
+
+    assert resolved(f"drafter.init={tmp_path}/gru") == HeadConfig("gru", rank=8, hidden=8)
+    with pytest.raises(ValueError, match="has a conditional head already"):
+        resolved(f"drafter.init={tmp_path}/gru", "head=markov")
+    with pytest.raises(ValueError, match="the drafter has no conditional head"):
+        resolved(f"drafter.init={tmp_path}/plain", "train=head")
+    with pytest.raises(ValueError, match="head=gru needs weights whole"):
+        resolved(f"drafter.init={tmp_path}/gru", "deepspeed=zero3")
