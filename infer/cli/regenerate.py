@@ -17,7 +17,7 @@ class RegenerateCommand:
     out: one line a row, in the rows' order; a stopped run goes on where it was
     checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
     server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1
-    model: what that server calls the target; None: the first it has
+    server_model: what that server calls the target; None: the first it has
     at_once: requests under way at that server
     prompt_tokens: how many tokens of a row that is one text are the prompt
     most_failures: most rows that may fail; more end the run
@@ -30,7 +30,7 @@ class RegenerateCommand:
     out: str = "runs/answers.jsonl"
     checkpoint: str | None = None
     server: str | None = None
-    model: str | None = None
+    server_model: str | None = None  # not `model`, which is a group of presets
     at_once: int = 64
     prompt_tokens: int = 96
     most_failures: int = 100
@@ -67,7 +67,7 @@ def run(config: RegenerateCommand) -> None:
             prompt = tokenizer.decode(ids, skip_special_tokens=True)
         rows.append(Row(index, prompt))
     if config.server is not None:
-        answers = by_server(config.server, config.model, config.decoding, config.at_once)
+        answers = by_server(config.server, config.server_model, config.decoding, config.at_once)
     else:
         longest = max(len(encode(target, row.prompt)) for row in rows)
         answers = by_engine(target, drafter, config.decoding, longest + config.decoding.max_new_tokens)

@@ -90,7 +90,7 @@ VALUES = [
     *([{"role": "user"}], [{"role": "user", "content": "x"}] * 40, [{"role": "{{", "content": "\ud800"}]),
     *([{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": 1, "content": []}]),
 ]
-ALLOWED = {200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 501, 503}
+ALLOWED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 431, 499, 501, 503}
 
 
 def small() -> tuple[Target, object]:

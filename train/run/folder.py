@@ -65,6 +65,15 @@ def begun(run: Path) -> bool:
     return any((run / name).exists() for name in ("metrics.jsonl", "checkpoints", "skipped"))
 
 
+def completed(known: dict, defaults: dict) -> dict:
+    """Return a configuration with the default of every option that there was not yet when it was written."""
+    filled = defaults | known
+    for key, value in known.items():
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
+            filled[key] = completed(value, defaults[key])
+    return filled
+
+
 def refuse_another(config: TrainConfig, run: Path) -> None:
     """Raise ValueError when the folder holds a run of another configuration, or any run and resume=never."""
     file = run / "config.json"
@@ -77,7 +86,7 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
     except ValueError as error:
         raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
     message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
-    refuse_other_settings(known, plain(config), message, FREE)
+    refuse_other_settings(completed(known, plain(TrainConfig())), plain(config), message, FREE)
 
 
 def check_run_folder(config: TrainConfig) -> None:

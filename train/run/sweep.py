@@ -62,7 +62,7 @@ def sweep(arguments: list[str]) -> None:
     for number, (name, (overrides, config)) in enumerate(configs.items(), 1):
         folder = Path(config.runs_dir) / config.name
         print(f"\n== {number} of {len(configs)}: {name}", flush=True)
-        command = [str(LAUNCH), "train", *overrides, f"runs_dir={folder}", f"name={quote(name)}"]
+        command = [*run_command(), *overrides, f"runs_dir={folder}", f"name={quote(name)}"]
         with subprocess.Popen(command, env=os.environ | {"LAUNCH_PYTHON": sys.executable}) as started:
             code = await_run(started)
         if code:
@@ -74,6 +74,14 @@ def sweep(arguments: list[str]) -> None:
     if failed:
         print(f"{len(failed)} of {len(configs)} runs failed: {'; '.join(failed)}", file=sys.stderr)
         raise SystemExit(1)
+
+
+def run_command() -> list[str]:
+    """Return the command that trains, its overrides left out. launch.sh starts a process for each GPU; a package that
+    was installed has none."""
+    if LAUNCH.is_file():
+        return [str(LAUNCH), "train"]
+    return [sys.executable, "-P", "-m", "infer.main", "train"]  # -P: the user's folder may have a data/ of its own
 
 
 def await_run(run: subprocess.Popen) -> int:

@@ -32,7 +32,7 @@ from train.batches import Prefetch
 from train.config import TrainConfig
 from train.features import StoredRows
 from train.run.checkpoints import checkpoints, newest, rolling
-from train.run.folder import locked
+from train.run.folder import locked, plain, refuse_another
 from train.run.log import read_log
 from train.safety.processes import stalled, start_processes
 
@@ -512,3 +512,16 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, tmp_path
     assert done.returncode != 0 and "exitcode  : 3" in done.stderr, done.stderr
     assert "rank 1 did not get through reading its rows (step 4)" in done.stderr
     assert math.isfinite(read_log(tmp_path / "sleepy")[-1]["loss"])
+
+
+def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
+    """The option had its default then: another value is another configuration."""
+    config = TrainConfig(name="old", runs_dir=str(tmp_path))
+    written = plain(config)
+    del written["drafter"]["last_tap"], written["anchors"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(written))
+    (tmp_path / "old" / "metrics.jsonl").touch()
+    refuse_another(config, tmp_path / "old")
+    with pytest.raises(ValueError, match=r"drafter.last_tap differ"):
+        refuse_another(replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old")
