@@ -1,6 +1,7 @@
 """--multirun: every combination once, one table at the end, wrong ones before any starts."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -77,12 +78,13 @@ def test_a_wrong_combination_is_found_before_any_run(start_command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_package_without_launch_sh_starts_its_own_command(tmp_path, monkeypatch):
+def test_a_package_without_launch_sh_starts_its_own_command(repo, tmp_path, monkeypatch):
     """As from a wheel, in a folder with a data/ of its own, which is not imported."""
     assert train.run.sweep.run_command() == [str(train.run.sweep.LAUNCH), "train"]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.setattr(train.run.sweep, "LAUNCH", tmp_path / "launch.sh")
     command = [*train.run.sweep.run_command(), "optim.steps=-1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(repo)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "optim.steps=-1" in done.stderr
