@@ -327,6 +327,7 @@ class PretrainConfig:
     """Options of the embedded target's pre-training; every default is the shipped recipe.
 
     out: the folder that is written
+    init: a folder to go on from, tokenizer and weights, instead of random weights
     seed: seed of weights and data order
     vocab_size: tokens, special ones among them
     hidden_size: entries of a hidden state
@@ -337,6 +338,8 @@ class PretrainConfig:
     head_dim: entries of a head
     length: tokens a window
     batch: windows a step
+    loops: windows a step that repeat themselves, to learn to leave loops
+    loop_decline: how likely a repeated token is to be, as a share of the time before
     steps: training steps
     lr: peak rate of both optimisers
     weight_decay: weight decay of matrices
@@ -351,6 +354,7 @@ class PretrainConfig:
     """
 
     out: str = "runs/embedded-target"
+    init: str | None = None
     seed: int = 0
     vocab_size: int = 512
     hidden_size: int = 192
@@ -361,6 +365,8 @@ class PretrainConfig:
     head_dim: int = 32
     length: int = 512
     batch: int = 16
+    loops: int = 4
+    loop_decline: float = 0.5
     steps: int = 1000
     lr: float = 3e-3
     weight_decay: float = 0.05

@@ -19,7 +19,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from data.corpus import stdlib_documents
+from data.corpus import stdlib_documents, stdlib_prose
 from data.rows import DataConfig, training_rows
 from infer.api import decode
 from infer.config import DecodeOptions
@@ -31,6 +31,7 @@ from train.config import OptimConfig, PretrainConfig
 from train.optim import make_optimizer
 from train.single import take_steps
 
+SPLITS = ("train", "held_out")
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 # The target is no chat model: a chat with it is one text, which it continues.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -61,6 +62,37 @@ def windows(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
             queue += starts[torch.randperm(len(starts), generator=generator)].tolist()
         rows, queue = queue[:batch], queue[batch:]
         yield torch.stack([stream[start : start + length + 1] for start in rows])
+
+
+def loops(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
+    """Batches of windows (batch, length + 1) that begin as a text of the stream does and then repeat their last 1 to
+    64 tokens to the end, and the start and period of each window's loop (batch, 2)."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    for _ in range(steps):
+        rows, marks = [], []
+        for _ in range(batch):
+            period = int(2 ** (6 * torch.rand((), generator=generator)))  # as many below 8 tokens as above
+            begin = int(torch.randint(64, length // 2, (1,), generator=generator))  # where the first repetition begins
+            start = int(torch.randint(len(stream) - length, (1,), generator=generator))
+            text = stream[start : start + begin]
+            rows.append(torch.cat([text, text[-period:].repeat(length // period + 1)])[: length + 1])
+            marks.append((begin, period))
+        yield torch.stack(rows), torch.tensor(marks)
+
+
+def loop_loss(logits: torch.Tensor, ids: torch.Tensor, marks: torch.Tensor, decline: float) -> torch.Tensor:
+    """Teach a model to leave loops: each time a stretch comes again, its tokens are to be `decline` times as likely as
+    the time before. -log(1 - |p_t - decline p_{t - period}|), the earlier probability without a gradient; mean over the
+    repeated tokens (DITTO, Xu et al. 2022, arXiv:2206.02369, section 3.2).
+
+    logits: (R, T, V) at the tokens before ids (R, T); marks: (R, 2) first repeated position and period of each row.
+    """
+    p = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0].exp()  # (R, T)
+    at = torch.arange(ids.shape[1])
+    begin, period = marks[:, :1] - 1, marks[:, 1:]  # ids are one behind the window
+    before = p.detach().gather(1, (at - period).clamp(min=0))
+    looped = at >= begin
+    return -torch.log1p(-(p - decline * before).abs().clamp(max=1 - 1e-4))[looped].mean()
 
 
 def held_out_loss(model, stream, length: int) -> float:
@@ -104,35 +136,44 @@ def pretrain(config: PretrainConfig) -> dict:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
-    train_texts = [document.text for document in stdlib_documents("train")]
-    held_texts = [document.text for document in stdlib_documents("held_out")]
-    tokenizer = train_tokenizer(train_texts, config.vocab_size)
+    code = {split: [document.text for document in stdlib_documents(split)] for split in SPLITS}
+    prose = {split: [document.text for document in stdlib_prose(split)] for split in SPLITS}
+    if config.init:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(config.init)
+        model = Qwen3ForCausalLM.from_pretrained(config.init, dtype=torch.float32)
+    else:
+        tokenizer = train_tokenizer(code["train"] + prose["train"], config.vocab_size)
+        model = new_model(config, tokenizer)
     tokenizer.save_pretrained(out)
-    stream, held_stream = (token_stream(texts, tokenizer, config.seed) for texts in (train_texts, held_texts))
-    held_bytes = sum(len(text.encode()) for text in held_texts)
-    model = new_model(config, tokenizer)
+    stream = token_stream(code["train"] + prose["train"], tokenizer, config.seed)
+    held_code, held_prose = (token_stream(texts["held_out"], tokenizer, config.seed) for texts in (code, prose))
+    held_bytes = sum(len(text.encode()) for text in code["held_out"])
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens", flush=True)
     optimizer = make_optimizer(model, OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay))
     body = torch.compile(model.model) if config.compile else model.model
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)
+    looped = loops(stream, config.length, config.loops, config.steps, config.seed)
 
     def backward(step: int) -> float:
-        ids = next(batches)
+        text, (again, marks) = next(batches), next(looped)
+        ids = torch.cat([text, again])  # (batch + loops, length + 1)
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-            loss = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
+            logits = model.lm_head(body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state)
+            loss = F.cross_entropy(logits[: len(text)].flatten(0, 1), text[:, 1:].flatten())
+        leaving = loop_loss(logits[len(text) :], again[:, 1:], marks, config.loop_decline) if config.loops else 0.0
+        (loss + leaving).backward()
         return loss.item()
 
     began = time.time()
     with going_on(f"{out} is as it was last saved, if it was; the same command begins anew"):
         for taken in take_steps(model, optimizer, config, 0, backward):
             if taken.step % config.save_every == 0 or taken.step == config.steps:
-                loss = held_out_loss(model, held_stream, config.length)
+                loss = held_out_loss(model, held_code, config.length)
                 figures = {
                     "step": taken.step,
                     "held_out_loss": loss,
-                    "held_out_bits_per_byte": loss * len(held_stream) / held_bytes / math.log(2),
+                    "held_out_bits_per_byte": loss * len(held_code) / held_bytes / math.log(2),
+                    "held_out_loss_of_prose": held_out_loss(model, held_prose, config.length),
                     "minutes": (time.time() - began) / 60,
                     "train_tokens": len(stream),
                     "recipe": asdict(config),
