@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data.corpus import stdlib_documents, stdlib_prose
-from data.rows import DataConfig, training_rows
 from infer.api import decode
 from infer.config import DecodeOptions
+from infer.engine.loops import LONGEST_PERIOD, find_loop, loop_period
 from infer.targets.loading import load_target
 from infer.utils.entry import going_on
 from infer.utils.files import write_json
@@ -64,20 +64,44 @@ def windows(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
         yield torch.stack([stream[start : start + length + 1] for start in rows])
 
 
-def loops(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
-    """Batches of windows (batch, length + 1) that begin as a text of the stream does and then repeat their last 1 to
-    64 tokens to the end, and the start and period of each window's loop (batch, 2)."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    for _ in range(steps):
-        rows, marks = [], []
-        for _ in range(batch):
-            period = int(2 ** (6 * torch.rand((), generator=generator)))  # as many below 8 tokens as above
-            begin = int(torch.randint(64, length // 2, (1,), generator=generator))  # where the first repetition begins
-            start = int(torch.randint(len(stream) - length, (1,), generator=generator))
-            text = stream[start : start + begin]
-            rows.append(torch.cat([text, text[-period:].repeat(length // period + 1)])[: length + 1])
-            marks.append((begin, period))
-        yield torch.stack(rows), torch.tensor(marks)
+@dataclass
+class LoopWindows:
+    """Windows that begin as a text of the stream does and then repeat themselves to the end: half of them loops that
+    the model itself fell into, looked for anew every `every` steps, the others a stretch of 1 to 64 tokens of text."""
+
+    stream: torch.Tensor  # (N,) token ids
+    length: int
+    generator: torch.Generator
+    every: int = 20
+    found: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)  # text, its first repeated token, period
+
+    def search(self, model: Qwen3ForCausalLM, rows: int = 48, prompt: int = 64, tokens: int = 160) -> None:
+        """Let the model continue texts greedily, and keep those that end in a loop."""
+        starts = torch.randint(len(self.stream) - prompt, (rows,), generator=self.generator).tolist()
+        prompts = torch.stack([self.stream[start : start + prompt] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16):
+            texts = model.generate(prompts, max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+        for text in texts:
+            if (end := find_loop(text[prompt:].tolist())) is not None:
+                end += prompt
+                period = loop_period(text.tolist(), end, LONGEST_PERIOD)
+                self.found.append((text[:end], end - 3 * period, period))
+        self.found = self.found[-256:]
+
+    def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw windows (rows, length + 1), and the first repeated position and period of each, (rows, 2)."""
+        drawn = [self._draw(own=bool(self.found) and i % 2 == 0) for i in range(rows)]
+        texts = [torch.cat([text, text[-period:].repeat(self.length)]) for text, _, period in drawn]
+        marks = torch.tensor([[begin, period] for _, begin, period in drawn])
+        return torch.stack([text[: self.length + 1] for text in texts]), marks
+
+    def _draw(self, own: bool) -> tuple[torch.Tensor, int, int]:
+        if own:
+            return self.found[int(torch.randint(len(self.found), (1,), generator=self.generator))]
+        period = int(2 ** (6 * torch.rand((), generator=self.generator)))  # as many below 8 tokens as above
+        begin = int(torch.randint(64, self.length // 2, (1,), generator=self.generator))
+        start = int(torch.randint(len(self.stream) - self.length, (1,), generator=self.generator))
+        return self.stream[start : start + begin], begin, period
 
 
 def loop_loss(logits: torch.Tensor, ids: torch.Tensor, marks: torch.Tensor, decline: float) -> torch.Tensor:
@@ -152,10 +176,12 @@ def pretrain(config: PretrainConfig) -> dict:
     optimizer = make_optimizer(model, OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay))
     body = torch.compile(model.model) if config.compile else model.model
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)
-    looped = loops(stream, config.length, config.loops, config.steps, config.seed)
+    loops = LoopWindows(stream, config.length, torch.Generator().manual_seed(config.seed))
 
     def backward(step: int) -> float:
-        text, (again, marks) = next(batches), next(looped)
+        if config.loops and step % loops.every == 0:
+            loops.search(model)
+        text, (again, marks) = next(batches), loops.batch(config.loops)
         ids = torch.cat([text, again])  # (batch + loops, length + 1)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model.lm_head(body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state)
@@ -189,20 +215,27 @@ def pretrain(config: PretrainConfig) -> dict:
 
 
 def write_answers(config: PretrainConfig, out: Path) -> None:
-    """Let the finished target continue prompts from its training text, greedily, into out/answers.jsonl: a drafter
-    learns best from what its target writes."""
+    """Let the finished target continue prompts from its training texts, up to where it repeats itself, into
+    out/answers.jsonl: a drafter learns best from what its target writes. Every third answer is sampled at temperature
+    1, the others are greedy."""
     target = load_target(str(out))
     size = config.prompt_tokens
-    texts = target.tokenizer([row["text"] for row in training_rows(DataConfig(source="stdlib"))])["input_ids"]
+    documents = [document.text for read in (stdlib_documents, stdlib_prose) for document in read("train")]
+    texts = target.tokenizer(documents)["input_ids"]
     windows = [ids[start : start + size] for ids in texts for start in range(0, len(ids) - 2 * size, size)]
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(config.seed)).tolist()
-    options = DecodeOptions(method="plain", max_new_tokens=config.answer_tokens, rows=64)
+    prompts = [windows[i] for i in order[: config.answers]]
+    options = DecodeOptions(
+        method="plain", max_new_tokens=config.answer_tokens, rows=64, loop_period=LONGEST_PERIOD, seed=config.seed
+    )
     progress = Progress("writing", "answers")
     with (out / "answers.jsonl").open("w") as file:
-        for first in range(0, config.answers, 128):
-            prompts = [windows[i] for i in order[first : min(first + 128, config.answers)]]
-            for prompt, row in zip(prompts, decode(target, None, prompts, options), strict=True):
+        for first in range(0, len(prompts), 192):
+            some = prompts[first : first + 192]
+            greedy = decode(target, None, some[:128], options)
+            sampled = decode(target, None, some[128:], replace(options, temperature=1.0, seed=config.seed + first))
+            for prompt, row in zip(some, [*greedy, *sampled], strict=True):
                 response = target.tokenizer.decode(row.ids, skip_special_tokens=True)
                 if response.strip():  # a text that ends at once teaches nothing
                     file.write(json.dumps({"prompt": target.tokenizer.decode(prompt), "response": response}) + "\n")
-            progress(first + len(prompts), config.answers)
+            progress(first + len(some), len(prompts))
