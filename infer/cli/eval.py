@@ -18,7 +18,7 @@ class EvalCommand:
     """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked diffusion model,
     which has no drafter, measure what drafting for itself saves.
 
-    checkpoint: a drafter folder or a training checkpoint
+    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
     out: where numbers and pictures go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
@@ -29,7 +29,7 @@ class EvalCommand:
     """
 
     FROM_RUN: ClassVar = ("target", "data")  # of the checkpoint's run, unless they are given
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    checkpoint: str = "embedded"
     out: str = "runs/evaluation"
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -13,14 +13,14 @@ from infer.utils.checks import FREE_TEXT, check_parts
 class GenerateCommand:
     """Continue a prompt and print the rounds and tokens a second.
 
-    checkpoint: a drafter folder, a training checkpoint or an n-gram file
+    checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
     prompt: the text to continue, as it is typed; @file: what the file holds; -: standard input
     target: see TargetConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     """
 
     FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    checkpoint: str = "embedded"
     prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
     target: TargetConfig = field(default_factory=TargetConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)

@@ -14,14 +14,14 @@ from infer.utils.checks import check_parts
 class ServeCommand:
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint or an n-gram file
+    checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
     target: see TargetConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     server: see ServerConfig in infer/serving/config.py
     """
 
     FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
-    checkpoint: str = "runs/embedded-dflash/checkpoints/best"
+    checkpoint: str = "embedded"
     target: TargetConfig = field(default_factory=TargetConfig)
     decoding: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

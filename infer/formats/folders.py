@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infer.formats.integrity import tensor_digest
+from infer.targets.loading import EMBEDDED
 from infer.utils.files import NotReadable, json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
@@ -55,9 +56,10 @@ class Folder:
 
 
 def find_folder(path: str | Path) -> Path:
-    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's, or a hub id's, of which JSON
-    and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
-    folder = Path(path)
+    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's, for "embedded" the one beside
+    the embedded target, or a hub id's, of which JSON and safetensors files are downloaded. Raises
+    FileNotFoundError where there is none."""
+    folder = EMBEDDED if str(path) == "embedded" else Path(path)
     if (folder / "drafter").is_dir():
         return folder / "drafter"
     if folder.is_dir():
