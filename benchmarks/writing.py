@@ -3,8 +3,9 @@
     python benchmarks/writing.py data/embedded [another folder ...]
 
 Loss is that of windows of 512 tokens of the standard library's held-out files and pages. A target then continues 48
-windows of 96 tokens from each by 128 tokens, greedy and at temperature 1, without penalties or early ends. `loops`: share
-of the answers in which a period of at most 64 tokens comes four times in a row, anywhere; `end`: still at the end.
+windows of 96 tokens from each by 128 tokens, greedy and at temperature 1, without penalties or early ends. `loops`:
+share of the answers in which a period of at most 64 tokens comes four times in a row, anywhere; `end`: still at the
+end.
 """
 
 import sys
