@@ -16,11 +16,13 @@ def normalise(row: object, answered: bool = True) -> dict:
     be `answered`, else the answer's place is empty: what is behind the last question is left out.
 
     Formats: {"messages": [{"role", "content"}]}, with "response" behind them if the last one is the user's (what
-    `./launch.sh regenerate` writes); ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"};
-    {"text"}. Raises ValueError with what is wrong.
+    `./launch.sh regenerate` writes); ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"} or
+    "completion", texts or both messages; Alpaca's {"instruction", "input", "output"}; {"text"}. Raises ValueError with
+    what is wrong.
     """
     if not isinstance(row, dict):
         raise ValueError("a row is a JSON object")
+    row = _in_our_words(row)
     turns = row.get("messages") or row.get("conversations")
     if turns is not None:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
@@ -43,6 +45,19 @@ def normalise(row: object, answered: bool = True) -> dict:
     if not text.strip() and (answered or not prompt):
         raise ValueError("an empty text")
     return {"prompt": prompt, "text": text, "messages": None}
+
+
+def _in_our_words(row: dict) -> dict:
+    """Return a row of a format that only calls things by other names, by ours."""
+    if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):  # Alpaca
+        asked = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]}
+    if "completion" in row and "response" not in row:
+        row = row | {"response": row["completion"]}
+    prompt, response = row.get("prompt"), row.get("response")
+    if isinstance(prompt, list) and isinstance(response, list):
+        return {"messages": prompt + response}
+    return row
 
 
 def _turn(turn: dict) -> dict[str, str]:

@@ -33,18 +33,18 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     """Return `count` prompts that training never saw, as many of one kind as of another where there are so many, and
     `outside` texts from outside the data (no more than `count`, or than OUTSIDE has).
 
-    A chat gives all before its last answer, a row with a prompt of its own that prompt (the last `tokens` tokens);
+    A chat gives whole turns, `_asked`, a row with a prompt of its own that prompt (the last `tokens` tokens);
     plain text its first `tokens` tokens, and as many before one of its PLACES. Where that is not enough, windows from
-    further on are taken round-robin from every text that is long enough, so that few texts still give many prompts.
-    Raises ValueError if there are too few.
+    further on are taken round-robin from every text that is long enough, so that few texts still give many prompts;
+    and where that is not enough either, first halves of short texts. Small data may give fewer than `count`; raises
+    ValueError where there are none.
     """
     found: dict[str, list[list[int]]] = {}
     windows: list[tuple[int, list[int]]] = []
+    halves: list[list[int]] = []
     for row in islice(held_out_rows(config), 20 * count):
         if row["messages"]:
-            asked = row["messages"][:-1]  # the last one is an answer
-            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
-            found.setdefault("chats", []).append(ids[-tokens:])
+            found.setdefault("chats", []).append(_asked(row["messages"], tokenizer, tokens))
         elif row["prompt"]:
             found.setdefault("prompts", []).append(tokenizer(row["prompt"])["input_ids"][-tokens:])
         else:
@@ -54,13 +54,14 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
                 found.setdefault(kind, []).append(ids[end - tokens : end])
             starts = range(4 * tokens if ends else 0, len(ids) - 2 * tokens, 4 * tokens)
             windows += [(turn, ids[start : start + tokens]) for turn, start in enumerate(starts)]
+            halves += [ids[: min(tokens, len(ids) // 2)]] if len(ids) > 1 and not (ends or starts) else []
         if all(len(found.get(kind, ())) * (1 + len(PLACES)) >= count for kind in (STARTS, *PLACES)):
             break
-    spare = [ids for _, ids in sorted(windows, key=lambda window: window[0])]
+    spare = [ids for _, ids in sorted(windows, key=lambda window: window[0])] + halves
     ready = [*_in_turn({kind: iter(prompts) for kind, prompts in found.items()})]
     prompts = [*ready[:count], *(Prompt(ids, FURTHER) for ids in spare[: max(0, count - len(ready))])]
-    if len(prompts) < count:
-        raise ValueError(f"evaluation.prompts={count}: the held-out text gives only {len(prompts)} prompts")
+    if not prompts:
+        raise ValueError(f"data.source={config.source}: the held-out rows give no prompt to evaluate with")
     with OUTSIDE.open(encoding="utf-8") as lines:
         others = [json.loads(line) for line in islice(lines, min(outside, count))]
     return prompts + [Prompt(tokenizer(row["prompt"])["input_ids"][-tokens:], row["kind"], ELSEWHERE) for row in others]
@@ -69,6 +70,23 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
 def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:
     """Return the ids of `evaluation_prompts` without those from outside."""
     return [prompt.ids for prompt in evaluation_prompts(config, tokenizer, count, tokens)]
+
+
+def few_prompts(found: int, wanted: int) -> str | None:
+    """Return the sentence about data too small for the prompts that are wanted, None where it is not."""
+    if found >= wanted:
+        return None
+    return f"evaluations have {found} prompts, not evaluation.prompts={wanted}: the held-out text gives no more"
+
+
+def _asked(messages: list[dict[str, str]], tokenizer, tokens: int) -> list[int]:
+    """Return a chat up to its last answer that `tokens` tokens have room for: whole turns, from the template's first
+    token on, so that the system prompt is there. Where not even the first question has room, its last tokens."""
+    for end in reversed([i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i]):
+        ids = tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True, return_dict=True)["input_ids"]
+        if len(ids) <= tokens:
+            return ids
+    return ids[-tokens:]
 
 
 def _ends(text: str, tokenizer, length: int, tokens: int) -> Iterator[tuple[str, int]]:

@@ -22,7 +22,7 @@ ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or another packing:
 # rows that are in a cache are then made again. tests/data/test_packing.py notices such a change.
-FORMAT = 1
+FORMAT = 2
 LONGEST_LINE = 64 << 20  # characters of a row in a file
 HELD_OUT = 50  # one row in 50 of the user's own data is kept for evaluation
 
@@ -47,7 +47,8 @@ class DataConfig:
 
     source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your
         files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts
-    path: of jsonl, a file, or a folder of .jsonl(.gz) and .parquet files; of hub, the name or folder
+    path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each; of hub, the name
+        or folder
     split: of hub, which split
     parts: of mixture, its parts, see Part; as many rows as the scarcest one allows
     length: tokens in a packed row
@@ -116,7 +117,7 @@ def files_of(path: str) -> list[Path]:
     """Return the files that a path stands for. Raises ValueError for a device or pipe, which might never end."""
     found = [Path(path)]
     if found[0].is_dir():
-        found = sorted(file for kind in ("jsonl", "jsonl.gz", "parquet") for file in found[0].rglob(f"*.{kind}"))
+        found = sorted(file for kind in ("jsonl", "jsonl.gz", "parquet", "txt") for file in found[0].rglob(f"*.{kind}"))
     for file in found:
         if file.exists() and not file.is_file():
             raise ValueError(f"data.path={path}: {file} is no regular file, but a device, pipe or folder")
@@ -141,8 +142,8 @@ def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
 
 
 def file_records(file: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) of a .jsonl file, compressed (.jsonl.gz) or not, a .parquet file, or a .json file that is one list;
-    a line that is no JSON comes as its error."""
+    """(where, row) of a .jsonl file, compressed (.jsonl.gz) or not, a .parquet file, a .txt file, which is one text, or
+    a .json file that is one list; a line that is no JSON comes as its error. A byte order mark is no part of a text."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 
@@ -154,9 +155,11 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
                     yield f"{file}, row {number}", row
         except (ValueError, OSError) as error:  # pyarrow's errors are among them
             raise ValueError(f"{file}: no sound Parquet file, after row {number} ({error})") from error
+    elif file.suffix == ".txt":
+        yield str(file), {"text": read_text(file)}
     elif file.suffix == ".json":  # one list, as ShareGPT came
         try:
-            rows = json.loads(file.read_text(encoding="utf-8"))
+            rows = json.loads(file.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: no JSON ({error})") from error
         if not isinstance(rows, list):
@@ -166,7 +169,7 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
         opened = gzip.open if file.suffix == ".gz" else open
         number = 0
         try:
-            with opened(file, "rt", encoding="utf-8", errors="replace") as lines:
+            with opened(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
                 for number, line in enumerate(bounded_lines(lines), 1):
                     try:
                         yield f"{file}, line {number}", json.loads(line)
@@ -174,6 +177,13 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
                         yield f"{file}, line {number}", ValueError(error)
         except (OSError, EOFError, zlib.error) as error:  # the last two, and an OSError, are gzip's
             raise ValueError(f"{file}: damaged or cut off after line {number} ({error})") from error
+
+
+def read_text(file: Path) -> str:
+    """Return a text file's content. Raises ValueError for one that is longer than any row may be."""
+    if file.stat().st_size > LONGEST_LINE:
+        raise ValueError(f"{file}: a text of more than {LONGEST_LINE >> 20} MB; split it, or use .jsonl")
+    return file.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def bounded_lines(file: TextIO) -> Iterator[str]:

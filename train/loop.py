@@ -35,7 +35,7 @@ from train.optim import learning_rate, set_rate
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
 from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
 from train.run.folder import check_run_folder, open_run
-from train.run.hooks import evaluate_checkpoint, finish_report
+from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.initial import initial_drafter, resolve_init
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.progress import Progress
@@ -212,6 +212,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
     dataset = stored if stored is not None else prepared_rows(config, target)
+    few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
     folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
     if config.target.shard:
@@ -235,6 +236,8 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
         f"{len(dataset):,} packed rows of {config.data.length} tokens, {total_steps(config, len(dataset))} steps"
         + (f"; going on after step {done}" if done else "")
     )
+    if few:
+        notes.append(few)
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done, config.keep_states)))
     return Run(config, folder, device, target, stored, dataset, engine, done, notes)

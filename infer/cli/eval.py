@@ -45,7 +45,7 @@ class EvalCommand:
 def run(config: EvalCommand) -> None:
     if config.suite.name is not None:
         return run_suite(config)
-    from data.prompts import evaluation_prompts
+    from data.prompts import evaluation_prompts, few_prompts
     from infer.evaluation.evaluate import evaluate
     from infer.evaluation.masked import evaluate_masked, masked_options
     from infer.evaluation.report import write_report
@@ -57,6 +57,8 @@ def run(config: EvalCommand) -> None:
     target, drafter = load(config.target, None, "ssd") if masked else load(config.target, config.checkpoint)
     outside = 0 if masked else options.outside
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
+    if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
+        print(few, file=sys.stderr)
     if masked:
         result = evaluate_masked(
             target,

@@ -185,3 +185,45 @@ def test_the_library_and_the_answers_are_all_good(capsys):
 
     assert len(list(training_rows(DataConfig()))) > 2500
     assert len(list(training_rows(DataConfig(source="stdlib")))) > 300
+
+
+def test_evaluation_prompts_are_whole_turns_from_the_templates_first_token(tokenizer, tmp_path):
+    """The longest beginning that has room; with its system prompt, and an invitation to answer at its end."""
+    file, messages = (
+        tmp_path / "chats.jsonl",
+        chat("one", "yes " * 9, "two", "no " * 30, "three", "so", system="Be brief."),
+    )
+    file.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": chat("a", "b")}) + "\n")
+    config = DataConfig(source="jsonl", path=str(file))
+    sizes = {}
+    for turns in (2, 4, 6):
+        asked = tokenizer.apply_chat_template(messages[:turns], add_generation_prompt=True, return_dict=True)
+        sizes[turns] = asked["input_ids"]
+    assert held_out_prompts(config, tokenizer, 1, 1000) == [sizes[6]]
+    assert held_out_prompts(config, tokenizer, 1, len(sizes[6]) - 1) == [sizes[4]]
+    assert held_out_prompts(config, tokenizer, 1, len(sizes[4]) - 1) == [sizes[2]]
+    assert held_out_prompts(config, tokenizer, 1, 5) == [sizes[2][-5:]]  # not even the first question has room
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"prompt": "p", "completion": "c"}, {"prompt": "p", "text": "c", "messages": None}),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, chat("Add.\n\n1, 2", "3")),
+        ({"instruction": "Say hi.", "input": "", "output": "hi", "text": "Below is ..."}, chat("Say hi.", "hi")),
+        ({"prompt": chat("q"), "completion": [{"role": "assistant", "content": "a"}]}, chat("q", "a")),
+    ],
+    ids=["completion", "alpaca", "alpaca without input", "conversational"],
+)
+def test_other_rows_that_are_common(row, expected):
+    wanted = expected if isinstance(expected, dict) else {"prompt": "", "text": "", "messages": expected}
+    assert normalise(row) == wanted
+    with pytest.raises(ValueError, match="no answer|an empty text"):
+        normalise({"instruction": "x", "output": ""})
+
+
+def test_text_files_and_byte_order_marks(tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffA whole text,\n\nof two parts.\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "first"}\n{"text": "second"}\n', encoding="utf-8")
+    rows = list(read_rows(DataConfig(source="jsonl", path=str(tmp_path), bad_rows=0)))
+    assert sorted(row["text"] for row in rows) == ["A whole text,\n\nof two parts.\n", "first", "second"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.prompts import evaluation_prompts
+from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import Measured, Part, brief, decode_all, parts_of, summarise
 from infer.evaluation.report import write_report
@@ -79,6 +79,17 @@ def evaluate_checkpoint(
                 write_failure(out, [describe_error(error)], progress)
 
     first_only(write)
+
+
+def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
+    """Return a sentence where the user's own data give fewer held-out prompts than evaluations want. Raises ValueError,
+    before the first step, where they give none."""
+    if config.data.source in ("embedded", "stdlib"):  # the library has thousands
+        return None
+    options = config.evaluation
+    return few_prompts(
+        len(evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens)), options.prompts
+    )
 
 
 def parts_to_decode(target: Target, config: TrainConfig, last: bool) -> list[Part]:
