@@ -160,3 +160,8 @@ def test_every_conditional_head_is_lossless_on_fifty_prompts(embedded, name, opt
             found = decode(embedded, drafter, prompts, DecodeOptions(method=method, budget=budget, **common))
             assert [text.ids for text in found] == wanted, (method, budget, temperature)
             assert sum(len(text.ids) - 1 for text in found) > sum(text.stats.rounds for text in found)
+
+
+def test_commands_of_readme_and_docs_compose(run_program):
+    """Run them all with `--checkpoint runs/.../best`; that takes minutes."""
+    assert "; 0 faults" in run_program("docs_commands", "--compose")
