@@ -24,6 +24,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.suites import BY_NAME
 from infer.main import COMMANDS
 from infer.utils.entry import composed
 
@@ -125,6 +126,8 @@ def commands() -> list[Found]:
 def filled(argument: str, stand_in: Path) -> str:
     """Return an argument with something real where a reader fills something in."""
     key, _, value = argument.partition("=")
+    if key == "suite.folder" and not value.endswith(".jsonl"):
+        return f"{key}={stand_in.parent}"
     if key in ("data.path", "path") or key in ("suite.folder", "features", "run", "trie"):
         return f"{key}={stand_in}"
     if value in ("...", "[...]") and key.startswith("checkpoint"):
@@ -202,6 +205,8 @@ def main() -> None:
         stand_in = Path(name) / "rows.jsonl"
         stand_in.write_text('{"prompt": "def f(x):", "response": " return x"}\n')
         (Path(name) / "manifest.json").write_text("{}")
+        for suite in BY_NAME:
+            shutil.copy(stand_in, Path(name) / f"{suite}.jsonl")
         copy = None
         for found in commands():
             if found.name in ("test", "help") or found.is_pattern:
