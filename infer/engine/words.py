@@ -13,8 +13,9 @@ CHARACTER = 4  # bytes of the longest character, and so the most tokens it takes
 
 
 def words_of(tokenizer: object, ids: list[int]) -> str:
-    """Return the text of tokens, without special ones."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    """Return the text of tokens, without special ones. Spaces stay as they are: a tokenizer that cleans them up, "do
+    n't" to "don't", would change words that a stream has given away."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def is_firm(tokenizer: object, id: int) -> bool:

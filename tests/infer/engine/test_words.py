@@ -84,3 +84,18 @@ def test_only_the_end_of_a_long_text_is_decoded(byte_fallback):
     ids = byte_fallback.tokenizer.convert_tokens_to_ids(["▁a", "<|s|>", "b"] * 2000)
     words = last_words(byte_fallback.tokenizer, ids, 5)
     assert words_of(byte_fallback.tokenizer, ids).endswith(words) and 5 <= len(words) < 200
+
+
+def test_a_tokenizer_that_cleans_up_spaces_streams_what_it_answers():
+    """Word pieces, of which decoding whole texts would join "do n't ." to "don't."."""
+    words = ["[UNK]", "do", "n", "'", "t", ".", ",", "I", "'m", "n't"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]")),
+        clean_up_tokenization_spaces=True,
+    )
+    ids = list(range(1, len(words))) * 3
+    assert tokenizer.decode([1, 9, 5]) == "don't." and words_of(tokenizer, [1, 9, 5]) == "do n't ."
+    target = SimpleNamespace(tokenizer=tokenizer, end_ids=frozenset())
+    for seed in range(5):
+        text, seen = streamed(target, ids, TextOptions(max_new_tokens=len(ids), stop=["t ; x"]), random.Random(seed))
+        assert "".join(seen) == answer_text(target, text.ids, text.options) == words_of(tokenizer, ids)

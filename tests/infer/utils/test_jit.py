@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 
+from infer.utils.jit import njit
+
 PROGRAM = """
 import torch
 from infer.trees import compiled, guided
@@ -36,3 +38,17 @@ def test_a_checkout_and_a_home_that_cannot_be_written_cost_the_cache_only(repo, 
     command = [sys.executable, str(tmp_path / "program.py")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr
+
+
+def test_a_full_disk_costs_the_cache_only(monkeypatch):
+    from numba.core import caching
+
+    tried = []
+
+    def full(*_):
+        tried.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", full)
+    double = njit(lambda x: 2 * x)
+    assert double(21) == 42 and tried
