@@ -1,6 +1,6 @@
 """Draw the pictures of docs/how-it-works.md from one real round on the embedded target.
 
-    python benchmarks/pictures.py checkpoint=runs/embedded-dflash/checkpoints/best
+    python benchmarks/pictures.py
 
 Writes docs/pictures/{block,tree,mask}.svg: what the drafter proposes at every position, the tree that is made of it
 with the path that the target accepts, and which node sees which in the one pass that verifies the tree. The accepted
@@ -18,8 +18,9 @@ from infer import generate, load_drafter, load_target
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
 
+DRAFTER = Path(__file__).resolve().parent.parent / "data" / "embedded" / "drafter"  # or checkpoint=
 OUT = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-PROMPT = "    if not isinstance(value, str):\n        raise"
+PROMPT = "    def __repr__(self):\n        return '%s("
 NODES = 14
 ACCEPTED, DRAFTED, ROOT, QUIET = "#0a7d3c", "#8a8f98", "#b36b00", "#8a8f98"
 STYLE = (
@@ -31,7 +32,7 @@ STYLE = (
 def main() -> None:
     checkpoint = dict(argument.split("=", 1) for argument in sys.argv[1:]).get("checkpoint")
     target = load_target("embedded", "float32", "cpu")
-    drafter = load_drafter(checkpoint or "runs/embedded-dflash/checkpoints/best")
+    drafter = load_drafter(checkpoint or str(DRAFTER))
     prompt, length = target.tokenizer(PROMPT)["input_ids"], drafter.block_size - 1
     text = generate(target, drafter, prompt, method="plain", max_new_tokens=length + 2).ids
     marginals = draft(target, drafter, prompt, text[0])  # (1, L, V)

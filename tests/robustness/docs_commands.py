@@ -45,6 +45,7 @@ FOREIGN = (
     "data=jsonl",
     "runs/mine",
     "license=",
+    "path=mine",
 )
 BOUNDED = {  # what keeps a run short, where the command says nothing of it
     "eval": ["evaluation.prompts=1", "evaluation.max_new_tokens=8", "evaluation.budgets=[4]", "evaluation.outside=0"],
