@@ -119,7 +119,13 @@ def measure(arguments: argparse.Namespace, target, drafter, prompts: list[list[i
 
     def run(**options) -> float:
         options = DecodeOptions(
-            arguments.tokens, arguments.temperature, seed=1, rows=8, continuity=arguments.continuity, **options
+            arguments.tokens,
+            arguments.temperature,
+            seed=1,
+            rows=8,
+            positions=None,  # else trees of rows side by side are cut
+            continuity=arguments.continuity,
+            **options,
         )
         return tau(decode(target, drafter, prompts, options))
 
