@@ -47,14 +47,11 @@ FOREIGN = (
     "license=",
     "path=mine",
 )
+ONCE = ["evaluation.repeats=1", "evaluation.sampled=null"]
+SHORT = ["evaluation.prompts=1", "evaluation.max_new_tokens=8", "evaluation.budgets=[4]", "evaluation.outside=0", *ONCE]
 BOUNDED = {  # what keeps a run short, where the command says nothing of it
-    "eval": ["evaluation.prompts=1", "evaluation.max_new_tokens=8", "evaluation.budgets=[4]", "evaluation.outside=0"],
-    "compare": [
-        "evaluation.prompts=1",
-        "evaluation.max_new_tokens=8",
-        "evaluation.budgets=[4]",
-        "evaluation.outside=0",
-    ],
+    "eval": SHORT,
+    "compare": SHORT,
     "generate": ["decoding.max_new_tokens=8"],
     "ngram": ["data.limit=20"],
 }
