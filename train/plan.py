@@ -18,7 +18,7 @@ from data.rows import files_of, single, training_rows
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
 from infer.targets.loading import load_config, resolve_dtype, resolve_path
-from infer.targets.support import head_size, key_heads, refuse_unsupported
+from infer.targets.support import expert_share, head_size, key_heads, mlp_size, refuse_unsupported
 from train.config import TrainConfig
 from train.engine import compute_dtype, micro_batch
 from train.features import row_bytes
@@ -100,7 +100,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
         id(p): p.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()
     }
     experts = sum(count for name, count in counts.items() if ".experts." in name)
-    share = (getattr(text, "num_experts_per_tok", None) or 0) / (getattr(text, "num_experts", None) or 1)
+    share = expert_share(text)
     everything = sum(counts.values())
     head_dim = head_size(text)
     return Shape(
@@ -119,7 +119,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
         hidden=text.hidden_size,
         width=text.num_attention_heads * head_dim,
         kv_width=key_heads(text) * head_dim,
-        intermediate=text.intermediate_size,
+        intermediate=mlp_size(text),
         vocabulary=text.vocab_size,
         target_layers=text.num_hidden_layers,
         target_parameters=everything,

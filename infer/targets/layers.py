@@ -85,7 +85,9 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
         second = "pre_feedforward_layernorm"
         after = read_norm(parts["post_attention_layernorm"]), read_norm(parts["post_feedforward_layernorm"])
     names = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
-    projections, qk_norm = [getattr(attention, name) for name in names], None
+    projections, qk_norm = [getattr(attention, name, None) for name in names], None
+    if None in projections:
+        raise UnknownLayer(f"projections of other names ({type(attention).__name__})")
     if getattr(attention, "q_norm", None) is not None:
         norms = read_norm(attention.q_norm), read_norm(attention.k_norm)
         if any(len(norm.weight) != attention.head_dim for norm in norms):

@@ -21,9 +21,9 @@ STATES = ("mamba_", "ssm_", "lru_", "linear_key_head_dim", "conv_L_cache")  # na
 # models whose states follow trees (infer/targets/recurrent.py)
 FOLLOWED = {
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # Gated DeltaNet
-    "kimi_linear",  # KDA
+    *("kimi_linear", "bailing_hybrid"),  # KDA
     *("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "zamba2"),  # Mamba-2
-    *("lfm2", "lfm2_moe"),  # short convolutions
+    *("lfm2", "lfm2_moe", "lfm3"),  # short convolutions
 }
 # Config keys of features that our cache, masks or head do not support, and what they mean.
 FOREIGN = {
@@ -98,6 +98,16 @@ def longest(config: "PretrainedConfig") -> int | None:
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
         return None
     return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+def expert_share(config: "PretrainedConfig") -> float:
+    """Return the share of a target's experts that compute a token."""
+    chosen = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+    there = ("num_experts", "num_local_experts", "n_routed_experts")
+    used, all_of_them = (
+        next((size for name in names if (size := getattr(config, name, None))), 0) for names in (chosen, there)
+    )
+    return used / max(1, all_of_them)
 
 
 def mlp_size(config: "PretrainedConfig") -> int:

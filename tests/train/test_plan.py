@@ -7,8 +7,13 @@ import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
+from infer.config import DrafterConfig
+from infer.drafters.families import FAMILIES
+from infer.targets.support import refuse_unsupported
 from train.batches import draw_blocks
 from train.blocks import block_mask
 from train.config import TrainConfig
@@ -107,3 +112,17 @@ def test_a_plan_needs_neither_weights_nor_a_network(start_command):
 def test_a_plan_refuses_what_the_run_would(start_command):
     said = start_command("infer/main.py", ["plan", "optim.batch=3"], NPROC="2").finish(code=2)
     assert "optim.batch=3" in said and "Traceback" not in said
+
+
+def test_every_named_target_is_planned(repo):
+    """conf/target/*.yaml: none is refused, and drafters have sizes for them."""
+    named = sorted((repo / "conf" / "target").glob("*.yaml"))
+    sizes = [given for file in named if (given := OmegaConf.load(file).get("sizes"))]
+    assert len(sizes) > 18
+    for given in sizes:
+        theirs = AutoConfig.for_model(**OmegaConf.to_container(given))
+        refuse_unsupported(theirs)
+        for family in ("dflash", "dart"):
+            options = DrafterConfig(family=family, mask_token_id=1, layers=1)
+            config = FAMILIES[family].load().config_for(options, None, theirs)
+            assert config.intermediate_size > config.hidden_size / 2 and config.head_dim * config.num_attention_heads

@@ -45,6 +45,7 @@ DELTA |= {"layer_types": LINEAR}
 MLA = {"kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 KIMI = MLA | {"layer_types": LINEAR, "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 4}
 KIMI |= {"num_key_value_heads": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16, "num_shared_experts": 1}
+LING = KIMI | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_expand": 2}
 GRANITE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16, "mamba_n_groups": 1}
 NEMOTRON = {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"]}
@@ -59,6 +60,7 @@ GEMMA_3N |= {"altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_patte
 GEMMA_4 = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V}
 GEMMA_4 |= {"global_head_dim": 16}
 MIMO = {"n_routed_experts": 4}
+LFM_3 = {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "sliding_window": WINDOW}
 LFM_MOE = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_experts": 4, "num_experts_per_tok": 2}
 LFM_MOE |= {"moe_intermediate_size": 16, "num_dense_layers": 1}
 FAMILIES = {
@@ -91,6 +93,11 @@ FAMILIES = {
     "zamba 2": ("zamba2", ZAMBA),
     "lfm 2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "lfm 2 moe": ("lfm2_moe", LFM_MOE),
+    "lfm 3": (
+        "lfm3",
+        {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "sliding_window": WINDOW},
+    ),
+    "ling 3": ("bailing_hybrid", LING),
     "deepseek 2": ("deepseek_v2", MLA | DEEPSEEK),
     "deepseek 3": ("deepseek_v3", MLA | DEEPSEEK | {"q_lora_rank": 8}),
     "glm 4 lite": ("glm4_moe_lite", MLA | DEEPSEEK | {"q_lora_rank": 8}),
@@ -402,7 +409,7 @@ def test_angles_that_change_with_the_length_stay_where_they_do_not():
 
 MIXED_CACHES = {"qwen 3.5", "qwen 3.5 moe", "qwen 3 next", "olmo hybrid"}
 MIXED_CACHES |= {"kimi linear", "nemotron h", "falcon h1", "bamba", "granite 4", "zamba 2", "lfm 2", "lfm 2 moe"}
-MIXED_CACHES |= {"deepseek 2", "deepseek 3", "glm 4 lite", "gemma 4", "mimo"}
+MIXED_CACHES |= {"lfm 3", "ling 3", "deepseek 2", "deepseek 3", "glm 4 lite", "gemma 4", "mimo"}
 # soft-capped scores, sinks, one norm a layer, norms of what is added
 OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3", "gemma 3n"}
 
