@@ -205,7 +205,10 @@ def listing(verdicts: list[Verdict]) -> str:
         "| --- | --- |",
         *(f"| {why} | {', '.join(kinds)} |" for why, kinds in sorted(reasons.items())),
     ]
-    for what, some in (("Wrong", by["wrong"]), ("Not tried, no tiny model of it could be made", rest)):
+    for what, some in (
+        ("Wrong, or fails with an error", by["wrong"]),
+        ("Not tried, no tiny model of it could be made", rest),
+    ):
         if some:
             lines += ["", f"**{what}:** " + "; ".join(f"{v.kind} ({v.why})" for v in some) + "."]
     return "\n".join(lines)

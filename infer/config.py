@@ -39,6 +39,7 @@ class TargetConfig:
     trust_remote_code: run modelling code that comes with the model
     sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
     shard: in training, spread the target's layers over all processes, for a target too big for one GPU
+    adapter: a LoRA adapter (peft) for it, a folder or hub id
     """
 
     path: str = "embedded"
@@ -47,6 +48,7 @@ class TargetConfig:
     trust_remote_code: bool = False
     sizes: dict[str, Any] | None = None
     shard: bool = False
+    adapter: str | None = None
 
     def check(self) -> None:
         """Raise ValueError for a target without a name, or a dtype that does not exist."""

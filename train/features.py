@@ -247,7 +247,9 @@ def store_features(config: FeaturesConfig) -> None:
 
     options = config.target
     config = replace(config, drafter=resolve_init(config.drafter, options))
-    target = load_target(options.path, options.dtype, options.device, options.trust_remote_code)
+    target = load_target(
+        options.path, options.dtype, options.device, options.trust_remote_code, adapter=options.adapter
+    )
     layers = FAMILIES[config.drafter.family].load().tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)

@@ -23,7 +23,7 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
     if checkpoint is not None:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
         drafter = open_drafter(checkpoint, layers)
-    model = load_target(place.path, place.dtype, place.device, place.trust_remote_code)
+    model = load_target(place.path, place.dtype, place.device, place.trust_remote_code, adapter=place.adapter)
     if drafter is None:
         return model, None
     drafter.check_target(model)

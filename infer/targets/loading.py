@@ -34,6 +34,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"target.device={name}: torch knows no such device") from error
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"target.device={name}: torch {torch.__version__} finds no Metal here; use cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"target.device={name}: {without_cuda()}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -150,11 +152,14 @@ def load_target(
     device: str = "auto",
     trust_remote_code: bool = False,
     only_layers: Iterable[int] | None = None,
+    adapter: str | None = None,
 ) -> Target:
     """Load a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
-    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
+    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then. The LoRA
+    `adapter`, a folder or hub id, is added to the weights.
 
-    Raises FileNotFoundError, naming what could not be found and how to give a local path.
+    Raises FileNotFoundError, naming what could not be found and how to give a local path, and ValueError for quantised
+    weights that this machine cannot run.
     """
     logging.disable_progress_bar()
     place = resolve_device(device)
@@ -169,8 +174,33 @@ def load_target(
             fill_weights(model, weight_files(path), only_layers, options["dtype"], place)
             return Target(model, tokenizer, name=path)
         options["attn_implementation"] = model.config.get_text_config()._attn_implementation
-        model = AutoModelForCausalLM.from_pretrained(resolve_path(path), **options)
-    return Target(model.to(place), tokenizer, name=path)
+        model = load_model(path, place, config, options)
+    if adapter is None:
+        return Target(model, tokenizer, name=path)
+    return Target(with_adapter(model, adapter), tokenizer, name=f"{path} + {adapter}")
+
+
+def load_model(path: str, place: torch.device, config: PretrainedConfig, options: dict) -> nn.Module:
+    """Load a model whole onto the device; quantised weights as their method wants them, which no `.to` may follow."""
+    quantised = getattr(config, "quantization_config", None)
+    if not quantised:
+        return AutoModelForCausalLM.from_pretrained(resolve_path(path), **options).to(place)
+    try:
+        return AutoModelForCausalLM.from_pretrained(resolve_path(path), device_map={"": place}, **options)
+    except (ImportError, RuntimeError) as error:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"target.path={path}: {method} weights do not run on this machine: {reason}") from error
+
+
+def with_adapter(model: nn.Module, adapter: str) -> nn.Module:
+    """Return the model with a LoRA adapter's changes added to its weights. Raises ValueError without peft."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(f"target.adapter={adapter} needs peft: pip install 'blockdraft[adapters]'") from error
+    with explain_missing(adapter):
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
 
 
 def without_memory(config: PretrainedConfig, **options: object) -> nn.Module:

@@ -320,7 +320,7 @@ class Target:
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """Return the masks of nodes (B, M) with `ancestors` (B, M, M) behind the `ends` (B,) of a cache. Rows of one
         length and one kind of full attention are the common case, and cheap: all of the cache is visible."""
-        if cache.static or set(self.windows.values()) != {None} or len(set(cache.lengths)) > 1:
+        if cache.static or self.recurrent or set(self.windows.values()) != {None} or len(set(cache.lengths)) > 1:
             return self.masks(cached(ends, ancestors, window.extent), positions, ends)
         nodes = ancestors.shape[1]
         if nodes == 1 and isinstance(self.decoder_pass, LeanDecoder):

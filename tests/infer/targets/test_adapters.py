@@ -1,0 +1,83 @@
+"""Targets as people have them: a LoRA adapter, quantised weights, and devices that are not there."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from infer.api import decode
+from infer.config import DecodeOptions
+from infer.targets import loading
+from infer.targets.loading import load_target, resolve_device
+
+V = 97
+
+
+@pytest.fixture
+def folder(tmp_path, repo):
+    """A tiny random model on disk, with the embedded tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    for file in (repo / "data" / "embedded").glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path / "model")
+    return tmp_path
+
+
+def trees_write(target, scripted_drafter, own) -> None:
+    """Assert that chains and trees write what the model's own `generate` does."""
+    prompt = [5, 9, 33, 60, 2]
+    expected = own.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0].tolist()
+    for method in ("chain", "ddtree"):
+        drafter = scripted_drafter([expected], 4, V)
+        options = DecodeOptions(16, method=method, budget=6, ignore_eos=True)
+        assert decode(target, drafter, [prompt], options)[0].ids == expected[len(prompt) :]
+
+
+def test_an_adapter_is_part_of_the_target(folder, scripted_drafter):
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(folder / "adapter")
+    target = load_target(str(folder / "model"), "float32", "cpu", adapter=str(folder / "adapter"))
+    ids = torch.tensor([[5, 9, 33]])
+    with torch.no_grad():
+        assert torch.allclose(target.model(ids).logits, adapted(ids).logits, atol=1e-4)
+        with adapted.disable_adapter():
+            assert (target.model(ids).logits - adapted(ids).logits).abs().max() > 1e-2
+    trees_write(target, scripted_drafter, adapted)
+
+
+def test_quantised_weights_are_loaded_as_they_are(folder, scripted_drafter):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    options = {"device_map": {"": "cpu"}, "dtype": torch.float32}
+    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    own = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=quantised, **options)
+    own.save_pretrained(folder / "small")
+    for file in (folder / "model").glob("tokenizer*.json"):
+        shutil.copy(file, folder / "small")
+    target = load_target(str(folder / "small"), "float32", "cpu")
+    assert target.dtype == torch.float32 and target.head_weight.is_floating_point()
+    trees_write(target, scripted_drafter, own)
+
+
+def test_what_cannot_be_run_here_is_said_in_a_sentence(folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ValueError, match="target.adapter=.*needs peft: pip install"):
+        loading.with_adapter(None, "adapter")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="target.device=mps.*no Metal here"):
+        resolve_device("mps")
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise ImportError("Using `bitsandbytes` needs a package")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fails)
+    config = Qwen3Config(quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(ValueError, match="bitsandbytes weights do not run on this machine: Using"):
+        loading.load_model("some/model", torch.device("cpu"), config, {})
