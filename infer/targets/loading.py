@@ -171,6 +171,10 @@ def load_target(
         model = without_memory(config, **options)
         refuse_unfit(model)
         if only_layers is not None:
+            if adapter is not None:
+                raise ValueError(f"target.adapter={adapter}: stored features need the merged model as target.path")
+            if getattr(config, "quantization_config", None):  # layers are not stored as the numbers that they stand for
+                only_layers = ()
             fill_weights(model, weight_files(path), only_layers, options["dtype"], place)
             return Target(model, tokenizer, name=path)
         options["attn_implementation"] = model.config.get_text_config()._attn_implementation
