@@ -219,7 +219,8 @@ class EngineConfig(MaskedConfig):
 
     method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py; of masked models steps or
         ssd: docs/methods.md
-    budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto"
+    budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto": as
+        machine and load allow, down to none
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
@@ -279,7 +280,7 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
         if not 0 <= self.continuity_weight < float("inf"):
             raise ValueError(f"continuity_weight={self.continuity_weight}: 0 or above")
-        if self.budget == "auto" and not (self.tree and self.tree.ranked):
+        if self.budget == "auto" and self.drafts and not self.tree.ranked:
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:

@@ -17,14 +17,24 @@ EXTENT_STEP = 256  # compiled passes see a multiple of this many positions: one 
 class LayerWindow:
     """One layer of a window, as views of the cache's buffer."""
 
+    buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
+    index: int
     slots: torch.Tensor  # (B * Q,) int64, where new positions go
-    written: torch.Tensor  # (2, rows * S, H * E) keys and values
     keys: torch.Tensor  # (B, H, extent, E) that a query may look at
     values: torch.Tensor
 
     def write(self, new: torch.Tensor) -> None:
         """Write the Q new positions: keys and values of all heads, (B Q, 2 H, E)."""
-        self.written.index_copy_(1, self.slots, new.view(len(new), 2, -1).transpose(0, 1))
+        write(self.buffer, 2 * self.index, self.slots, new.view(len(new), 2, -1).transpose(0, 1))
+
+
+def write(buffer: torch.Tensor, first: int, slots: torch.Tensor, new: torch.Tensor) -> None:
+    """Write new (n, N, H * E) to the slots (N,) of n planes of a buffer (planes, rows * S, H * E), from `first` on."""
+    if torch.compiler.is_compiling():  # of what is written through a view, inductor would copy the whole buffer
+        planes = torch.arange(first, first + len(new), device=slots.device)
+        buffer.index_put_((planes[:, None], slots), new)
+    else:
+        buffer[first : first + len(new)].index_copy_(1, slots, new)
 
 
 @dataclass
@@ -47,7 +57,7 @@ class Window:
         flat, rows = self.slots.flatten(), len(self.slots)
         seen = []
         for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            self.buffer[index].index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
+            write(self.buffer, index, flat, new.transpose(1, 2).flatten(2).flatten(0, 1)[None])
             whole = self.buffer[index, : rows * self.capacity].view(rows, self.capacity, self.heads, -1)
             seen.append(whole[:, : self.extent].transpose(1, 2))
         return seen[0], seen[1]
@@ -57,8 +67,7 @@ class Window:
         rows, flat = len(self.slots), self.slots.flatten()
         seen = self.buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
         seen = seen.unflatten(3, (self.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
-        planes = self.buffer.unflatten(0, (-1, 2)).unbind(0)
-        return [LayerWindow(flat, plane, *seen[2 * i : 2 * i + 2]) for i, plane in enumerate(planes)]
+        return [LayerWindow(self.buffer, i, flat, *seen[2 * i : 2 * i + 2]) for i in range(len(self.buffer) // 2)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]
@@ -89,6 +98,8 @@ class KVCache:
         self.rows, self.capacity, self.heads, self.static = rows, capacity, heads, static
         # keys of layer i at 2i, values at 2i + 1; zeros, since a masked slot must still be finite
         self.buffer = torch.zeros(2 * layers, rows * capacity, heads * head_dim, dtype=dtype, device=device)
+        if static:
+            torch._dynamo.mark_static_address(self.buffer)  # else CUDA graphs are skipped: it is written in the pass
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
         self.ends = torch.zeros(rows, dtype=torch.long, device=device)  # the same on the device, 0 for unused rows
         self.origins = torch.arange(rows, device=device) * capacity

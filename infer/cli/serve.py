@@ -23,7 +23,7 @@ class ServeCommand:
     FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
     target: TargetConfig = field(default_factory=TargetConfig)
-    decoding: EngineConfig = field(default_factory=EngineConfig)
+    decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto"))  # as the load allows
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> None:

@@ -1,4 +1,5 @@
-"""A node budget for the machine: measures how long a pass takes at every size, and picks the fastest size of a round.
+"""A node budget for the machine and its load: measures how long a pass takes at every size, notes what rounds really
+take and commit, and picks the fastest size of a round, down to none at all.
 
 B rows, M tree nodes.
 """
@@ -16,6 +17,11 @@ from infer.trees.tree import DraftTree, Proposal, root_only
 
 SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
+FIRST = 16  # nodes of the first round at most, before anything is known
+POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
+OTHER = 64  # rounds between two of the kind that seems slower
+BESIDE = 12  # rounds between two whose trees are a size larger or smaller than seems best
+SHARE = 0.1  # of a round in the averages
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,82 @@ class BudgetRule:
         slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
         return self.seconds[i - 1] + slope * (positions - left) + self.other
 
+
+class Pace:
+    """What rounds cost and commit lately, by which each round's nodes are chosen: a tree's, or none, where plain
+    decoding is faster, as it is when many rows share the machine. A round of the other kind now and then keeps both
+    known.
+
+    Averages are exponential, over about 1 / SHARE rounds. Costs are kept as ratios to the rule's, by rows (to the next
+    power of two) and nodes, so that they carry over to rows and nodes of about the same number.
+    """
+
+    def __init__(self, rule: BudgetRule, most: int) -> None:
+        self.rule = rule
+        self.sizes = sorted({size for size in SIZES if size < most} | {most})
+        self.ratios: dict[tuple[int, int], float] = {}  # (bits of rows, nodes) -> seconds over the rule's
+        self.lengths: dict[int, float] = {}  # nodes -> tokens that a row commits
+        self.drafted = self.expected = 1.0  # tokens that were committed and expected beside the bonus token
+        self._expected = [1.0]  # of the tree that was chosen last, by nodes
+        self.rounds = 0
+
+    def cost(self, rows: int, nodes: int) -> float:
+        """Return the seconds of a round of so many rows and drafted nodes; without nodes nothing is drafted."""
+        return self._by_rule(rows, nodes) * self._ratio(rows.bit_length(), nodes)
+
+    def _by_rule(self, rows: int, nodes: int) -> float:
+        return self.rule.cost(rows * (nodes + 1)) - (0 if nodes else self.rule.other)
+
+    def _ratio(self, bits: int, nodes: int) -> float:
+        """Return the known ratio of the nearest rows and nodes."""
+        nearest = min(self.ratios, key=lambda known: (abs(known[0] - bits), abs(known[1] - nodes)), default=None)
+        return 1.0 if nearest is None else self.ratios[nearest]
+
+    def length(self, nodes: int) -> float:
+        """Return how many tokens a row commits with so many nodes; beyond what was tried, no more."""
+        return max((length for size, length in self.lengths.items() if size <= nodes), default=1.0)
+
+    def most_nodes(self, rows: int) -> int:
+        """Return how many nodes the next round drafts at most; 0: none."""
+        self.rounds += 1
+        sizes = [size for size in self.sizes if rows * (size + 1) <= POSITIONS] or self.sizes[:1]
+        if not self.lengths:
+            return next((size for size in reversed(sizes) if size <= FIRST), sizes[0])
+        best = max(sizes, key=lambda size: self.length(size) / self.cost(rows, size))
+        pays = self.length(best) / self.cost(rows, best) > 1 / self.cost(rows, 0)
+        if pays == (self.rounds % OTHER == 0):
+            return 0
+        return next((size for size in sizes if size >= 2 * best), sizes[-1])  # this round's tree may deserve more
+
     def nodes(self, tree: DraftTree) -> int:
         """Return the size whose expected tokens per second are highest, for a ranked tree: its first n nodes are the
-        best tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1). All
-        rows get the same size."""
+        best tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which
+        is corrected by how right they were lately. All rows get the same size."""
         rows, most = tree.log_probs.shape
-        expected = tree.log_probs.float().exp().cumsum(1).sum(0).tolist()  # by nodes, the root included
-        sizes = [size for size in SIZES if size < most] or [most - 1]
-        return max(sizes, key=lambda size: expected[size] / self.cost(rows * (size + 1)))
+        # by nodes, the root included
+        self._expected = expected = tree.log_probs.float().exp().cumsum(1).mean(0).tolist()
+        trust = self.drafted / self.expected
+        sizes = sorted({size for size in self.sizes if size < most - 1} | {most - 1})
+        best = max(range(len(sizes)), key=lambda i: (1 + (expected[sizes[i]] - 1) * trust) / self.cost(rows, sizes[i]))
+        if self.rounds % BESIDE == 0:  # what the sizes beside it cost is found out by taking them
+            best = max(0, min(len(sizes) - 1, best + (1 if self.rounds % (2 * BESIDE) else -1)))
+        return sizes[best]
+
+    def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
+        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out."""
+        rows = len(paths)
+        key, ratio = (rows.bit_length(), nodes), seconds / self._by_rule(rows, nodes)
+        known = self.ratios.get(key, ratio)
+        self.ratios[key] = known + SHARE * (min(ratio, 3 * known) - known)  # a pause is not the machine's pace
+        if not nodes:
+            return
+        share = rows / (rows + 1 / SHARE - 1)  # many rows say more
+        for size in (size for size in self.sizes if size <= nodes):
+            length = 1 + sum(node <= size for path in paths for node in path) / rows
+            known = self.lengths.get(size, self._expected[size])
+            self.lengths[size] = known + share * (length - known)
+        self.drafted += share * (sum(map(len, paths)) / rows - self.drafted)
+        self.expected += share * (self._expected[nodes] - 1 - self.expected)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
-from infer.engine.budget import BudgetRule, calibrate
+from infer.engine.budget import SIZES, Pace, calibrate
 from infer.engine.rejection import children_noise, decide
 from infer.engine.sampling import (
     SeenAt,
@@ -35,7 +35,9 @@ from infer.engine.sequence import Processor, Sequence, TokenLogprob, text_end
 from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
 from infer.targets.target import Target, pad_ids
-from infer.trees.tree import DraftTree, Proposal, root_only
+from infer.trees.tree import DraftTree, Proposal, plain, root_only
+
+BEHIND = 32  # rounds that draft nothing after which the drafter is given their features
 
 
 @dataclass
@@ -47,6 +49,16 @@ class Prefill:
     state: DraftState | None
     last: list[torch.Tensor | None]  # (D,) each: the final hidden state of a prompt's last token
     done: int = 0  # positions computed
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Newly committed positions, for the drafter."""
+
+    context: torch.Tensor  # (B, C, F) features
+    tokens: torch.Tensor  # (B, C)
+    lengths: list[int]  # how many of them are real in every row
+    lengths_on_device: torch.Tensor  # (B,)
 
 
 class Engine(EngineBase):
@@ -75,7 +87,7 @@ class Engine(EngineBase):
             raise ValueError(
                 f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain"
             )
-        self.rule: BudgetRule | None = None
+        self.pace: Pace | None = None
         self.ngram: NGram | None = None
         if options.continuity:
             self.ngram = NGram.open(options.continuity, target.tokenizer_digest)
@@ -83,19 +95,20 @@ class Engine(EngineBase):
         self.heads = getattr(drafter, "head_row", None) is not None  # tokens depend on the ones drafted before them
         if self.drafts:
             self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L
-            self.rule = calibrate(target, drafter, clock, self.static) if options.budget == "auto" else None
-            self.nodes = self.rule.largest if self.rule else options.budget
+            self.nodes = SIZES[-1] if options.budget == "auto" else options.budget
             if self.method.most_nodes is not None:
                 self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
+            if options.budget == "auto":
+                self.pace = Pace(calibrate(target, drafter, clock, self.static), self.nodes)
         self.reset()
 
     def reset(self) -> None:
         super().reset()
-        self.cache = self.state = self.prefill = self.fresh = None  # the old memory goes first
+        self.cache = self.state = self.prefill = None  # the old memory goes first
         self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1, self.static)
         self.state = self.drafter.state(self.rows, self.capacity, self.static) if self.drafts else None
         self.bonus = torch.empty(0, dtype=torch.long, device=self.target.device)  # (B,)
-        self.fresh: abc.Callable[[], None] | None = None  # gives the drafter the features of committed nodes
+        self.fresh: list[Committed] = []  # what the drafter has not seen yet
         self.prefill: Prefill | None = None
 
     def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
@@ -152,25 +165,35 @@ class Engine(EngineBase):
         self.writing, self.entering = self.writing + texts, []
 
     def _update_context(self) -> None:
-        """Give the drafter the features of the last round's committed nodes."""
-        if self.fresh is not None:
-            self.fresh()
-            self.fresh = None
+        """Give the drafter the features of the committed nodes that it has not seen: of the last round, or of several
+        that committed roots alone, at once."""
+        fresh, self.fresh = self.fresh, []
+        if len(fresh) > 1:
+            context, tokens = (torch.cat([getattr(part, name) for part in fresh], 1) for name in ("context", "tokens"))
+            fresh = [Committed(context, tokens, [len(fresh)] * len(tokens), torch.full_like(tokens[:, 0], len(fresh)))]
+        for part in fresh:
+            self.drafter.update_context(
+                self.target, part.context, part.tokens, part.lengths, self.state, part.lengths_on_device
+            )
 
     def _round(self) -> None:
-        target, texts, mark = self.target, self.writing, self.clock()
-        options = [text.options for text in texts]
+        target, texts, began = self.target, self.writing, self.clock()
+        options, mark = [text.options for text in texts], began
         start = self.cache.ends[: len(texts)]  # (B,) positions of the roots
         noise = round_noise(options, start, self.length + 1, target.head_weight.shape[0])
         seen = self._seen(texts)
-        proposal = Proposal(self.bonus, None)
-        if self.drafts:
+        proposal, build = Proposal(self.bonus, None), self.build
+        nodes = self._tree_positions(self.computed) - 1
+        nodes = nodes if self.pace is None else min(nodes, self.pace.most_nodes(len(texts)))
+        if self.drafts and nodes:
             self._update_context()
-            proposal = self._propose(options, start, noise, seen)
+            proposal = self._propose(options, start, noise, seen, nodes)
             mark = self._lap("draft", mark)
-        tree = self.build(proposal)
-        if self.rule is not None:
-            tree = tree.first(self.rule.nodes(tree))
+        elif self.drafts:
+            build = plain
+        tree = build(proposal)
+        if self.pace is not None and nodes:
+            tree = tree.first(self.pace.nodes(tree))
         ancestors = tree.ancestors()  # (B, M, M)
         mark = self._lap("build", mark)
 
@@ -184,20 +207,29 @@ class Engine(EngineBase):
             accepted = walk(tree, chosen, ancestors)
         mark = self._lap("verify", mark)
 
-        lengths = self._commit(tree, accepted, logits, chosen)
+        paths = self._commit(tree, accepted, logits, chosen)
         self.bonus = accepted.bonus
         if self.drafts:
+            lengths = [len(path) + 1 for path in paths]
             path = accepted.path[:, : max(lengths)]
             context = features.context.gather(1, path[..., None].expand(-1, -1, features.context.shape[-1]))
-            tokens, state = tree.tokens.gather(1, path), self.state
-            update = self.drafter.update_context
-            self.fresh = partial(update, target, context, tokens, lengths, state, accepted.lengths)
+            if len(self.fresh) == BEHIND or (self.fresh and path.shape[1] + self.fresh[0].tokens.shape[1] > 2):
+                self._update_context()
+            self.fresh.append(Committed(context, tree.tokens.gather(1, path), lengths, accepted.lengths))
+        if self.pace is not None:
+            self.pace.note(self.clock() - began, tree.budget, paths)
         self._lap("commit", mark)
 
     def _propose(
-        self, options: list[TextOptions], start: torch.Tensor, noise: torch.Tensor | None, seen: torch.Tensor | None
+        self,
+        options: list[TextOptions],
+        start: torch.Tensor,
+        noise: torch.Tensor | None,
+        seen: torch.Tensor | None,
+        nodes: int,
     ) -> Proposal:
-        """Draft behind the roots at positions start (B,), and collect what else the tree method may use."""
+        """Draft behind the roots at positions start (B,), and collect what else the tree method may use for `nodes`
+        nodes at most."""
         before, draws, drafter, steps = None if seen is None else seen[:, None], None, self.drafter, None
         conditional = getattr(drafter, "conditional", None)
         if self.heads:
@@ -218,7 +250,7 @@ class Engine(EngineBase):
         return Proposal(
             self.bonus,
             marginals,
-            self._tree_positions(self.computed) - 1,
+            nodes,
             ngram,
             [(text.prompt[-longest:] + text.ids[-longest:])[-longest:] for text in self.writing] if ngram else (),
             self.options.continuity_weight,
@@ -229,11 +261,13 @@ class Engine(EngineBase):
             steps,
         )
 
-    def _commit(self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor) -> list[int]:
-        """Commit the accepted paths to cache and texts; return their lengths. The only copy to the host of a greedy
-        round."""
-        drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
-        host = torch.cat([accepted.lengths[:, None], accepted.bonus[:, None], drafted], 1).tolist()
+    def _commit(
+        self, tree: DraftTree, accepted: Accepted, logits: torch.Tensor, chosen: torch.Tensor
+    ) -> list[list[int]]:
+        """Commit the accepted paths to cache and texts; return their nodes, the root left out. The only copy to the
+        host of a greedy round."""
+        drafted, width = tree.tokens.gather(1, accepted.path), accepted.path.shape[1]  # (B, W)
+        host = torch.cat([accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path], 1).tolist()
         lengths = [row[0] for row in host]
         path = accepted.path[:, : max(lengths)]
         self.cache.commit(path, lengths, accepted.lengths)
@@ -245,7 +279,7 @@ class Engine(EngineBase):
             text.drafted.append(tree.budget)
             text.stats.rounds += 1
         self._trace(tree, accepted, lengths)
-        return lengths
+        return [row[width + 3 : width + 2 + row[0]] for row in host]
 
     def _trace(self, tree: DraftTree, accepted: Accepted, lengths: list[int]) -> None:
         """Note the likeliest rejected path of texts that ask for it: from the last accepted node on, each node's first

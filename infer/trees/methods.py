@@ -37,7 +37,14 @@ class TreeMethod:
 
 _ROWS = (
     TreeMethod("plain", "plain", "infer.trees.tree:plain", drafts=False, most_nodes=lambda block_size: 0),
-    TreeMethod("chain", "chain", "infer.trees.chain:chain", "#d55e00", most_nodes=lambda block_size: block_size - 1),
+    TreeMethod(
+        "chain",
+        "chain",
+        "infer.trees.chain:chain",
+        "#d55e00",
+        most_nodes=lambda block_size: block_size - 1,
+        ranked=True,
+    ),
     TreeMethod(
         "ddtree", "DDTree", "infer.trees.ddtree:ddtree", "#0072b2", ranked=True, with_ngrams="ddtree+continuity"
     ),

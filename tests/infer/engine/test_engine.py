@@ -19,10 +19,10 @@ from transformers import (
 from infer import Engine, generate, stream
 from infer.attention.compile import Program
 from infer.config import EngineConfig, TextOptions
-from infer.engine.budget import SIZES, BudgetRule, calibrate
+from infer.engine.budget import SIZES, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
 from infer.trees.ddtree import ddtree
-from infer.trees.tree import Proposal, root_only
+from infer.trees.tree import DraftTree, Proposal, root_only
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,7 @@ def test_a_budget_rule_takes_the_best_expected_speed():
     rule = BudgetRule(positions=(1, 9, 17, 65, 257), seconds=(1.0, 1.1, 1.3, 3.0, 9.0), other=0.5)
     assert rule.cost(17) == pytest.approx(1.8) and rule.cost(41) == pytest.approx(0.5 + 1.3 + 1.7 * 24 / 48)
     assert rule.cost(513) == pytest.approx(0.5 + 9 + 6 * 256 / 192)
+    pace = Pace(rule, SIZES[-1])
     for spread in (0.3, 1.0, 4.0):
         logits = torch.randn(1, 7, 60, generator=torch.Generator().manual_seed(3)) * spread
         tree = ddtree(Proposal(torch.tensor([0]), logits.log_softmax(-1), SIZES[-1]))
@@ -199,9 +200,68 @@ def test_a_budget_rule_takes_the_best_expected_speed():
             # node by node, as proposition 1 says: a tree commits the sum of its nodes' probabilities, the root's is 1
             expected = sum(float(p.exp()) for p in tree.log_probs[0, : size + 1])
             speeds[size] = expected / rule.cost(size + 1)
-        assert rule.nodes(tree) == max(speeds, key=speeds.get)
+        assert pace.nodes(tree) == max(speeds, key=speeds.get)
     two = ddtree(Proposal(torch.tensor([0, 1]), logits.log_softmax(-1).expand(2, -1, -1), SIZES[-1]))
-    assert rule.nodes(two) <= rule.nodes(tree)  # twice the positions, the same gain for each row
+    assert pace.nodes(two) <= pace.nodes(tree)  # twice the positions, the same gain for each row
+
+
+def test_the_budget_follows_the_load():
+    """A machine that computes 32 positions for the price of one: small trees at one row, none at 64, and back; always
+    within 5% of the best of all fixed budgets, plain decoding among them, wherever the rule's own guess is wrong."""
+    dice = random.Random(0)
+
+    def seconds(rows: int, nodes: int) -> float:
+        return 1.0 + max(0, rows * (nodes + 1) - 32) / 32 + (0.2 if nodes else 0)
+
+    def commits(nodes: int) -> float:
+        return sum(0.7**i for i in range(min(nodes, 7) + 1))
+
+    def path(nodes: int) -> list[int]:
+        """A row's accepted path: every node of a chain with probability 0.7."""
+        return list(range(1, 1 + next((i for i in range(min(nodes, 7)) if dice.random() > 0.7), min(nodes, 7))))
+
+    rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), other=2.0)
+    pace = Pace(rule, 64)
+    for rows in (1, 64, 8, 2, 64, 1):
+        spent = tokens = 0.0
+        for turn in range(500):
+            nodes = pace.most_nodes(rows)
+            if nodes:
+                chances = torch.tensor([0.0, *(0.7 ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, nodes + 1))])
+                chances[0] = 1.0
+                nodes = pace.nodes(DraftTree(*[torch.zeros(rows, nodes + 1)] * 3, chances.log().expand(rows, -1), 7))
+            paths = [path(nodes) for _ in range(rows)]
+            pace.note(seconds(rows, nodes), nodes, paths)
+            if turn >= 100:
+                spent, tokens = spent + seconds(rows, nodes), tokens + rows * commits(nodes)
+        best = max(rows * commits(size) / seconds(rows, size) for size in (0, *SIZES))
+        assert tokens / spent > 0.95 * best
+        assert (pace.most_nodes(rows) == 0) == (rows == 64)
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch):
+    """Rows come and go while drafting stops and begins again: the drafter is given what it missed."""
+    monkeypatch.setattr("infer.engine.engine.BEHIND", 5)
+    target, drafter = make_tiny(seed=11, block_size=6, **({"family": "dart", "layers": 1} if family == "dart" else {}))
+    texts = [TextOptions(max_new_tokens=length) for length in (40, 12, 33, 25)]
+    contexts, dice = [], random.Random(2)
+    for auto in (False, True):
+        engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
+        if auto:
+            monkeypatch.setattr(engine.pace, "most_nodes", lambda rows: dice.choice([0, 0, 0, 0, 9]))
+        written = [engine.submit(prompt, options) for prompt, options in zip(prompts(4), texts, strict=True)]
+        while engine.busy:
+            engine.step()
+            if len(written[0].ids) >= 20 and len(contexts) == auto:
+                engine._update_context()
+                length = len(written[0].prompt) + 15
+                contexts.append(engine.state.cache.buffer[:, :length].clone())
+        if not auto:
+            expected = [text.ids for text in written]
+    assert [text.ids for text in written] == expected
+    assert torch.allclose(*contexts, atol=1e-4)
+    assert 0 in written[0].drafted and 9 in written[0].drafted
 
 
 def test_auto_budget_measures_and_writes_the_same(tiny):
