@@ -19,7 +19,7 @@ SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choo
 CONTEXT = 128  # positions in the cache while measuring
 FIRST = 16  # nodes of the first round at most, before anything is known
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
-OTHER = 64  # rounds between two of the kind that seems slower
+OTHER = 64  # rounds between two of the kind that seems slower, more where it is much slower
 BESIDE = 12  # rounds between two whose trees are a size larger or smaller than seems best
 SHARE = 0.1  # of a round in the averages
 
@@ -62,7 +62,7 @@ class Pace:
         self.lengths: dict[int, float] = {}  # nodes -> tokens that a row commits
         self.drafted = self.expected = 1.0  # tokens that were committed and expected beside the bonus token
         self._expected = [1.0]  # of the tree that was chosen last, by nodes
-        self.rounds = 0
+        self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
 
     def cost(self, rows: int, nodes: int) -> float:
         """Return the seconds of a round of so many rows and drafted nodes; without nodes nothing is drafted."""
@@ -87,8 +87,10 @@ class Pace:
         if not self.lengths:
             return next((size for size in reversed(sizes) if size <= FIRST), sizes[0])
         best = max(sizes, key=lambda size: self.length(size) / self.cost(rows, size))
-        pays = self.length(best) / self.cost(rows, best) > 1 / self.cost(rows, 0)
-        if pays == (self.rounds % OTHER == 0):
+        gain = self.length(best) / self.cost(rows, best) * self.cost(rows, 0)  # over a round that drafts nothing
+        other = self.alike >= OTHER * max(gain, 1 / gain)
+        self.alike = 0 if other else self.alike + 1
+        if (gain > 1) == other:
             return 0
         return next((size for size in sizes if size >= 2 * best), sizes[-1])  # this round's tree may deserve more
 
