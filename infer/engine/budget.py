@@ -104,8 +104,9 @@ class Pace:
         trust = self.drafted / self.expected
         sizes = sorted({size for size in self.sizes if size < most - 1} | {most - 1})
         best = max(range(len(sizes)), key=lambda i: (1 + (expected[sizes[i]] - 1) * trust) / self.cost(rows, sizes[i]))
-        if self.rounds % BESIDE == 0:  # what the sizes beside it cost is found out by taking them
-            best = max(0, min(len(sizes) - 1, best + (1 if self.rounds % (2 * BESIDE) else -1)))
+        turn, last = divmod(self.rounds, BESIDE)
+        if last == BESIDE - 1:  # what the sizes beside it cost is found out by taking them
+            best = max(0, min(len(sizes) - 1, best + (1 if turn % 2 else -1)))
         return sizes[best]
 
     def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
