@@ -1,4 +1,4 @@
-"""A small Qwen3.5-shaped target from training a drafter to its evaluation, and long texts of every recurrent family."""
+"""A small Qwen3.5-shaped target, from training a drafter for it to its evaluation."""
 
 import shutil
 
@@ -42,5 +42,5 @@ def test_a_drafter_is_trained_and_evaluated_for_a_hybrid(folder, start_command):
     settings += ["drafter.layers=1", "drafter.block_size=4", "checkpoints=1", f"runs_dir={folder}"]
     settings += ["name=hybrid", "data.limit=24", "evaluation.prompt_tokens=24"]
     said = start_command("train/main.py", settings).finish()
-    rows = [line for line in said.splitlines() if line.startswith(("plain", "chain", "ddtree"))]
-    assert len(rows) >= 3 and all(" yes" in line for line in rows), said
+    rows = [line for line in said.splitlines() if line.rstrip().endswith(("yes", "no"))]
+    assert len(rows) >= 3 and all(row.rstrip().endswith("yes") for row in rows), said
