@@ -49,7 +49,7 @@ class CompareCommand:
 def run(config: CompareCommand) -> None:
     from data.prompts import evaluation_prompts
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.report import comparison_figure
+    from infer.evaluation.figures import comparison_figure
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import comparison
     from infer.utils.files import atomic_write

@@ -1,7 +1,7 @@
 """`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked diffusion model."""
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -75,7 +75,17 @@ def run(config: EvalCommand) -> None:
     print(table(result))
     if not masked:
         print(f"\n{headline(result)}")
-        print(f"\nreport      {write_report(out, [result])}")
+        print(f"\nreport      {write_report(out, [result], run=run_of(config))}")
+
+
+def run_of(config: EvalCommand):
+    """Return what the report tells of this command."""
+    from infer.evaluation.report import Run
+    from infer.utils.entry import command_line
+    from infer.utils.redact import redact
+
+    data = " ".join(filter(None, (config.data.source, config.data.path)))
+    return Run(command_line(), redact(asdict(config)), data)
 
 
 def run_suite(config: EvalCommand) -> None:

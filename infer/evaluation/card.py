@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from infer.drafters.config_keys import Reading
-from infer.evaluation.report import budget_figure
+from infer.evaluation.figures import budget_figure
 from infer.evaluation.results import Evaluation, read_result
 from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder

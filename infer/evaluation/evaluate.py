@@ -20,8 +20,9 @@ from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.others import OTHERS, decode_by_generate
-from infer.evaluation.results import Evaluation, MethodResult, PromptResult, Sample
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult
 from infer.evaluation.ruler import by_batch, figures, rate
+from infer.evaluation.showing import Shown, show_texts
 from infer.targets.target import Target, pad_ids
 from infer.trees.methods import TREES
 
@@ -73,6 +74,7 @@ class Measured:
     numbers: list[int] = field(default_factory=list)  # of the texts' prompts, see `measure`
     batches: list[Batch] = field(default_factory=list)  # of the texts, in their order
     guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `count_right_guesses`
+    shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
 
     @property
     def seconds(self) -> float:
@@ -83,6 +85,11 @@ class Measured:
     def stages(self) -> dict[str, float]:
         """The same by stage of a round."""
         return {stage: sum(batch.stages.get(stage, 0.0) for batch in self.batches) for stage in STAGES}
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether it is a tree whose size the node budget decides."""
+        return self.variant.name in TREES and TREES[self.variant.name].by_budget
 
     def total(self, name: str) -> float:
         """Return the sum of a statistic over the texts."""
@@ -118,6 +125,7 @@ class Measured:
             result.batches += share.batches
             if share.guesses:
                 result.add_guesses(torch.tensor(share.guesses))
+            result.shown = result.shown or share.shown
         return result
 
 
@@ -186,8 +194,8 @@ def brief(part: Part) -> Part:
 def decode_all(
     target: Target, drafter: Drafter, parts: abc.Sequence[Part], progress: Progress = lambda done, total: None
 ) -> list[list[Measured]]:
-    """Decode the prompts of every part with every method, plain decoding first; of the first part, count how often the
-    drafter guesses right along what plain decoding wrote."""
+    """Decode the prompts of every part with every method, plain decoding first; of the first part, also count how often
+    the drafter guesses right along what plain decoding wrote, and keep what a report shows of the texts."""
     total, before, results = sum(len(part.prompts) * part.config.repeats for part in parts), 0, []
     for part in parts:
         config, prompts = part.config, [prompt.ids for prompt in part.prompts]
@@ -202,6 +210,8 @@ def decode_all(
     length = max((len(text.prompt) for text in plain.texts), default=0) + parts[0].config.max_new_tokens
     for first in range(0, len(plain.texts), ROWS):
         plain.add_guesses(count_right_guesses(target, drafter, plain.texts[first : first + ROWS], length))
+    best = max((one for one in results[0] if one.by_budget), key=lambda one: tau(one.texts))
+    plain.shown = show_texts(target, drafter, best.texts, best.variant.options, parts[0].config.samples)
     return results
 
 
@@ -330,10 +340,8 @@ def summarise(
 
 
 def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[Measured]) -> Evaluation:
-    """Return the figures of one part, with samples of the tree that has the highest acceptance length."""
+    """Return the figures of one part."""
     plain, config = measured[0], part.config
-    trees = [one for one in measured if one.variant.name in TREES and TREES[one.variant.name].by_budget]
-    best = max(trees, key=lambda one: tau(one.texts))
     kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
     fastest = fastest_plain(measured)
     return Evaluation(
@@ -348,7 +356,8 @@ def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[
         block_size=drafter.block_size,
         accuracy=[right / max(1, count) for right, count in plain.guesses],
         methods=method_results(measured, kinds, fastest),
-        samples=[sample(target, text) for text in best.texts[: config.samples]],
+        samples=plain.shown.samples if plain.shown else [],
+        example=plain.shown.example if plain.shown else None,
         baseline=fastest.variant.name,
         what=part.what,
     )
@@ -406,20 +415,6 @@ def tau(texts: abc.Sequence[Sequence]) -> float:
     """Return the acceptance length pooled over rounds."""
     rounds = sum(text.stats.rounds for text in texts)
     return sum(text.stats.tokens - 1 for text in texts) / rounds if rounds else 1.0
-
-
-def sample(target: Target, text: Sequence) -> Sample:
-    """Cut a decoded text into pieces: the prefill's first token, then each round's accepted drafts and bonus token."""
-    decode = target.tokenizer.decode
-    pieces, at = [], 0
-    for round, count in enumerate(text.commits):
-        ids = text.ids[at : at + count]
-        if ids[:-1]:
-            pieces.append([decode(ids[:-1]), "accepted"])
-        pieces.append([decode(ids[-1:]), "bonus"])
-        at += count
-        assert round or count == 1
-    return Sample(decode(text.prompt), decode(text.ids), text.commits, pieces)
 
 
 def synchronised_clock(device: torch.device) -> abc.Callable[[], float]:

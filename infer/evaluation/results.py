@@ -22,7 +22,26 @@ class Sample:
     prompt: str
     completion: str
     accepted: list[int]  # tokens committed round by round, the prefill's one first
-    pieces: list[list[str]]  # [text, "accepted" or "bonus"]
+    pieces: list[list[str]]  # [text, kind]; accepted, rejected (no part of the completion), corrected or bonus
+
+
+@dataclass(frozen=True)
+class RoundNode:
+    """A token of a round's tree."""
+
+    word: str  # the token as text
+    parent: int  # number of the node; the root's is itself
+    probability: float  # the drafter's, behind the token before
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as an example: its tree, the root first, and the token that the target added."""
+
+    before: str  # the end of the text before the root
+    nodes: list[RoundNode]
+    added: str
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,7 @@ class Evaluation:
     masked: MaskedDetails | None = None
     baseline: str | None = None  # the fastest plain decoder, whose speed is 1; None: plain
     beside: "list[Evaluation] | None" = None  # the same methods on other prompts, or sampled
+    example: Round | None = None
     what: str | None = None  # of an evaluation beside another: what is different
 
     @property
@@ -210,6 +230,8 @@ PARTS = {
     "methods": MethodResult,
     "prompts": PromptResult,
     "samples": Sample,
+    "example": Round,
+    "nodes": RoundNode,
     "masked": MaskedDetails,
     "beside": Evaluation,
     "result": Evaluation,

@@ -5,6 +5,7 @@ Used by the `main.py` stubs only; the rest of `infer` needs no Hydra.
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,15 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 class Stopped(Exception):
     """Raised to end what has begun; the message is one sentence that says why."""
+
+
+def command_line() -> str:
+    """Return this process's command as it was typed, for a report; without secrets."""
+    programs = {"main.py": "", "infer.main": "", "train.main": "train", "blockdraft": ""}
+    words = sys.orig_argv
+    at = next((i for i, word in enumerate(words) if Path(word).name in programs), 0)
+    command = "train" if Path(words[at]).parent.name == "train" else programs.get(Path(words[at]).name, "")
+    return redact_text(shlex.join(["./launch.sh", *filter(None, [command]), *words[at + 1 :]]))
 
 
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:

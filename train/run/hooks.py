@@ -5,6 +5,7 @@ evaluation/failed.txt and to the report, and the same command tries the newest o
 decoding's are not such a failure: they are reported at once, and are the run's result.
 """
 
+import json
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,17 +17,18 @@ import torch.distributed as dist
 from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import Measured, Part, brief, decode_all, parts_of, summarise
-from infer.evaluation.report import write_report
+from infer.evaluation.report import Run, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
 from infer.evaluation.ruler import best_of
 from infer.evaluation.tables import headline, table
 from infer.formats.checkpoint import load_drafter
 from infer.targets.target import Target
-from infer.utils.entry import Stopped
+from infer.utils.entry import Stopped, command_line
 from infer.utils.files import atomic_write
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints, mark_best, step_of
+from train.run.log import read_log
 from train.run.progress import Progress
 from train.run.tracking import Tracker
 from train.safety.processes import disk, first_only
@@ -200,7 +202,24 @@ def update_report(run: Path) -> Path | None:
     if not evaluations:
         return None
     mark_best(run, run / "checkpoints" / Path(best_of(evaluations).checkpoint).name)
-    return write_report(run / "report", evaluations, failures_of(run))
+    return write_report(run / "report", evaluations, failures_of(run), story_of(run))
+
+
+def story_of(run: Path) -> Run:
+    """Return what the report tells of the run: its command as it was given last, its configuration, losses and time."""
+    file = run / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    lines = read_log(run)
+    tokens = config["optim"]["batch"] * config["data"]["length"] if config else 0
+    return Run(
+        command=command_line(),
+        config=config,
+        data=" ".join(str(config["data"][key]) for key in ("source", "path") if config["data"][key])
+        if config
+        else None,
+        losses=[(line["step"], line["loss"]) for line in lines if line["loss"] is not None],
+        seconds=sum(tokens / line["tokens_per_second"] for line in lines) if lines else None,
+    )
 
 
 def finish_report(run: Path, tracker: Tracker) -> None:

@@ -100,7 +100,7 @@ def await_run(run: subprocess.Popen) -> int:
 def compare(runs: dict[str, Path], folder: Path) -> None:
     """Print and draw every run's best checkpoint side by side, with accuracy by position on held-out text and
     acceptance lengths: runs/<name>/sweep.md and sweep.png."""
-    from infer.evaluation.report import sweep_figure
+    from infer.evaluation.figures import sweep_figure
     from infer.evaluation.ruler import best_of
     from infer.evaluation.tables import markdown, speed
     from train.run.hooks import evaluations_of

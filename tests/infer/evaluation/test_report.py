@@ -1,6 +1,7 @@
 """Evaluation and its report: numbers that add up, pictures that are pictures, a page that needs no network."""
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -9,8 +10,17 @@ import pytest
 from data.prompts import Prompt
 from infer.config import EvaluationConfig
 from infer.evaluation.evaluate import evaluate
-from infer.evaluation.report import write_report
-from infer.evaluation.results import Evaluation, MethodResult, Sample, read_result, to_json, write_result
+from infer.evaluation.report import STYLE, Run, write_report
+from infer.evaluation.results import (
+    Evaluation,
+    MethodResult,
+    Round,
+    RoundNode,
+    Sample,
+    read_result,
+    to_json,
+    write_result,
+)
 from infer.evaluation.tables import headline, table
 
 
@@ -45,7 +55,19 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
         block_size=8,
         accuracy=[0.5],
         methods=methods,
-        samples=[Sample("<script>alert(1)</script>", "a < b&", [2], [["a < b", "accepted"], ["&", "bonus"]])],
+        samples=[
+            Sample(
+                "<script>alert(1)</script>",
+                "a < b&;",
+                [2],
+                [["a < b", "accepted"], ["<c>", "rejected"], ["&", "corrected"], [";", "bonus"]],
+            )
+        ],
+        example=Round(
+            "def f",
+            [RoundNode("(", 0, 1.0, True), RoundNode("<x", 0, 0.6, False), RoundNode("a", 0, 0.3, True)],
+            "&",
+        ),
     )
 
 
@@ -58,28 +80,71 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         self.sources += [value for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "img", "br", "link"):
+        if tag not in ("meta", "img", "br", "link"):  # SVG closes its own
             self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
 def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
-    page = write_report(tmp_path, [made_up(300), made_up(100), made_up(200)])
+    run = Run("./launch.sh drafter=dart", {"optim": {"lr": 0.004}}, "stdlib", [(i, 9 / i) for i in range(1, 400)], 251)
+    page = write_report(tmp_path, [made_up(300), made_up(100), made_up(200)], ["An <odd> note."], run)
     text = page.read_text()
     parsed = Page(text)
     assert parsed.open == []
-    assert len(parsed.sources) == 3
-    assert all(source.startswith("data:image/png;base64,") for source in parsed.sources)
-    assert "script" not in parsed.tags
+    assert parsed.sources == [] and not parsed.tags & {"script", "img", "iframe", "link"}
+    assert text.count("<svg") - text.count('aria-hidden="true"') == text.count('role="img" aria-label="') + text.count(
+        'role="img" class="tree"'
+    )
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    for said in ("drafter=dart", "optim.lr", "0.004", "stdlib", "4 minutes", "CPU, 2 threads", "An &lt;odd&gt; note."):
+        assert said in text
+    for title in ("τ during training", "Loss during training", "speed, plain decoding = 1, by node budget"):
+        assert f"<figcaption>{title}" in text
     assert "http" not in text
     assert "&lt;script&gt;alert(1)" in text
     assert "runs/x/step-300" in text  # the best of the three in detail
-    for name in ("acceptance_histogram", "budget_curve", "tau_by_step"):
+    for name in ("acceptance_histogram", "budget_curve", "tau_by_step", "loss"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     alone = write_report(tmp_path / "alone", [made_up(0)])
     assert not (alone.parent / "tau_by_step.png").exists()
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2.2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_every_text_has_contrast_on_its_ground_in_light_and_dark():
+    """WCAG's 4.5 to 1, for the pairs of colours that the page puts on each other."""
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in STYLE.split("@media")[:2])
+    pairs = [(name, "paper") for name in ("ink", "soft", "ok", "no", "own")]
+    pairs += [("ink", "band"), ("ok", "ok-band"), ("no", "no-band"), ("own", "own-band")]
+    assert light.keys() == dark.keys()
+    for colours in (light, dark):
+        for pair in pairs:
+            low, high = sorted(luminance(colours[name]) for name in pair)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, pair
+
+
+def test_no_difference_is_in_colour_alone(tmp_path):
+    """Kinds of tokens have signs, underlines and strokes of their own, and so have the lines of the charts."""
+    text = write_report(tmp_path, [made_up(1), made_up(2)]).read_text()
+    assert '<del class="rejected">&lt;c&gt;</del>' in text and '<span class="corrected">&amp;</span>' in text
+    for kind, style in (("accepted", "underline"), ("corrected", "italic"), ("bonus", "700")):
+        assert re.search(rf"\.{kind}[^{{]*{{[^}}]*{style}", STYLE), kind
+    for sign, kind in (("✓ a", "accepted"), ("✗ &lt;x", "rejected"), ("+ &amp;", "added")):
+        assert f'class="{kind} token">{sign}</text>' in text
+    assert "A draft tree of 2 tokens behind &#x27;(&#x27;: accepted &#x27;a&#x27;; rejected 1" in text
+    chart = re.search(r"<figure>.*?</figure>", text, re.DOTALL)[0]
+    dashes = [re.search('stroke-dasharray="([^"]*)"', line) for line in re.findall("<polyline[^>]*>", chart)]
+    assert len({dash and dash[1] for dash in dashes}) == len(dashes) == 3
 
 
 def test_table_holds_the_numbers():
@@ -134,7 +199,14 @@ def test_evaluation_adds_up(embedded, temperature):
     assert result.methods[0].tau == result.methods[1].tau == 1
     assert result.best_tau == max(method.tau for method in result.methods)
     (sample,) = result.samples
-    assert "".join(text for text, _ in sample.pieces) == sample.completion
+    assert "".join(text for text, kind in sample.pieces if kind != "rejected") == sample.completion
+    assert any(kind == "rejected" for _, kind in sample.pieces)
+    nodes = result.example.nodes
+    assert nodes[0].parent == 0 and nodes[0].accepted and 1 < len(nodes) <= 9
+    assert all(node.parent < i and 0 < node.probability <= 1.0001 for i, node in enumerate(nodes[1:], 1))
+    assert all(nodes[node.parent].accepted for node in nodes if node.accepted)
+    children = [[node.parent for node in nodes[1:] if node.accepted].count(i) for i in range(len(nodes))]
+    assert max(children) <= 1 and "redacted" not in json.dumps(to_json(result))
     assert sum(sample.accepted) == 9
 
 

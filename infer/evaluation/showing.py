@@ -1,0 +1,111 @@
+"""What a report shows of the texts themselves: samples with what became of every draft, and one round as an example.
+
+Texts are decoded once more for it, after everything is timed, because noting drafts takes time.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from infer.api import open_engine
+from infer.config import DecodeOptions
+from infer.drafters.base import Drafter
+from infer.engine.sequence import Sequence as Text
+from infer.evaluation.results import Round, RoundNode, Sample
+from infer.targets.target import Target
+from infer.trees.tree import DraftTree
+
+ROUND_NODES = 8  # of the example: more make no picture
+ROUND_TOKENS = 64  # of the text that the example is chosen from
+MOST_LEAVES = 5  # of its tree: more fit no phone
+REJECTED = 3  # tokens of a rejected draft that a sample shows at most
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown of an evaluation's texts."""
+
+    samples: list[Sample]
+    example: Round | None
+
+
+def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options: DecodeOptions, count: int) -> Shown:
+    """Decode the first `count` texts again, which `options` wrote, with what was rejected; look for an example among
+    their rounds."""
+    if target.tokenizer is None or not texts or not count:
+        return Shown([], None)
+    options, samples = replace(options, rows=1), []
+    for text in texts[:count]:
+        engine = open_engine(target, drafter, options, len(text.prompt) + options.max_new_tokens)
+        again = engine.submit(text.prompt, replace(text.options, trace=True))
+        while engine.busy:
+            engine.step()
+        samples.append(sample(target, again))
+    examples = [example_round(target, drafter, text, options) for text in texts[:count]]
+    return Shown(samples, max(filter(None, examples), key=shows, default=None))
+
+
+def sample(target: Target, text: Text) -> Sample:
+    """Cut a decoded text into pieces: the prefill's first token, then of each round the drafts that were accepted, what
+    was rejected behind them, and the target's own token: a correction, or where nothing was rejected, a bonus."""
+    decode = target.tokenizer.decode
+    pieces, at = [], 0
+    for round, count in enumerate(text.commits):
+        ids = text.ids[at : at + count]
+        rejected = text.rejected[round - 1][:REJECTED] if round and text.rejected else []
+        if ids[:-1]:
+            pieces.append([decode(ids[:-1]), "accepted"])
+        if rejected:
+            pieces.append([decode(rejected), "rejected"])
+        pieces.append([decode(ids[-1:]), "corrected" if rejected else "bonus"])
+        at += count
+        assert round or count == 1
+    return Sample(decode(text.prompt), decode(text.ids), text.commits, pieces)
+
+
+def example_round(target: Target, drafter: Drafter, text: Text, options: DecodeOptions) -> Round | None:
+    """Return the round of a text that shows most: several drafts accepted, a branch taken, others rejected."""
+    budget = min(options.budget, ROUND_NODES)
+    options = replace(options, budget=budget)
+    engine = open_engine(target, drafter, options, len(text.prompt) + options.max_new_tokens)
+    build, trees, rounds = engine.build, [], []
+
+    def keep(proposal):
+        trees.append(build(proposal))
+        return trees[-1]
+
+    engine.build = keep
+    most = min(options.max_new_tokens, ROUND_TOKENS)
+    text = engine.submit(text.prompt, replace(text.options, max_new_tokens=most))
+    while engine.busy:
+        engine.step()
+        if trees:
+            rounds.append(last_round(target, trees.pop(), text))
+    return max(rounds, key=shows, default=None)
+
+
+def last_round(target: Target, tree: DraftTree, text: Text) -> Round:
+    """Return the last round of a text, which verified this tree."""
+    tokens, parents, logs = (side[0].tolist() for side in (tree.tokens, tree.parents, tree.log_probs))
+    committed, node, accepted = text.ids[-text.commits[-1] :], 0, {0}
+    for token in committed[:-1]:
+        node = next(i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
+        accepted.add(node)
+    decode = target.tokenizer.decode
+    nodes = [
+        RoundNode(decode([tokens[i]]), parents[i], math.exp(logs[i] - logs[parents[i]]), i in accepted)
+        for i in range(len(tokens))
+    ]
+    before = decode((text.prompt + text.ids)[: len(text.prompt) + len(text.ids) - len(committed) - 1])
+    return Round(before[-120:], nodes, decode(committed[-1:]))
+
+
+def shows(example: Round) -> tuple[bool, bool, int]:
+    """Return how much a round shows: few leaves, so that it can be drawn; a branch taken beside the likeliest draft;
+    drafts accepted."""
+    parents, first = [node.parent for node in example.nodes], {}
+    for i, parent in enumerate(parents[1:], 1):
+        first.setdefault(parent, i)
+    branch = any(node.accepted and first[node.parent] != i for i, node in enumerate(example.nodes[1:], 1))
+    leaves = len(parents) - len(first)
+    return leaves <= MOST_LEAVES, branch, min(sum(node.accepted for node in example.nodes), MOST_LEAVES)
