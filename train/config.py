@@ -4,6 +4,7 @@ A default is written once, here or in `infer.config` and `data.packing`; conf/ h
 """
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from data.rows import DataConfig
@@ -115,21 +116,25 @@ class DeepSpeedConfig:
 
 @dataclass
 class TrackingConfig:
-    """Weights & Biases; metrics.jsonl is always written.
+    """Where figures go besides metrics.jsonl, which is always written.
 
     wandb: log to Weights & Biases as well
+    tensorboard: log to TensorBoard as well, in the run's folder
     project: its project
     artifacts: at the end the best checkpoint's drafter goes there too, with its evaluation's numbers
     """
 
     wandb: bool = False
+    tensorboard: bool = False
     project: str = "blockdraft"
     artifacts: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for artifacts without a place to go."""
+        """Raise ValueError for artifacts without a place to go, and for TensorBoard where it is not installed."""
         if self.artifacts and not self.wandb:
             raise ValueError("tracking.artifacts=true needs tracking=wandb")
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise ValueError("tracking=tensorboard needs a package that is not installed: pip install tensorboard")
 
 
 @dataclass

@@ -21,7 +21,7 @@ def run_name(checkpoint: str) -> str:
 class CompareCommand:
     """Evaluate several drafters with every tree, on the same prompts.
 
-    checkpoints: drafter folders, training checkpoints, or n-gram files
+    checkpoints: drafter folders, training checkpoints, n-gram files, or lookup: drafts from the text's own n-grams
     out: where the table, the picture and the numbers go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
@@ -60,7 +60,7 @@ def run(config: CompareCommand) -> None:
         prompts = evaluation_prompts(
             config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside
         )
-        evaluations[name] = evaluate(target, drafter, prompts, options, Progress(f"evaluating {name}", "prompts"))
+        evaluations[name] = evaluate(target, drafter, prompts, options, Progress(f"evaluating {name}", "prompts"), True)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "comparison.json", evaluations)

@@ -18,7 +18,8 @@ class EvalCommand:
     """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked diffusion model,
     which has no drafter, measure what drafting for itself saves.
 
-    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
+    checkpoint: a drafter folder, a training checkpoint, "embedded": the embedded target's own, or "lookup": the text's
+        own n-grams
     out: where numbers and pictures go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py

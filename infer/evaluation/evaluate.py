@@ -47,6 +47,7 @@ class Variant:
     name: str
     budget: int  # drafted nodes a round; for a masked model, states
     options: DecodeOptions
+    arguments: dict[str, object] = field(default_factory=dict)  # of transformers' `generate`, for rows of OTHERS
 
 
 @dataclass
@@ -145,11 +146,13 @@ def evaluate(
     prompts: abc.Sequence[Prompt],
     config: EvaluationConfig,
     progress: Progress = lambda done, total: None,
+    others: bool = False,
 ) -> Evaluation:
-    """Decode every prompt with every method. Where a method wrote something else than plain decoding, `ties` and
-    `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
+    """Decode every prompt with every method, those by which transformers drafts among them if `others`. Where a method
+    of ours wrote something else than plain decoding, `ties` and `defects` say on how many prompts and why, see
+    `infer.evaluation.lossless`."""
     parts = parts_of(prompts, config)
-    measured = decode_all(target, drafter, parts, progress)
+    measured = decode_all(target, drafter, parts, progress, others)
     result = summarise(target, drafter, parts, measured)
     return replace(
         explain_differences(target, result, measured[0]),
@@ -192,7 +195,11 @@ def brief(part: Part) -> Part:
 
 
 def decode_all(
-    target: Target, drafter: Drafter, parts: abc.Sequence[Part], progress: Progress = lambda done, total: None
+    target: Target,
+    drafter: Drafter,
+    parts: abc.Sequence[Part],
+    progress: Progress = lambda done, total: None,
+    others: bool = False,
 ) -> list[list[Measured]]:
     """Decode the prompts of every part with every method, plain decoding first; of the first part, also count how often
     the drafter guesses right along what plain decoding wrote, and keep what a report shows of the texts."""
@@ -203,7 +210,7 @@ def decode_all(
         def onwards(done: int, _: int, before: int = before) -> None:
             progress(before + done, total)
 
-        every = variants(drafter, config)
+        every = variants(target, drafter, config, others)
         results.append(measure(target, drafter, every, prompts, onwards, part.numbers, config.repeats))
         before += len(prompts) * config.repeats
     plain = results[0][0]
@@ -215,13 +222,22 @@ def decode_all(
     return results
 
 
-def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
-    """Return plain decoding, what transformers offers, then the other evaluated rows of the table of tree methods, in
-    its order."""
+def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others: bool = False) -> list[Variant]:
+    """Return plain decoding, transformers' (if `others`, also by its own ways of drafting), then the other evaluated
+    rows of the table of tree methods, in its order."""
     ngrams = config.continuity is not None
     plain, *rows = [row for row in TREES.values() if row.evaluated and (ngrams or not row.ngrams)]
     shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}
-    others = [Variant(name, 0, DecodeOptions(method=plain.name, **shared)) for name in OTHERS if OTHERS[name].always]
+    theirs = {
+        name: other.arguments(target, drafter)
+        for name, other in OTHERS.items()
+        if not other.row.drafts or (others and config.rows == 1)
+    }
+    beside = [
+        Variant(name, 0, DecodeOptions(method=plain.name, **shared), arguments)
+        for name, arguments in theirs.items()
+        if arguments is not None
+    ]
     trees = [
         Variant(
             row.name,
@@ -237,7 +253,7 @@ def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
         for row in (plain, *rows)
         for budget in (config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)])
     ]
-    return [*trees[:1], *others, *trees[1:]]
+    return [*trees[:1], *beside, *trees[1:]]
 
 
 def measure(
@@ -263,7 +279,7 @@ def measure(
         asked = [list(prompt) for prompt in prompts[part]]
         began, stages = clock(), {}
         if variant.name in OTHERS:
-            texts = decode_by_generate(model, OTHERS[variant.name], asked, own)
+            texts = decode_by_generate(model, OTHERS[variant.name].row, variant.arguments, asked, own)
         else:
             engine = open_engine(model, drafter, options, longest + variant.options.max_new_tokens, clock)
             texts = [engine.submit(prompt, each) for prompt, each in zip(asked, own, strict=True)]

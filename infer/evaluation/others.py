@@ -1,11 +1,13 @@
 """What transformers' own `generate` offers, measured beside our methods on the same prompts.
 
-A way of decoding is a row of `OTHERS`; rows that draft nothing are plain decoders, and speedups are over the fastest of
-those and ours.
+A way of decoding is a row of `OTHERS`; rows that draft nothing are plain decoders, which every evaluation measures:
+speedups are over the fastest of those and ours. Rows that draft are for comparisons, one text at a time.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from infer.config import TextOptions
@@ -15,6 +17,7 @@ from infer.trees.methods import TreeMethod
 if TYPE_CHECKING:
     import torch
 
+    from infer.drafters.base import Drafter
     from infer.engine.sequence import Sequence as Text
     from infer.targets.target import Target
 
@@ -24,20 +27,55 @@ class OtherDecoder:
     """One way of decoding with transformers' `generate`."""
 
     row: TreeMethod  # how tables show it
-    arguments: dict[str, object] = field(default_factory=dict)  # of `generate`
-    always: bool = False  # measured by every evaluation
+    arguments: "Callable[[Target, Drafter], dict[str, object] | None]"  # of `generate`; None: not with this drafter
 
 
 def _row(name: str, label: str, drafts: bool) -> TreeMethod:
     return TreeMethod(name, label, "", "#e69f00", drafts, most_nodes=lambda block_size: 0)
 
 
-_ROWS = (OtherDecoder(_row("generate", "transformers", drafts=False), always=True),)
+def nothing(target: "Target", drafter: "Drafter") -> dict[str, object]:
+    """Return the arguments of plain decoding."""
+    return {}
+
+
+def prompt_lookup(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
+    """Return the arguments of prompt lookup with blocks as long as those of our own lookup drafter."""
+    from infer.drafters.lookup import Lookup
+
+    return {"prompt_lookup_num_tokens": drafter.block_size - 1} if isinstance(drafter, Lookup) else None
+
+
+def assisted(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
+    """Return the arguments of assisted generation with our drafter as transformers' own class, where its family has
+    that layout and the installed transformers that class."""
+    import transformers
+
+    formats = getattr(getattr(drafter, "family", None), "formats", {})
+    if "transformers" not in formats or not hasattr(transformers, "MuseGlimmerAssistantModel"):
+        return None
+    from infer.formats.export import export_drafter
+
+    with TemporaryDirectory() as folder:
+        export_drafter(drafter, "transformers", target, Path(folder))
+        model = transformers.AutoModel.from_pretrained(folder, dtype=target.dtype)
+    return {"assistant_model": model.to(target.device).eval(), "speculation_type": "dflash"}
+
+
+_ROWS = (
+    OtherDecoder(_row("generate", "transformers", drafts=False), nothing),
+    OtherDecoder(_row("generate+lookup", "transformers, prompt lookup", drafts=True), prompt_lookup),
+    OtherDecoder(_row("generate+assistant", "transformers, assisted", drafts=True), assisted),
+)
 OTHERS = {other.row.name: other for other in _ROWS}
 
 
 def decode_by_generate(
-    target: "Target", other: OtherDecoder, prompts: Sequence[list[int]], options: Sequence[TextOptions]
+    target: "Target",
+    row: TreeMethod,
+    arguments: dict[str, object],
+    prompts: Sequence[list[int]],
+    options: Sequence[TextOptions],
 ) -> "list[Text]":
     """Continue prompts side by side with transformers' `generate`, as long as the engine would. Sampled texts are
     others than the engine's: they are drawn with other noise, from the seed of the first text."""
@@ -70,7 +108,7 @@ def decode_by_generate(
             torch.manual_seed(first.seed)
             stops = StoppingCriteriaList([stop_in_loops(width, first.loop_period)] if first.loop_period else [])
             out = target.model.generate(
-                ids, attention_mask=mask, generation_config=config, stopping_criteria=stops, **other.arguments
+                ids, attention_mask=mask, generation_config=config, stopping_criteria=stops, **arguments
             )
     finally:
         hook.remove()
@@ -81,7 +119,7 @@ def decode_by_generate(
         text.ids = row[:length]
         text.commits = [1] * length
         text.stats.tokens = length
-        text.stats.rounds = passes.count - 1 if other.row.drafts else length - 1  # the first pass is the prompt's
+        text.stats.rounds = passes.count - 1 if row.drafts else length - 1  # the first pass is the prompt's
         text.stats.histogram = [length - 1]
         texts.append(text)
     return texts

@@ -158,8 +158,8 @@ class Evaluation:
 
     @property
     def drafting(self) -> list[MethodResult]:
-        """The methods that draft, all but plain decoders."""
-        return [method for method in self.methods[1:] if method.tree.drafts]
+        """Our methods that draft, all but plain decoding."""
+        return [method for method in self.methods[1:] if method.name not in OTHERS]
 
     @property
     def fastest(self) -> MethodResult:

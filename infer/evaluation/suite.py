@@ -139,7 +139,7 @@ def ask(
         if not prompts:
             break
         numbers = [turn * len(chats) + i for i in asked]
-        share = measure(target, drafter, variants(drafter, config), prompts, progress, numbers)
+        share = measure(target, drafter, variants(target, drafter, config), prompts, progress, numbers)
         for i, text in zip(asked, share[0].texts, strict=True):
             histories[i].append({"role": "assistant", "content": answer_text(target, text.ids, text.options)})
         shares.append(share)

@@ -199,12 +199,13 @@ def method_table(evaluation: Evaluation) -> str:
 def comparison(evaluations: dict[str, Evaluation]) -> str:
     """Return several drafters' evaluations side by side, in Markdown: for each τ, tokens a second and speedup."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for evaluation in evaluations.values():
+    for i, evaluation in enumerate(evaluations.values()):
         for method in evaluation.methods:
             other = " (other output)" * (method.identical is False)
             name, nodes = method.tree.label, str(method.budget) if method.tree.by_budget else DASH
             cells = [f"{method.tau:.2f}{span(method.tau_interval)}", f"{method.tokens_per_second:.0f}"]
-            rows.setdefault((name, nodes), []).extend([*cells, speed(method, interval=True) + other])
+            row = rows.setdefault((name, nodes), [DASH] * 3 * len(evaluations))
+            row[3 * i : 3 * i + 3] = [*cells, speed(method, interval=True) + other]
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
     text = markdown(["tree", "nodes", *heads], [[*key, *cells] for key, cells in rows.items()])
     return "\n\n".join([text, *legend(method for one in evaluations.values() for method in one.methods)])

@@ -11,6 +11,8 @@ from transformers import Qwen3Config
 from infer.drafters.base import Drafter
 from infer.drafters.bigram import Bigram
 from infer.drafters.config_keys import config_dict, known_tokens
+from infer.drafters.lookup import NAME as LOOKUP
+from infer.drafters.lookup import Lookup
 from infer.formats.folders import open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
@@ -70,9 +72,12 @@ def load_drafter(
     return drafter.to(device, kind).eval().requires_grad_(False)
 
 
-def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Bigram:
-    """Open what drafts: an n-gram file as a bigram drafter of its pairs, anything else with `load_drafter`, whose
-    exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready for a target."""
+def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Bigram | Lookup:
+    """Open what drafts: "lookup" for the text's own n-grams, an n-gram file as a bigram drafter of its pairs, anything
+    else with `load_drafter`, whose exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready
+    for a target."""
+    if str(checkpoint) == LOOKUP:
+        return Lookup()
     if Path(checkpoint).is_file():
         return Bigram(NGram.open(checkpoint))
     return load_drafter(checkpoint, target_layers=target_layers)

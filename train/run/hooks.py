@@ -234,7 +234,7 @@ def finish_report(run: Path, tracker: Tracker) -> None:
         return
     evaluations = evaluations_of(run)
     best = best_of(evaluations)
-    tracker.pictures(page.parent)
+    tracker.report(page.parent, best)
     tracker.artifact(run / "checkpoints" / Path(best.checkpoint).name / "drafter", best)
     print(f"\nBest checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
     print(f"{table(best)}\n\n{headline(best)}")

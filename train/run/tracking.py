@@ -1,4 +1,5 @@
-"""Weights & Biases, if asked for. Without a key or network it works offline; it never stops or delays a run."""
+"""Weights & Biases and TensorBoard, if asked for. They never stop or delay a run; without a key or network, Weights &
+Biases works offline."""
 
 import os
 import threading
@@ -6,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Full, Queue
+from secrets import token_hex
 
 from infer.evaluation.results import Evaluation
+from infer.evaluation.tables import method_table
+from infer.utils.files import atomic_write
 from infer.utils.redact import redact, redact_text
 from train.config import TrainConfig
 
 WAITING = 10_000  # messages that may wait for a slow or hanging server; when there are more, wandb is left out
+WANDB_ID = "wandb_id"  # in the run's folder: a resumed run is the same run there
 PATIENCE = 60.0  # seconds that the end of a run waits for unsent messages
 
 
@@ -22,9 +27,13 @@ def start_wandb(config: TrainConfig, folder: Path):
 
     has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
     wished = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    place = folder / WANDB_ID
+    name = place.read_text() if place.exists() else token_hex(4)
     for mode in dict.fromkeys((wished, "offline")):
         try:
-            return wandb.init(
+            run = wandb.init(
+                id=name,
+                resume="allow" if mode == "online" else None,  # offline, `wandb sync --append` joins the parts
                 project=redact_text(config.tracking.project),
                 name=redact_text(config.name),
                 dir=str(folder),
@@ -34,19 +43,26 @@ def start_wandb(config: TrainConfig, folder: Path):
                     init_timeout=30, silent=True, console="off", x_disable_meta=True, disable_git=True
                 ),
             )
+            atomic_write(place, name)
+            return run
         except Exception as error:  # noqa: BLE001  training goes on, whatever wandb raises
             print(redact_text(f"wandb ({mode}) is not available: {error}"))
     return None
 
 
 class Tracker:
-    """Logs to wandb when `tracking.wandb` is on; otherwise does nothing. Its own thread talks to wandb, so that
-    training only queues a message."""
+    """Logs to wandb when `tracking.wandb` is on, and to TensorBoard when `tracking.tensorboard` is; otherwise does
+    nothing. A thread of its own talks to wandb, so that training only queues a message; TensorBoard has its own."""
 
     def __init__(self, config: TrainConfig, folder: Path, enabled: bool) -> None:
         self.config, self.folder = config, folder
         self.messages: Queue[Callable | None] = Queue(maxsize=WAITING)
         self.thread: threading.Thread | None = None
+        self.board = None
+        if enabled and config.tracking.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"))
         if enabled and config.tracking.wandb:
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
@@ -58,6 +74,7 @@ class Tracker:
                 action(run)
             if run is not None:
                 run.finish()
+                tell_sync(self.folder)
         except Exception as error:  # noqa: BLE001
             print(redact_text(f"wandb stopped working and is left out from here on: {error}"))
 
@@ -75,19 +92,43 @@ class Tracker:
         flat = {key: value for key, value in line.items() if not isinstance(value, list) and value is not None}
         flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
         self._send(lambda run: run.log(flat, step=line["step"]))
+        self._plot(flat, line["step"])
 
     def summary(self, evaluation: Evaluation) -> None:
         """Log an evaluation's acceptance lengths and speedups."""
         figures = figures_of(evaluation)
         self._send(lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures)))
+        self._plot(figures, evaluation.step)
 
-    def pictures(self, folder: Path) -> None:
-        """Upload the report's pictures."""
+    def _plot(self, figures: dict[str, float], step: int) -> None:
+        """Add figures to TensorBoard, which is left out from where it fails."""
+        try:
+            if self.board is not None:
+                for name, value in figures.items():
+                    self.board.add_scalar(name, value, step)
+        except Exception as error:  # noqa: BLE001
+            print(redact_text(f"TensorBoard stopped working and is left out from here on: {error}"))
+            self.board = None
+
+    def report(self, folder: Path, evaluation: Evaluation) -> None:
+        """Upload the report: its page and pictures, the table of methods, and the samples."""
+        if self.board is not None:
+            self.board.add_text("methods", method_table(evaluation), evaluation.step)
+            for i, sample in enumerate(evaluation.samples):
+                words = "".join(f"    {line}\n" for line in (sample.prompt + sample.completion).splitlines())
+                self.board.add_text(f"sample/{i + 1}", words, evaluation.step)
 
         def upload(run) -> None:
             import wandb
 
-            run.log({path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))})
+            columns = ["name", "budget", "tau", "tau_interval", "tokens_per_second", "speedup", "speedup_interval"]
+            rows = [[str(getattr(method, column)) for column in columns] for method in evaluation.methods]
+            texts = [[sample.prompt, sample.completion, str(sample.accepted)] for sample in evaluation.samples]
+            logged = {path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+            logged["methods"] = wandb.Table(columns=columns, data=rows)
+            logged["samples"] = wandb.Table(columns=["prompt", "completion", "tokens by round"], data=texts)
+            logged["report"] = wandb.Html((folder / "report.html").read_text(encoding="utf-8"), inject=False)
+            run.log(logged)
 
         self._send(upload)
 
@@ -108,12 +149,24 @@ class Tracker:
 
     def close(self) -> None:
         """Wait until everything is sent, at most PATIENCE seconds (ten times that with artifacts)."""
+        if self.board is not None:
+            self.board.close()
         self._send(None)
         if self.thread is not None:
             patience = PATIENCE * (10 if self.config.tracking.artifacts else 1)
             self.thread.join(patience)
             if self.thread.is_alive():
                 print(f"wandb has not answered for {patience:.0f} seconds, and is left behind")
+
+
+def tell_sync(folder: Path) -> None:
+    """Print how to send what wandb wrote offline."""
+    name = (folder / WANDB_ID).read_text() if (folder / WANDB_ID).exists() else ""
+    parts = sorted(folder.glob(f"wandb/offline-run-*-{name}"))
+    if parts:
+        print(
+            f"wandb       offline; to send it: wandb sync {'--append ' * (len(parts) > 1)}{' '.join(map(str, parts))}"
+        )
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, float]:

@@ -70,27 +70,29 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, embedded, tmp_path
     evaluation = EvaluationConfig(
         prompts=2, prompt_tokens=16, max_new_tokens=8, budgets=[4], rows=2, continuity=str(counted)
     )
-    checkpoints.append(str(counted))
+    checkpoints += [str(counted), "lookup"]
     command = CompareCommand(checkpoints, str(tmp_path / "out"), evaluation=evaluation)
     command.check()
     run_compare(command)
     table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert table[0] in capsys.readouterr().out
-    assert [line.split("|")[1:3] for line in table[2:8]] == [
+    assert [line.split("|")[1:3] for line in table[2:10]] == [
         [f" {tree} ", f" {nodes} "]
         for tree, nodes in [
             ("plain", "-"),
             ("transformers", "-"),
+            ("transformers, assisted", "-"),
             ("chain", "-"),
             ("DDTree", 4),
             ("continuity", 4),
             ("DDTree + continuity", 4),
+            ("transformers, prompt lookup", "-"),
         ]
     ]
-    assert all(line.count("|") == 12 for line in table[:8])
+    assert all(line.count("|") == 15 for line in table[:10])
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert list(results) == ["dflash", "dart", "texts.ngrams"]
+    assert list(results) == ["dflash", "dart", "texts.ngrams", "lookup"]
     for result in results.values():
         assert all(method["identical"] for method in result["methods"])
         assert len(result["accuracy"]) == result["block_size"] - 1

@@ -20,13 +20,13 @@ def test_sampled_prompts_have_noise_of_their_own_in_any_batch_and_on_any_process
     """Six times one prompt: six texts, for every method the same ones, whichever prompts a process has."""
     target, drafter = make_tiny()
     config = EvaluationConfig(max_new_tokens=10, budgets=[7], temperature=1.0, seed=5, rows=4)
-    every = measure(target, drafter, variants(drafter, config), PROMPTS)
+    every = measure(target, drafter, variants(target, drafter, config), PROMPTS)
     assert len({tuple(text) for text in ids(every[0])}) == 6
     assert all(ids(one) == ids(every[0]) for one in every if one.variant.name != "generate")
     options = DecodeOptions(max_new_tokens=10, temperature=1.0, method="plain", rows=1)
     for number, text in enumerate(ids(every[0])):
         assert generate(target, None, PROMPTS[0], options=options_of(options, number)).ids == text
-    second = measure(target, drafter, variants(drafter, config)[:1], PROMPTS[1::2], numbers=range(6)[1::2])
+    second = measure(target, drafter, variants(target, drafter, config)[:1], PROMPTS[1::2], numbers=range(6)[1::2])
     assert ids(second[0]) == ids(every[0])[1::2]
 
 

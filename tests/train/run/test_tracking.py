@@ -1,12 +1,15 @@
-"""Weights & Biases: what a run leaves there, offline, and that nothing there stops a run."""
+"""Weights & Biases and TensorBoard: what a run leaves there, and that nothing there stops a run."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import train.run.tracking as tracking
-from infer.evaluation.results import Evaluation, MethodResult, write_result
+from infer.evaluation.results import Evaluation, MethodResult, Sample, write_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.hooks import finish_report
 from train.run.tracking import Tracker
@@ -141,6 +144,7 @@ def test_offline_an_artifact_is_kept_for_later(tmp_path, start_command):
     write_result(tmp_path / "evaluation.json", evaluation_of(3, tmp_path))
     (tmp_path / "script.py").write_text(f"""
 from pathlib import Path
+from infer.evaluation.report import write_report
 from infer.evaluation.results import Evaluation, read_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.tracking import Tracker
@@ -148,6 +152,7 @@ config = TrainConfig(name="mine", tracking=TrackingConfig(wandb=True, artifacts=
 tracker = Tracker(config, Path({str(tmp_path)!r}), enabled=True)
 evaluation = read_result(Path({str(tmp_path / "evaluation.json")!r}), Evaluation)
 tracker.artifact(Path({str(tmp_path / "drafter")!r}), evaluation)
+tracker.report(write_report(Path({str(tmp_path / "report")!r}), [evaluation]).parent, evaluation)
 tracker.close()
 """)
     places = {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_DATA_DIR": str(tmp_path / "data")}
@@ -155,3 +160,49 @@ tracker.close()
     assert "wandb stopped working" not in printed
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"model.safetensors" in record.read_bytes()
+    assert f"to send it: wandb sync {record.parent}\n" in printed
+    assert record.parent.name.endswith((tmp_path / "wandb_id").read_text())
+    media = {path.parent.name: path for path in record.parent.glob("files/media/*/*")}
+    assert set(media) == {"html", "images", "table"} and "What this drafter gains" in media["html"].read_text()
+
+
+def test_a_resumed_run_is_the_same_run_there(tmp_path, monkeypatch):
+    calls = []
+    module = ModuleType("wandb")
+    module.api, module.Settings = SimpleNamespace(api_key="0123456789"), lambda **options: options
+    module.init = lambda **options: calls.append(options) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        folder.mkdir(exist_ok=True)
+        Tracker(TrainConfig(tracking=TrackingConfig(wandb=True)), folder, enabled=True).close()
+    ids = [options["id"] for options in calls]
+    assert ids[0] == ids[1] != ids[2] and all(options["resume"] == "allow" for options in calls)
+
+
+def test_tensorboard_gets_figures_table_and_samples(tmp_path, monkeypatch):
+    seen = []
+
+    class Writer:
+        def __init__(self, folder):
+            seen.append(folder)
+
+        def __getattr__(self, name):
+            return lambda *arguments: seen.append((name, *arguments))
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    tracker = Tracker(TrainConfig(tracking=TrackingConfig(tensorboard=True)), tmp_path, enabled=True)
+    tracker.log({"step": 3, "loss": 1.5, "agreement": [0.5]})
+    evaluation = evaluation_of(3, tmp_path)
+    tracker.summary(evaluation)
+    tracker.report(tmp_path, replace(evaluation, samples=[Sample("a", "b", [1], [])]))
+    tracker.close()
+    assert seen[0] == str(tmp_path / "tensorboard") and ("add_scalar", "loss", 1.5, 3) in seen
+    assert ("add_scalar", "tau/chain3", 1.8, 3) in seen and ("add_text", "sample/1", "    ab\n", 3) in seen
+    assert any(call[:2] == ("add_text", "methods") and "| chain |" in call[2] for call in seen)
+    assert seen[-1] == ("close",)
+    monkeypatch.setattr("train.config.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tracking=tensorboard needs a package that is not installed"):
+        TrainConfig(tracking=TrackingConfig(tensorboard=True)).check()
