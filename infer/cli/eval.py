@@ -91,20 +91,29 @@ def run_of(config: EvalCommand):
 
 def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
+    from infer.evaluation.masked import masked_options
+    from infer.evaluation.masked_suite import evaluate_masked_suite, masked_suite_table
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.evaluation.tables import suite_table
+    from infer.masked.model import is_masked
     from infer.utils.files import atomic_write
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    options, out, progress = config.evaluation, Path(config.out), Progress("asking", "questions")
+    masked = is_masked(config.target.path)
+    if not masked:
+        drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
-    target, drafter = load(config.target, config.checkpoint)
-    options, out = config.evaluation, Path(config.out)
-    result = evaluate_suite(
-        target, drafter, config.checkpoint, suite, config.suite, options, out, say, Progress("asking", "questions")
-    )
-    text = suite_table(result)
+    if masked:
+        model, _ = load(config.target, None, "ssd")
+        decoding = masked_options(options, config.masked)
+        result = evaluate_masked_suite(model, suite, config.suite, decoding, out, say, progress)
+        text = masked_suite_table(result)
+    else:
+        target, drafter = load(config.target, config.checkpoint)
+        result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+        text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")
