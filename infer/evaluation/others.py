@@ -113,10 +113,10 @@ def decode_by_generate(
     finally:
         hook.remove()
     texts = []
-    for prompt, row, own in zip(prompts, out[:, width:].tolist(), options, strict=True):
+    for prompt, ids, own in zip(prompts, out[:, width:].tolist(), options, strict=True):
         text = Text(prompt, own)
-        length, text.finish = text_end(row, 0, own, target) or (len(row), "length")
-        text.ids = row[:length]
+        length, text.finish = text_end(ids, 0, own, target) or (len(ids), "length")
+        text.ids = ids[:length]
         text.commits = [1] * length
         text.stats.tokens = length
         text.stats.rounds = passes.count - 1 if row.drafts else length - 1  # the first pass is the prompt's

@@ -100,12 +100,13 @@ def last_round(target: Target, tree: DraftTree, text: Text) -> Round:
     return Round(before[-120:], nodes, decode(committed[-1:]))
 
 
-def shows(example: Round) -> tuple[bool, bool, int]:
-    """Return how much a round shows: few leaves, so that it can be drawn; a branch taken beside the likeliest draft;
-    drafts accepted."""
+def shows(example: Round) -> int:
+    """Return how much a round shows, most of all if its leaves are few enough to be drawn, then if a branch beside the
+    likeliest draft was taken, then by the drafts that were accepted."""
     parents, first = [node.parent for node in example.nodes], {}
     for i, parent in enumerate(parents[1:], 1):
         first.setdefault(parent, i)
     branch = any(node.accepted and first[node.parent] != i for i, node in enumerate(example.nodes[1:], 1))
     leaves = len(parents) - len(first)
-    return leaves <= MOST_LEAVES, branch, min(sum(node.accepted for node in example.nodes), MOST_LEAVES)
+    accepted = min(9, sum(node.accepted for node in example.nodes))
+    return 100 * (leaves <= MOST_LEAVES) + 10 * branch + accepted
