@@ -47,8 +47,8 @@ def prompt_lookup(target: "Target", drafter: "Drafter") -> dict[str, object] | N
 
 
 def assisted(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
-    """Return the arguments of assisted generation with our drafter as transformers' own class, where its family has
-    that layout and the installed transformers that class."""
+    """Return the arguments of assisted generation with our drafter as transformers' own class, where that has words for
+    the drafter, and the installed transformers has that class."""
     import transformers
 
     formats = getattr(getattr(drafter, "family", None), "formats", {})
@@ -57,7 +57,10 @@ def assisted(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
     from infer.formats.export import export_drafter
 
     with TemporaryDirectory() as folder:
-        export_drafter(drafter, "transformers", target, Path(folder))
+        try:
+            export_drafter(drafter, "transformers", target, Path(folder))
+        except ValueError:  # a head, or a vocabulary of its own
+            return None
         model = transformers.AutoModel.from_pretrained(folder, dtype=target.dtype)
     return {"assistant_model": model.to(target.device).eval(), "speculation_type": "dflash"}
 
