@@ -68,7 +68,7 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, embedded, tmp_path
         save_drafter(drafter.config, drafter.state_dict(), folder / "drafter")
         checkpoints.append(str(folder))
     evaluation = EvaluationConfig(
-        prompts=2, prompt_tokens=16, max_new_tokens=8, budgets=[4], rows=2, continuity=str(counted)
+        prompts=2, prompt_tokens=16, max_new_tokens=8, budgets=[4], rows=1, continuity=str(counted)
     )
     checkpoints += [str(counted), "lookup"]
     command = CompareCommand(checkpoints, str(tmp_path / "out"), evaluation=evaluation)
