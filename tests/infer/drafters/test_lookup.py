@@ -60,4 +60,4 @@ def test_texts_are_plain_decodings_and_repetition_pays(make_tiny, temperature):
         texts = decode(target, drafter, prompts, DecodeOptions(method=method, budget=8, **shared))
         assert [text.ids for text in texts] == [text.ids for text in plain]
         if not temperature:  # greedy texts of random weights run into loops, which lookup knows
-            assert generate(target, Lookup(), prompts[0], method=method, max_new_tokens=150).stats.tau > 2
+            assert generate(target, Lookup(), [3, 1, 4], method=method, max_new_tokens=400).stats.tau > 1.5
