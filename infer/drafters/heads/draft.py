@@ -133,6 +133,8 @@ class ConditionalDraft:
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chain of each slot's likeliest token behind the ones before, (B, length), over the whole
         vocabulary, and the log-probability of each behind the tokens before it."""
+        if self.choices is not None and not self.recurrent and self.tokens.shape[2] == self.head.top_k:
+            return self._chain_of_table(length)
         before, memory, tokens, steps = self.bonus[:, None], self.head.memory(self.bonus), [], []
         for slot in range(length):
             scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)
@@ -140,6 +142,18 @@ class ConditionalDraft:
             tokens.append(before)
             steps.append((best - scores.logsumexp(-1)).clamp(max=0))
         return torch.cat(tokens, 1), torch.cat(steps, 1)
+
+    def _chain_of_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as `chain` does, where the candidates are all that the head chooses among."""
+        log_q, steps, picked = self.table.first, [], []  # (B, M)
+        for slot in range(length):
+            best, which = log_q.max(-1)  # (B,)
+            steps.append(best)
+            picked.append(which)
+            if slot + 1 < length:
+                log_q = self.table.steps[:, slot].gather(1, which[:, None, None].expand(-1, 1, log_q.shape[1]))[:, 0]
+        tokens = self.tokens[:, :length].gather(2, torch.stack(picked, 1)[..., None])[..., 0]
+        return tokens, torch.stack(steps, 1)
 
     def __call__(self, slot: int, tokens: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities (B, n, V) behind tokens (B, n) of the slot before, of a head that is not
