@@ -14,7 +14,8 @@ SECTIONS = {"A divergence": 2, "A tree": 2, "A drafter family": 3, "A target fam
 BLOCK = re.compile(r'^```\w+ (\S+)(?: (before|after) "([^"\n]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 TRAIN = [
-    *("objective=reverse-kl", "drafter=corrected", "drafter.layers=1", "drafter.block_size=5", "name=toys"),
+    *("objective=reverse-kl", "drafter=corrected", "head=none", "drafter.layers=1", "drafter.block_size=5"),
+    "name=toys",
     *("data.length=64", "data.limit=12", "anchors=4", "optim.batch=2", "optim.steps=2", "checkpoints=1"),
     *("evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"),
 ]

@@ -12,6 +12,7 @@ SMALL = [
     "anchors=4",
     "optim.batch=2",
     "optim.name=adamw",
+    "head=none",
     "drafter.layers=1",
     "evaluation.prompts=1",
     "evaluation.prompt_tokens=8",
