@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 HELD_OUT_SHARE = 1 / 20  # of the library's files serve validation and prompts, none of them training
 
@@ -72,14 +73,20 @@ def stdlib_prose(split: str) -> Iterator[Document]:
             yield Document("reference:" + name, text)
 
 
-def _docstrings(source: str, module: str) -> list[tuple[str, str, str]]:
-    """Return (dotted name, arguments as written, docstring) of a module and all that it defines and documents."""
+class _Entry(NamedTuple):
+    name: str  # dotted
+    arguments: str  # as written, "" for what takes none
+    text: str  # the docstring
+
+
+def _docstrings(source: str, module: str) -> list[_Entry]:
+    """Return the docstrings of a module and of all that it defines and documents."""
     entries = []
 
     def visit(node: ast.AST, name: str, arguments: str) -> None:
         text = inspect.cleandoc(ast.get_docstring(node) or "").strip()
         if text:
-            entries.append((name, arguments, text))
+            entries.append(_Entry(name, arguments, text))
         for child in node.body:
             if isinstance(child, ast.ClassDef):
                 visit(child, f"{name}.{child.name}", "")
@@ -93,7 +100,7 @@ def _docstrings(source: str, module: str) -> list[tuple[str, str, str]]:
     return entries
 
 
-def _questions(entries: list[tuple[str, str, str]], module: str) -> Iterator[str]:
+def _questions(entries: list[_Entry], module: str) -> Iterator[str]:
     """Yield questions with their answers, in the form in which the embedded target's template joins a chat."""
     for name, arguments, text in entries:
         says = " ".join(text.split("\n\n")[0].split())

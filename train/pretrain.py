@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
@@ -64,6 +65,14 @@ def windows(stream, length: int, batch: int, steps: int, seed: int) -> Iterator:
         yield torch.stack([stream[start : start + length + 1] for start in rows])
 
 
+class Loop(NamedTuple):
+    """A text that repeats itself from its token `begin` on, with a period."""
+
+    text: torch.Tensor  # (n,) token ids
+    begin: int
+    period: int
+
+
 @dataclass
 class LoopWindows:
     """Windows that begin as a text of the stream does and then repeat themselves to the end: half of them loops that
@@ -73,7 +82,7 @@ class LoopWindows:
     length: int
     generator: torch.Generator
     every: int = 20
-    found: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)  # text, its first repeated token, period
+    found: list[Loop] = field(default_factory=list)
 
     def search(self, model: Qwen3ForCausalLM, rows: int = 48, prompt: int = 64, tokens: int = 160) -> None:
         """Let the model continue texts greedily, and keep those that end in a loop."""
@@ -85,23 +94,23 @@ class LoopWindows:
             if (end := find_loop(text[prompt:].tolist())) is not None:
                 end += prompt
                 period = loop_period(text.tolist(), end, LONGEST_PERIOD)
-                self.found.append((text[:end], end - 3 * period, period))
+                self.found.append(Loop(text[:end], end - 3 * period, period))
         self.found = self.found[-256:]
 
     def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw windows (rows, length + 1), and the first repeated position and period of each, (rows, 2)."""
         drawn = [self._draw(own=bool(self.found) and i % 2 == 0) for i in range(rows)]
-        texts = [torch.cat([text, text[-period:].repeat(self.length)]) for text, _, period in drawn]
-        marks = torch.tensor([[begin, period] for _, begin, period in drawn])
+        texts = [torch.cat([loop.text, loop.text[-loop.period :].repeat(self.length)]) for loop in drawn]
+        marks = torch.tensor([[loop.begin, loop.period] for loop in drawn])
         return torch.stack([text[: self.length + 1] for text in texts]), marks
 
-    def _draw(self, own: bool) -> tuple[torch.Tensor, int, int]:
+    def _draw(self, own: bool) -> Loop:
         if own:
             return self.found[int(torch.randint(len(self.found), (1,), generator=self.generator))]
         period = int(2 ** (6 * torch.rand((), generator=self.generator)))  # as many below 8 tokens as above
         begin = int(torch.randint(64, self.length // 2, (1,), generator=self.generator))
         start = int(torch.randint(len(self.stream) - self.length, (1,), generator=self.generator))
-        return self.stream[start : start + begin], begin, period
+        return Loop(self.stream[start : start + begin], begin, period)
 
 
 def loop_loss(logits: torch.Tensor, ids: torch.Tensor, marks: torch.Tensor, decline: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from data.corpus import stdlib_prose
 from train.config import PretrainConfig
-from train.pretrain import LoopWindows, loop_loss, pretrain
+from train.pretrain import Loop, LoopWindows, loop_loss, pretrain
 
 
 def test_loop_loss_is_what_the_paper_says() -> None:
@@ -30,7 +30,7 @@ def test_loop_loss_is_what_the_paper_says() -> None:
 
 def test_loop_windows_repeat_from_where_they_say() -> None:
     windows = LoopWindows(torch.randint(500, (2000,)), 256, torch.Generator().manual_seed(1))
-    windows.found.append((torch.tensor([9, *[4, 5, 6] * 4]), 4, 3))
+    windows.found.append(Loop(torch.tensor([9, *[4, 5, 6] * 4]), 4, 3))
     texts, marks = windows.batch(6)
     assert texts.shape == (6, 257)
     for text, (begin, period) in zip(texts, marks.tolist(), strict=True):
