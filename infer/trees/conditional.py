@@ -40,7 +40,9 @@ def best_first(steps: Steps, budget: int) -> Nodes:
     rows, length, count = steps.tokens.shape
     nodes = torch.empty(3, rows, node_count(length, count, budget), dtype=torch.long)
     scores = torch.empty(nodes.shape[1:], dtype=torch.float32)
-    first, others = (part.float().contiguous().numpy() for part in steps.table)
+    # a drafter that answers with NaN drafts badly, and no worse: the search counts on an order
+    parts = (part.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf) for part in steps.table)
+    first, others = (part.contiguous().numpy() for part in parts)
     search(first, others, steps.tokens.numpy(), nodes.numpy(), scores.numpy())
     return Nodes(*nodes, scores)
 

@@ -135,6 +135,16 @@ def test_expected_length_is_the_enumerations():
         assert tree.expected_length()[row].item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.skipif(not jit.AVAILABLE, reason="numba is not installed")
+def test_a_drafter_that_answers_with_nan_still_gets_a_tree():
+    """In place of probabilities there is nothing to rank by, and the search must not run out of its arrays."""
+    steps = RandomSteps((2, 5, 8), 1)
+    for log_q in steps.log_q:
+        log_q[1] = math.nan
+    nodes = best_first(steps, 300)
+    assert not nodes.log_probs.isnan().any() and len(set(prefixes(nodes, steps, 1))) == 300
+
+
 def test_a_chain_follows_the_head():
     class Greedy:
         def chain(self, length):
