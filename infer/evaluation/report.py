@@ -46,6 +46,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } .lead { 
 table { border-collapse: collapse; width: 100%; font-size: .9rem; overflow-wrap: normal; }
 th, td { padding: .3rem .35rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
+@media (max-width: 30rem) { table { font-size: .78rem; } th, td { padding: .3rem .15rem; } }
 td small { display: block; color: var(--soft); white-space: nowrap; } tr.best { font-weight: 700; }
 .facts td { text-align: left; overflow-wrap: anywhere; } .facts th { width: 35%; font-weight: 400; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem; }
