@@ -45,6 +45,8 @@ def fuse(modules: list[nn.Module]) -> Product:
 def read_norm(module: nn.Module) -> Norm:
     """Read a norm module as an RMS norm. Raises UnknownLayer for any other."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if type(module) is nn.RMSNorm:
+        return Norm(weight, eps)
     if weight is not None and eps is not None:
         states = torch.randn(2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
         for norm in (Norm(weight, eps), Norm(weight.float() + 1, eps)):
