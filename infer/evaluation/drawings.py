@@ -69,7 +69,9 @@ def rounded(low: float, high: float) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return round values between two, about `count`."""
+    """Return round values between two, about `count`; the value itself where both are one."""
+    if low == high:
+        return [low]
     step = 10 ** math.floor(math.log10((high - low) / count))
     step = next(step * times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= count + 1)
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
@@ -89,7 +91,7 @@ def axis(up: Scale, label: str) -> str:
 
 def x_ticks(across: Scale, values: Sequence[float] | None) -> list[str]:
     """Draw the numbers of the x axis."""
-    values = values or ticks(across.low, across.high) or [across.low]
+    values = values or ticks(across.low, across.high)
     y = HEIGHT - BOTTOM + 16
     return [f'<text x="{across(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>' for value in values]
 

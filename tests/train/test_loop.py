@@ -17,6 +17,7 @@ from train.run.checkpoints import checkpoints, find_damage, newest
 from train.run.log import trim_log
 
 SMALL = [
+    "head=none",
     "data=jsonl",
     "data.length=64",
     "anchors=4",

@@ -37,9 +37,9 @@ def drafter_of(embedded) -> DFlash:
 def test_a_run_starts_from_exactly_those_weights_with_their_loss(start_command, embedded, tmp_path):
     drafter = drafter_of(embedded)
     export_drafter(drafter, "speculators", embedded, tmp_path / "init")
-    options = [f"drafter.init={tmp_path}/init", "drafter.layers=1", "drafter.block_size=6", "anchors=4", "name=tuned"]
+    options = [f"drafter.init={tmp_path}/init", "head=none", "drafter.layers=1", "drafter.block_size=6", "anchors=4"]
     options += ["data=stdlib", "data.length=64", "data.limit=12", "optim.batch=2", "optim.name=adamw", "optim.lr=1e-30"]
-    options += ["optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
+    options += ["name=tuned", "optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
     options += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"]
     start_command("train/main.py", options).finish()
     run = tmp_path / "tuned"
