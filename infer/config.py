@@ -336,7 +336,7 @@ class EvaluationConfig:
     prompt_tokens: int = 96
     max_new_tokens: int = 128
     budgets: list[int] = field(default_factory=lambda: [4, 8, 16])
-    repeats: int = 2
+    repeats: int = 1
     temperature: float = 0.0
     sampled: float | None = 1.0
     seed: int = 0
