@@ -329,7 +329,7 @@ def check_recipe(config: "PretrainConfig") -> None:
 
 @dataclass
 class PretrainConfig:
-    """Options of the embedded target's pre-training; every default is the shipped recipe.
+    """Options of the embedded target's pre-training; data/embedded/pretraining.json has those of the shipped one.
 
     out: the folder that is written
     init: a folder to go on from, tokenizer and weights, instead of random weights
@@ -387,8 +387,12 @@ class PretrainConfig:
     def check(self) -> None:
         """Raise ValueError for a recipe that cannot run."""
         at_least(self, vocab_size=1, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1)
-        at_least(self, num_key_value_heads=1, head_dim=1, prompt_tokens=1, answer_tokens=1, answers=0)
+        at_least(self, num_key_value_heads=1, head_dim=1, prompt_tokens=1, answer_tokens=1, answers=0, loops=0)
         at_least(self, steps=1, batch=1, length=1, save_every=1)
+        if self.loops and self.length < 256:
+            raise ValueError(f"length={self.length}: windows that repeat themselves take 256 tokens; or loops=0")
+        if not 0 <= self.loop_decline <= 1:
+            raise ValueError(f"loop_decline={self.loop_decline}: a share between 0 and 1")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"num_key_value_heads={self.num_key_value_heads} divides num_attention_heads")
         check_recipe(self)

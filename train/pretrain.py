@@ -1,10 +1,11 @@
-"""Pre-trains the embedded target: a small Qwen3 on the sources of the Python standard library.
+"""Pre-trains the embedded target: a small Qwen3 on the sources and the documentation of the Python standard library.
 
     ./launch.sh pretrain                # about an hour on two cores; writes runs/embedded-target
 
-The folder `data/embedded` in the repository is what this script wrote. Recipe: matrices by Muon, the embedding
-and the norms by AdamW, one peak rate, warm-up, plateau, linear decay; windows of the token stream in a fresh
-order every epoch. Single process: a target this small needs no engine.
+The folder `data/embedded` in the repository is what this script wrote, in three stages (its README). Recipe: matrices
+by Muon, the embedding and the norms by AdamW, one peak rate, warm-up, plateau, linear decay; windows of the token
+stream in a fresh order every epoch, and beside them windows that repeat themselves, from which the model learns to leave
+loops. Single process: a target this small needs no engine.
 """
 
 import json
@@ -188,14 +189,16 @@ def pretrain(config: PretrainConfig) -> dict:
     loops = LoopWindows(stream, config.length, torch.Generator().manual_seed(config.seed))
 
     def backward(step: int) -> float:
+        text, leaving = next(batches), 0.0
         if config.loops and step % loops.every == 0:
             loops.search(model)
-        text, (again, marks) = next(batches), loops.batch(config.loops)
+        again, marks = loops.batch(config.loops) if config.loops else (text[:0], None)
         ids = torch.cat([text, again])  # (batch + loops, length + 1)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model.lm_head(body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state)
             loss = F.cross_entropy(logits[: len(text)].flatten(0, 1), text[:, 1:].flatten())
-        leaving = loop_loss(logits[len(text) :], again[:, 1:], marks, config.loop_decline) if config.loops else 0.0
+        if config.loops:
+            leaving = loop_loss(logits[len(text) :], again[:, 1:], marks, config.loop_decline)
         (loss + leaving).backward()
         return loss.item()
 

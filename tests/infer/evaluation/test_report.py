@@ -173,7 +173,9 @@ def test_evaluation_adds_up(embedded, temperature):
     drafter.init_weights(torch.Generator().manual_seed(0))
     ids = [embedded.tokenizer(text)["input_ids"] for text in ("import os\n", "class Reader:\n    ")]
     prompts = [Prompt(ids[0], "heads"), Prompt(ids[1], "bodies"), Prompt(ids[1], "prose", "outside")]
-    config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, samples=1, sampled=0.7)
+    config = EvaluationConfig(
+        max_new_tokens=9, budgets=[2, 30], repeats=2, temperature=temperature, samples=1, sampled=0.7
+    )
     calls = []
     result = evaluate(embedded, drafter, prompts, config, lambda done, total: calls.append((done, total)))
     total = 5 if temperature else 7
