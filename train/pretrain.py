@@ -4,8 +4,8 @@
 
 The folder `data/embedded` in the repository is what this script wrote, in three stages (its README). Recipe: matrices
 by Muon, the embedding and the norms by AdamW, one peak rate, warm-up, plateau, linear decay; windows of the token
-stream in a fresh order every epoch, and beside them windows that repeat themselves, from which the model learns to leave
-loops. Single process: a target this small needs no engine.
+stream in a fresh order every epoch, and beside them windows that repeat themselves, from which the model learns to
+leave loops. Single process: a target this small needs no engine.
 """
 
 import json
