@@ -105,6 +105,8 @@ def train_head(arguments: argparse.Namespace, head: HeadConfig, target, dataset,
                 taught = cache[drafter.conditional_head.raw][step % arguments.rows]
             else:
                 taught = teach(config, target, drafter, dataset, step)
+            if not taught.blocks.supervised.any():  # a row of short texts has no room for an anchor
+                continue
             found = score(drafter, taught.drafted, target, taught.rows, taught.blocks, taught.features, config)
             optimizer.zero_grad()
             (found.loss / taught.blocks.supervised.sum()).backward()
