@@ -66,20 +66,28 @@ def evaluate_masked(
         ]
         for length in lengths
     }
+    details = MaskedDetails(
+        options.block_length, options.cache, options.refresh, smallest_gaps(traces, options), limits
+    )
+    return masked_evaluation(model, len(prompts), options, measured, details)
+
+
+def masked_evaluation(
+    model: MaskedModel, prompts: int, options: DecodeOptions, measured: Sequence[Measured], details: MaskedDetails
+) -> Evaluation:
+    """Return what was measured on so many prompts, the first method the one that the others are compared with."""
     return Evaluation(
         target=model.name,
         device=describe_device(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        prompts=len(prompts),
+        prompts=prompts,
         rows=options.rows,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         accuracy=[],
         methods=[masked_result(one, measured[0]) for one in measured],
         samples=[],
-        masked=MaskedDetails(
-            options.block_length, options.cache, options.refresh, smallest_gaps(traces, options), limits
-        ),
+        masked=details,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from infer.api import positions_of
 from infer.config import DecodeOptions
 from infer.evaluation.evaluate import Progress, describe_device, measure
-from infer.evaluation.masked import masked_result, masked_variants
+from infer.evaluation.masked import masked_evaluation, masked_variants
 from infer.evaluation.published import SSD_CITATION, published_ssd
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult, SetResult, SuiteResult, write_result
 from infer.evaluation.suite import Questions, SuiteOptions, prompt_ids, read_finished
@@ -79,19 +79,8 @@ def evaluate_masked_set(
         )
     variants = masked_variants(config, LENGTHS, ("greedy",), 1)[: 1 + len(LENGTHS)]  # without automatic lengths
     measured = measure(model, None, variants, prompts, progress)
-    result = Evaluation(
-        target=model.name,
-        device=describe_device(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        prompts=len(prompts),
-        rows=config.rows,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        accuracy=[],
-        methods=[masked_result(one, measured[0]) for one in measured],
-        samples=[],
-        masked=MaskedDetails(config.block_length, config.cache, config.refresh, [], {}),
-    )
+    details = MaskedDetails(config.block_length, config.cache, config.refresh, [], {})
+    result = masked_evaluation(model, len(prompts), config, measured, details)
     return SetResult(
         settings=settings,
         set=questions.name,

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from infer.trees import compiled
-from infer.trees.conditional import conditional_ddtree
+from infer.trees.conditional import best_of_levels, conditional_ddtree
 from infer.trees.tree import DraftTree, Nodes, Proposal, behind, node_count
 
 
@@ -56,13 +56,7 @@ def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
         parents = prefix[order] + first
         first += levels[-1][0].shape[1]
         levels.append((scores, tokens, parents, torch.full_like(tokens, depth + 1)))
-    scores, tokens, parents, depths = (torch.cat(column, 1) for column in zip(*levels, strict=True))
-    order = scores.sort(dim=1, descending=True, stable=True).indices
-    node = order.argsort(1) + 1  # of every kept prefix, by its place in the order; the root is node 0
-    order = order[:, :budget]
-    parents = parents.gather(1, order)
-    parents = torch.where(parents < 0, 0, node.gather(1, parents.clamp(min=0)))
-    return Nodes(tokens.gather(1, order), parents, depths.gather(1, order), scores.gather(1, order))
+    return best_of_levels(levels, budget)
 
 
 @lru_cache(maxsize=256)
