@@ -135,12 +135,13 @@ def decode(
 
 class TextStream:
     """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are characters whose bytes
-    are not all there yet or may still change, and ends that may turn out to begin a stop string."""
+    are not all there yet or may still change, and ends that may turn out to begin a stop string. special: special
+    tokens are part of the text, but an end token at its end is not."""
 
-    def __init__(self, target: AnyTarget, text: Sequence) -> None:
+    def __init__(self, target: AnyTarget, text: Sequence, special: bool = False) -> None:
         if target.tokenizer is None:
             raise ValueError("this target has no tokenizer: there is no text to stream")
-        self.target, self.text = target, text
+        self.target, self.text, self.special = target, text, special
         self.given = 0  # characters
         self.held = ""
         self.start = self.read = 0  # tokens: `held` has those before `read`, decoding begins at `start`
@@ -148,14 +149,14 @@ class TextStream:
     def next(self) -> str:
         """Return the text since the last call. The pieces of a finished text make up its `answer_text`."""
         if self.text.finish is not None:
-            piece = answer_text(self.target, self.text.ids, self.text.options)[self.given :]
+            piece = answer_text(self.target, self.text.ids, self.text.options, self.special)[self.given :]
         else:
             # A few tokens before the new ones are decoded with them: some tokenizers drop a leading space.
             tokenizer, ids = self.target.tokenizer, self.text.ids
             firm = firm_length(tokenizer, ids, self.read)
-            window = words_of(tokenizer, ids[self.start : firm])
+            window = words_of(tokenizer, ids[self.start : firm], self.special)
             if firm > self.read and not window.endswith("\ufffd"):
-                self.held += window[len(words_of(tokenizer, ids[self.start : self.read])) :]
+                self.held += window[len(words_of(tokenizer, ids[self.start : self.read], self.special)) :]
                 self.start, self.read = self.read, firm
             certain = len(self.held) - self._undecided()
             piece, self.held = self.held[:certain], self.held[certain:]
@@ -243,9 +244,12 @@ def generation(target: AnyTarget, text: Sequence) -> Generation:
     return Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
 
 
-def answer_text(target: AnyTarget, ids: list[int], options: TextOptions) -> str:
-    """Return the answer without special tokens, cut before the first stop string."""
-    text = words_of(target.tokenizer, ids)
+def answer_text(target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False) -> str:
+    """Return the answer, cut before the first stop string; without special tokens, or `special`, without an end token
+    at its end."""
+    if special and ids and ids[-1] in target.end_ids:
+        ids = ids[:-1]
+    text = words_of(target.tokenizer, ids, special)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 

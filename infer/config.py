@@ -254,6 +254,8 @@ class EngineConfig(MaskedConfig):
     positions: the most that the target computes between two tokens of a text: trees of all rows and pieces of new
         prompts together, never less than one tree; one behind a long context counts as several. null: no limit.
         More let new texts begin sooner, and texts in work wait longer
+    prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that begins as one of them
+        did is computed from there on; 0: nothing is kept. Masked models keep nothing
     compile: on CUDA, rounds of greedy texts are CUDA graphs, unless it is false; elsewhere it changes nothing
     draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
     order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
@@ -269,6 +271,7 @@ class EngineConfig(MaskedConfig):
     candidates: int = 32
     rows: int = 16
     positions: int | None = 144  # a stream that others join waits at most 5 times as long: docs/serving.md
+    prefix_memory: int = 0
     compile: bool | None = None
     draft_length: int | str = 4
     order: str = "guided"
@@ -293,7 +296,7 @@ class EngineConfig(MaskedConfig):
         """Raise ValueError for a way of decoding that does not exist."""
         MaskedConfig.check(self)
         one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
-        at_least(self, width=1, candidates=1, rows=1, nodes=1)
+        at_least(self, width=1, candidates=1, rows=1, nodes=1, prefix_memory=0)
         if self.positions is not None and self.positions < 1:
             raise ValueError(f"positions={self.positions}: at least 1, or null for no limit")
         if isinstance(self.budget, str) and self.budget != "auto":

@@ -170,6 +170,22 @@ class KVCache:
         """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
         return self.ends[:rows, None] + torch.arange(width, device=self.ends.device)
 
+    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+        """Return copies of `count` positions of a used row, (n, count, width) of every buffer."""
+        first = row * self.capacity + start
+        return [buffer[:, first : first + count].clone() for buffer in self._buffers()]
+
+    def restore(self, row: int, parts: list[list[torch.Tensor]]) -> None:
+        """Write positions that were read, part by part, behind an empty row's beginning, and commit them."""
+        first, length = row * self.capacity, 0
+        for part in parts:
+            count = part[0].shape[1] if part else 0
+            for buffer, kept in zip(self._buffers(), part, strict=True):
+                buffer[:, first + length : first + length + count] = kept
+            length += count
+        self.lengths[row] = length
+        self.ends[row] = length
+
     def _buffers(self) -> list[torch.Tensor]:
         """Return all memory of keys and values, (n, rows * S, width) each."""
         return [self.buffer]

@@ -75,7 +75,8 @@ def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
     """Print one answer as it is written; return it."""
     said, rounds, tokens, drafted = "", 0, 0, 0
     for chunk in chunks(client, messages, config):
-        text, round = chunk["choices"][0]["delta"].get("content", ""), chunk.get("round")
+        delta, round = chunk["choices"][0]["delta"], chunk.get("round")
+        text = delta.get("reasoning_content", "") + delta.get("content", "")
         said += text
         console.print(coloured(text, round), end="", soft_wrap=True)
         if round is not None:

@@ -24,7 +24,7 @@ class ServeCommand:
     FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
     target: TargetConfig = field(default_factory=TargetConfig)
-    decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto"))  # as the load allows
+    decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512))
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> None:

@@ -169,6 +169,14 @@ class DraftState:
         """Row i becomes what row order[i] was."""
         self.cache.keep(order)
 
+    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+        """Return copies of what it has of `count` positions of a row."""
+        return self.cache.read(row, start, count)
+
+    def restore(self, row: int, ids: list[int], parts: list[list[torch.Tensor]]) -> None:
+        """Take over, into an empty row, positions with tokens `ids` that were read part by part."""
+        self.cache.restore(row, parts)
+
 
 class Place(NamedTuple):
     """Where blocks are drafted in the memory."""

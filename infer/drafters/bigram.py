@@ -38,6 +38,12 @@ class NoState:
     def keep(self, order: list[int]) -> None:
         pass
 
+    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+        return []
+
+    def restore(self, row: int, ids: list[int], parts: list[list[torch.Tensor]]) -> None:
+        pass
+
 
 class Bigram:
     """A drafter of blocks of `block_size` from pair counts, such as `infer.ngrams.model.NGram` has. Tokens that were

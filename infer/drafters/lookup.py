@@ -36,6 +36,14 @@ class LookupState:
         """Row i becomes what row order[i] was."""
         self.texts = [self.texts[i] for i in order]
 
+    def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
+        """Return nothing: the tokens say it all."""
+        return []
+
+    def restore(self, row: int, ids: list[int], parts: list[list[torch.Tensor]]) -> None:
+        """Begin an empty row with these tokens."""
+        self.texts[row] = list(ids)
+
 
 class Lookup:
     """A drafter of blocks of `block_size`, bonus token included. A position's distribution is what stood at that

@@ -28,9 +28,12 @@ class EngineBase:
     that synchronises. An engine extends `reset`, and adds
 
     - `_new_sequence(prompt, options, processors)`: a text to be queued; ValueError for what it cannot follow;
-    - `_prefill(width)`: the next `width` positions of the prompts of `entering` computed, behind the `done` ones; after
+    - `_prefill(width)`: the next `width` positions of the prompts of `entering` computed, behind the `done` ones and
+      those that need not be; after
       the last of them the texts are moved on to `writing`. Returns how many positions were computed, padding included;
     - `_round()`: one round for all texts of `writing`, where finished ones stay;
+    - `_find_prefix(text)`: how many positions need not be computed noted in `text.reused`; returns what the text is the
+      first to compute for others too, None for nothing;
     - `_free(finished)`: these texts taken out of `writing` and `entering`, and their rows given up.
     """
 
@@ -55,7 +58,7 @@ class EngineBase:
         """Give up all texts in work; those that wait go on waiting. Caches are allocated anew, since after an error
         their contents are unknown, and the old ones are freed before. After an error here it can be called again."""
         self.entering: list[Sequence] = []  # their prompts are being computed
-        self.done = 0  # positions of these prompts that are computed
+        self.done = 0  # positions that were computed of each of these prompts
         self.writing: list[Sequence] = []
         self._began: dict[Sequence, tuple[float, dict[str, float]]] = {}  # time and stage seconds at admission
 
@@ -72,7 +75,8 @@ class EngineBase:
         """Queue a text. Raises ValueError for options or lengths that make no sense."""
         self.check_text(options)
         check_prompt(prompt, options, self.capacity, self.target.head_weight.shape[0])
-        text = self._new_sequence(prompt, options, [*processors, *follow(options, self.target, prompt)])
+        text = self._new_sequence(prompt, options, processors)
+        text.grammar = follow(options, self.target)
         text.number = next(self._numbers)
         self.waiting.append(text)
         return text
@@ -149,25 +153,37 @@ class EngineBase:
             width = self._piece(room / len(self.entering))
             computed = self._prefill(width)
             self.done += width
-            cost = computed * self._weight(self.done)
+            cost = computed * self._weight(self._reached)
             room, self.computed = room - cost, self.computed + cost
             self._lap("prefill", mark)
             self._release()
 
+    @property
+    def _reached(self) -> int:
+        """Return the length of the longest prompt that enters, as far as it is there."""
+        return self.done + max((text.reused for text in self.entering), default=0)
+
+    def _find_prefix(self, text: Sequence) -> object | None:
+        return None
+
     def _piece(self, room: float) -> int:
         """Return how many positions of each prompt that enters are computed next, for this cost a prompt."""
         width = min(PREFILL_CHUNK, room)
-        return max(1, int(width / (1 if room == math.inf else self._weight(self.done + int(width)))))
+        return max(1, int(width / (1 if room == math.inf else self._weight(self._reached + int(width)))))
 
     def _fitting(self, room: float) -> int:
         """Return how many waiting texts enter together: as many as have free rows and prompts that fit into `room`
-        positions, padded to one length. A longer prompt enters alone, over several rounds."""
+        positions, padded to one length. A longer prompt enters alone, over several rounds; one that begins as another
+        of them does enters after it."""
         free = min(self.most - len(self.writing), len(self.waiting))
-        longest = 0
+        longest, firsts = 0, set()
         for count in range(free):
-            longest = max(longest, len(self.waiting[count].known))
-            if count and (count + 1) * longest > room:
+            text = self.waiting[count]
+            first = self._find_prefix(text)
+            longest = max(longest, len(text.known) - text.reused)
+            if count and ((count + 1) * longest > room or first in firsts):
                 return count
+            firsts |= {first} - {None}
         return free
 
     def _lap(self, stage: str, mark: float) -> float:

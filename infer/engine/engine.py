@@ -20,7 +20,8 @@ from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, calibrate
 from infer.engine.capture import Graphs
-from infer.engine.grammar import grammar_of
+from infer.engine.grammar import asked_grammar
+from infer.engine.prefixes import BLOCK, Prefixes
 from infer.engine.rejection import children_noise, decide
 from infer.engine.sampling import (
     SeenAt,
@@ -38,7 +39,7 @@ from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
 from infer.targets.lean import LeanDecoder
 from infer.targets.target import Features, Target, pad_ids
-from infer.trees.constrained import constrain
+from infer.trees.constrained import Rule, constrain, forced_chains
 from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
@@ -76,6 +77,7 @@ class Round:
     accepted: Accepted
     packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, paths; then, for
     #                       budget=auto, the bits of float32 log-probabilities of all nodes that were found
+    drafted: bool = True  # false: grammars forced the trees
 
 
 class Engine(EngineBase):
@@ -135,6 +137,8 @@ class Engine(EngineBase):
         self.graphs = Graphs(self.target.device)  # the old ones work on memory that is gone
         self.fresh: list[Committed] = []  # what the drafter has not seen yet
         self.prefill: Prefill | None = None
+        memory = self.options.prefix_memory * 2**20
+        self.prefixes = Prefixes(memory) if memory and not self.target.recurrent else None
 
     @property
     def bonus(self) -> torch.Tensor:
@@ -185,9 +189,11 @@ class Engine(EngineBase):
         return nodes if nodes in (0, self.nodes) else max(size for size in (1, *SIZES) if size <= nodes)
 
     def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
-        if processors and self.method.draws and options.temperature > 0:
+        judged = processors or asked_grammar(options) is not None
+        if judged and self.method.draws and options.temperature > 0:
             raise ValueError(
-                f"logits processors: a sampled {self.method.label} tree needs whole distributions; use another method"
+                f"logits processors and grammars: a sampled {self.method.label} tree needs whole distributions; use "
+                "another method"
             )
         return Sequence(prompt, options, processors)
 
@@ -203,18 +209,49 @@ class Engine(EngineBase):
             cache = rows.enter_context(self.cache.add(len(prompts)))
             state = None if self.state is None else rows.enter_context(self.state.add(len(prompts)))
             self.prefill = Prefill(rows, cache, state, [None] * len(prompts))
+            self._restore_prefixes()
         prefill = self.prefill
-        parts = [prompt[self.done : self.done + width] for prompt in prompts]
+        begun = [text.reused + self.done for text in self.entering]
+        parts = [prompt[start : start + width] for prompt, start in zip(prompts, begun, strict=True)]
         features = self.target.extend(parts, prefill.cache, self.layers)
         if prefill.state is not None:
             tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
             self.drafter.update_context(self.target, features.context, tokens, counts, prefill.state)
         for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
-            if part and self.done + len(part) == len(prompt):
+            if part and begun[row] + len(part) == len(prompt):
                 prefill.last[row] = features.last[row, len(part) - 1]
         if all(last is not None for last in prefill.last):
             self._begin_writing()
         return len(parts) * max(map(len, parts))
+
+    def _find_prefix(self, text: Sequence) -> object | None:
+        if self.prefixes is None:
+            return None
+        known = text.known
+        text.reused = BLOCK * len(self.prefixes.find(known))
+        return self.prefixes.next_key(known)
+
+    def _restore_prefixes(self) -> None:
+        """Give the rows that enter what is kept of their prompts."""
+        for row, text in enumerate(self.entering):
+            if text.reused:
+                blocks = self.prefixes.find(text.known)
+                self.prefill.cache.restore(row, [block.target for block in blocks])
+                if self.prefill.state is not None:
+                    ids = text.known[: text.reused]
+                    self.prefill.state.restore(row, ids, [block.drafter for block in blocks])
+
+    def _keep_prefix(self, row: int, text: Sequence) -> None:
+        """Keep what a used row holds of its text for texts to come."""
+        if self.prefixes is None:
+            return
+
+        def read(start: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            drafter = [] if self.state is None else self.state.read(row, start, BLOCK)
+            return self.cache.read(row, start, BLOCK), drafter
+
+        # the last token's position may be there or not, and a drafter's item there waits for the next one
+        self.prefixes.keep(text.known[: self.cache.lengths[row]], read, {})
 
     def _begin_writing(self) -> None:
         """Take the rows into use whose prompts are computed: their last positions yield the first bonus tokens."""
@@ -223,6 +260,9 @@ class Engine(EngineBase):
         known = [text.known for text in texts]
         self.prefill.rows.close()
         self.prefill = None
+        for row, text in enumerate(texts, len(self.writing)):
+            self._keep_prefix(row, text)
+            text.stats.reused = min(text.reused, len(text.prompt))
         start = torch.tensor([len(ids) - 1 for ids in known], device=last.device)
         tree = root_only(torch.tensor([ids[-1] for ids in known], device=last.device))
         noise = round_noise([text.options for text in texts], start, 1, self.target.head_weight.shape[0])
@@ -255,8 +295,7 @@ class Engine(EngineBase):
         nodes = self._tree_positions(self.computed) - 1 if self.drafts else 0
         nodes = nodes if self.pace is None else min(nodes, self.pace.most_nodes(len(texts)))
         captured = self.captures and all(
-            text.options.temperature == 0 and text.options.repetition_penalty == 1 and not text.processors
-            for text in texts
+            text.options.temperature == 0 and text.options.repetition_penalty == 1 and not text.judged for text in texts
         )
         if nodes or captured:
             self._update_context()
@@ -270,7 +309,7 @@ class Engine(EngineBase):
             found = self._compute([text.options for text in texts], nodes, texts)
             mark = self.clock()
         paths = self._commit(found, captured)
-        if self.pace is not None:
+        if self.pace is not None and found.drafted:
             self.pace.note(self.clock() - began, found.tree.budget, paths)
         self._lap("commit", mark)
 
@@ -296,17 +335,21 @@ class Engine(EngineBase):
         target, lap = self.target, self._lap if texts else lambda stage, mark: mark
         mark = self.clock() if texts else 0.0
         start = self.cache.ends_of(len(self.bonus))  # (B,) positions of the roots
-        noise = round_noise(options, start, self.length + 1, target.head_weight.shape[0])
+        forced = self._forced(texts, nodes)
+        depth = max(self.length, *map(len, forced), 0) + 1
+        noise = round_noise(options, start, depth, target.head_weight.shape[0])
         seen = self._seen(texts)
         proposal, build, found = Proposal(self.bonus, None), self.build, nodes
-        if nodes:
+        if forced:
+            build = partial(forced_chains, forced)
+        elif nodes:
             found = nodes if texts or self.pace is None else self.pace.grown(nodes)
             proposal = self._propose(options, start, noise, seen, found)
             mark = lap("draft", mark)
         elif self.drafts:
             build = plain
         whole = tree = self._constrained(build(proposal), proposal)
-        if self.pace is not None and nodes:
+        if self.pace is not None and nodes and not forced:
             tree = whole.first(self.pace.nodes(whole) if texts else min(nodes, whole.budget))
         ancestors = tree.ancestors()  # (B, M, M)
         mark = lap("build", mark)
@@ -323,23 +366,34 @@ class Engine(EngineBase):
         if self.pace is not None and not texts:
             columns.append(whole.log_probs.float().view(torch.int32).long())
         lap("verify", mark)
-        return Round(tree, features, chosen, accepted, torch.cat(columns, 1))
+        return Round(tree, features, chosen, accepted, torch.cat(columns, 1), not forced)
 
     def _along(self, found: Round, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return features (B, W, F) and tokens (B, W) of the nodes of a path (B, W), for the drafter."""
         context = found.features.context
         return context.gather(1, path[..., None].expand(-1, -1, context.shape[-1])), found.tree.tokens.gather(1, path)
 
+    def _forced(self, texts: abc.Sequence[Sequence], nodes: int) -> list[list[int]]:
+        """Return what grammars force behind every row's root, as far as `nodes` go, where that is as much as a draft
+        has in every row, which then costs none; else nothing."""
+        forced = []
+        for text in texts if self.method.ranked and nodes else ():
+            tokens = [] if text.grammar is None else text.grammar.forced(text.ids)[:nodes]
+            if len(tokens) < min(self.length, nodes):
+                return []
+            forced.append(tokens)
+        return forced
+
     def _constrained(self, tree: DraftTree, proposal: Proposal) -> DraftTree:
         """Return the tree with the rows built anew whose texts follow a grammar, where there are
         marginals; the tree of an autoregressive drafter stays, and the target follows the grammar all the same."""
-        rows = {}
-        if proposal.marginals is None:
+        if proposal.marginals is None or not self.method.ranked or not tree.budget:
             return tree
-        for row, text in enumerate(self.writing):
-            state = grammar_of(text.processors)
-            if state is not None and self.method.ranked and tree.budget:
-                rows[row] = lambda path, state=state, text=text: state.allowed(text.ids + path)
+        rows = {
+            row: Rule(partial(text.grammar.allowed, text.ids), text.grammar.forced(text.ids))
+            for row, text in enumerate(self.writing)
+            if text.grammar is not None
+        }
         return constrain(tree, proposal, rows, self.method.by_budget) if rows else tree
 
     def _propose(
@@ -449,8 +503,11 @@ class Engine(EngineBase):
         if any(text.finish is not None for text in self.entering):
             self.entering, self.prefill = [], None
         self._update_context()
+        for row, text in enumerate(self.writing):
+            if text.finish is not None:
+                self._keep_prefix(row, text)
         for text in finished:
-            text.stats.histogram = [0] * (self.length + 1)
+            text.stats.histogram = [0] * max(self.length + 1, *text.commits[1:], 0)
             for commit in text.commits[1:]:
                 text.stats.histogram[commit - 1] += 1
         alive = [i for i, text in enumerate(self.writing) if text.finish is None]
@@ -481,7 +538,7 @@ class Engine(EngineBase):
         """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for PIECE
         nodes at a time, unless processors want to see them."""
         options, pieces = [text.options for text in texts], []
-        width = last.shape[1] if any(text.processors for text in texts) else PIECE
+        width = last.shape[1] if any(text.judged for text in texts) else PIECE
         for first in range(0, last.shape[1], width):
             here = slice(first, first + width)
             logits = self.target.head(last[:, here])  # (B, n, V)
@@ -490,7 +547,7 @@ class Engine(EngineBase):
         chosen = torch.cat(pieces, 1)
         order = sampled_rows(options)
         for row, text in enumerate(texts):
-            if text.processors:
+            if text.judged:
                 own = noise[order.index(row)] if row in order else None  # (> max depth, V)
                 prefix = within if text.options.repetition_penalty != 1 else None
                 chosen[row] = self._choose_processed(tree, row, text, logits, own, prefix)
@@ -505,18 +562,19 @@ class Engine(EngineBase):
         noise: torch.Tensor | None,
         seen: SeenAt | None,
     ) -> torch.Tensor:
-        """Return the same for one row whose logits go through processors, (M,). They see the true prefix of one node at
-        a time, and so only the nodes on the path that the target takes, as far as the text goes; -1, which no child
-        carries, elsewhere. Behind the end of the text the last token stands, which is cut off."""
+        """Return the same for one row whose logits go through processors or a grammar, (M,). These see the true prefix
+        of one node at a time, and so only the nodes on the path that the target takes, as far as the text goes; -1,
+        which no child carries, elsewhere. Behind the end of the text the last token stands, which is cut off."""
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
         chosen = torch.full_like(tree.tokens[row], -1)
         ids, node, depth, token = text.ids[:], 0, 0, None
         while node is not None:
             if token is None or text_end(ids, len(ids) - 1, text.options, self.target) is None:
                 scores = logits[row, node][None].to(torch.float32, copy=True)  # theirs to change
-                whole = torch.tensor([text.prompt + ids], device=scores.device)
                 for processor in text.processors:
-                    scores = processor(whole, scores)
+                    scores = processor(torch.tensor([text.prompt + ids], device=scores.device), scores)
+                if text.grammar is not None:
+                    scores = text.grammar.mask(scores, text.ids, ids[len(text.ids) :])
                 place = (torch.tensor([[i]], device=scores.device) for i in (row, node))
                 scores = adjust(scores[None], [text.options], None if seen is None else seen(*place))[0, 0]  # (V,)
                 token = int((scores if noise is None else scores + noise[depth]).argmax())

@@ -7,7 +7,9 @@ best one among what is allowed (`infer/trees/constrained.py`).
 V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 MOST_LETTERS = 1 << 16  # of a schema, an expression or a grammar
+STACK = 512 << 20  # bytes, of which only those are taken that are needed
 COMPILED = 32  # grammars that are kept
 _tokenizers: WeakKeyDictionary = WeakKeyDictionary()  # a model's tokenizer -> llguidance's
 
@@ -43,40 +46,65 @@ def check_grammar(options: TextOptions, model) -> None:
         compile_grammar(*asked, _tokenizer(model))
 
 
-def follow(options: TextOptions, model, prompt: list[int]) -> "list[GrammarState]":
-    """Return what holds a text behind a prompt to the grammar of its options: a list of one, or of none."""
+def follow(options: TextOptions, model) -> "GrammarState | None":
+    """Return what holds a text to the grammar of its options, None if they ask for none."""
     asked = asked_grammar(options)
     if asked is None:
-        return []
-    return [GrammarState(compile_grammar(*asked, _tokenizer(model)).deep_copy(), len(prompt))]
+        return None
+    return GrammarState(compile_grammar(*asked, _tokenizer(model)), model.head_weight.shape[0], model.end_ids)
 
 
 class GrammarState:
-    """Where a text stands in its grammar. It goes to any text of new tokens by way of what that has in common with the
-    last one: states of siblings are rolled back, not rebuilt. As a logits processor it forbids what may not follow."""
+    """Where a text stands in its grammar. A place is a text, which only grows, and a path of drafted tokens behind it;
+    the state goes from place to place by way of what the paths have in common: states of siblings are rolled back, not
+    rebuilt. Where the grammar takes more than its limits behind a path, nothing may follow that."""
 
-    def __init__(self, matcher, prompt_tokens: int) -> None:
-        self.matcher, self.prompt_tokens = matcher, prompt_tokens
-        self.ids: list[int] = []  # new tokens that the matcher has consumed
+    def __init__(self, compiled, vocabulary: int, ends: Collection[int]) -> None:
+        self.compiled, self.vocabulary, self.ends = compiled, vocabulary, sorted(ends)
+        self.failed = False  # the text itself took more than the limits: it is cut there
+        self._begin()
 
-    def allowed(self, ids: list[int]) -> torch.Tensor:
-        """Return which tokens may follow the new tokens `ids`: (V,) bool, on the CPU. Raises RuntimeError where the
-        grammar takes more than its limits, or does not allow `ids`."""
-        common = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
-        common = min(len(self.ids), len(ids)) if common is None else common
-        if common < len(self.ids):
-            self.matcher.rollback(len(self.ids) - common)
-        self.matcher.consume_tokens(ids[common:])
-        self.ids = list(ids)
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+    def _begin(self) -> None:
+        self.matcher = self.compiled.deep_copy()
+        self.length = 0  # tokens of the text that were compared with what the matcher has consumed
+        self.path: list[int] = []  # what it has consumed behind them
+
+    def _go(self, text: list[int], path: list[int]) -> None:
+        """Let the matcher consume the text and the path, and no more."""
+        wanted = text[self.length :] + path
+        pairs = zip(self.path, wanted, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.path), len(wanted)))
+        if common < len(self.path):
+            self.matcher.rollback(len(self.path) - common)
+        self.matcher.consume_tokens(wanted[common:])
+        self.path, self.length = wanted[len(text) - self.length :], len(text)
+
+    def allowed(self, text: list[int], path: list[int]) -> np.ndarray:
+        """Return which tokens may follow a text's new tokens and a path: (V,) bool."""
+        self._go(text, path)
+        bits = b"" if self.matcher.is_error() else self.matcher.compute_bitmask()
         if self.matcher.is_error():
-            raise RuntimeError(f"the grammar of a text: {self.matcher.get_error()}")
-        return torch.from_numpy(np.unpackbits(bits, bitorder="little").view(bool))
+            self._begin()
+            return np.zeros(self.vocabulary, bool)
+        return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(bool)
 
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores (1, V) with minus infinity at forbidden tokens, behind ids (1, T), the prompt included."""
-        allowed = self.allowed(ids[0, self.prompt_tokens :].tolist())[: scores.shape[-1]]
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+    def forced(self, text: list[int]) -> list[int]:
+        """Return the tokens that write what the grammar forces behind a text: as the tokenizer writes it. A model may
+        write the same letters in other tokens."""
+        self._go(text, [])
+        tokens = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
+        if self.matcher.is_error():
+            self._begin()
+            return []
+        return tokens
+
+    def mask(self, scores: torch.Tensor, text: list[int], path: list[int]) -> torch.Tensor:
+        """Return scores (1, V) with minus infinity at tokens that may not follow. Where none may, the text ends."""
+        allowed = self.allowed(text, path)[: scores.shape[-1]]
+        if not allowed.any():
+            self.failed = True
+            allowed[self.ends] = True
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
 
 def _tokenizer(model) -> object:
@@ -94,6 +122,17 @@ def _tokenizer(model) -> object:
     return _tokenizers[own]
 
 
+def with_deep_stack(function: Callable[[], object]) -> object:
+    """Return a function's result, computed where rules that refer to rules, thousands deep, end in no overflow of the
+    stack, which would end the process."""
+    before = threading.stack_size(STACK)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function).result()
+    finally:
+        threading.stack_size(before)
+
+
 @lru_cache(maxsize=COMPILED)
 def compile_grammar(kind: str, text: str, tokenizer: object):
     """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError with the reason
@@ -106,8 +145,9 @@ def compile_grammar(kind: str, text: str, tokenizer: object):
         "regex": guidance.LLMatcher.grammar_from_regex,
         "grammar": guidance.LLMatcher.grammar_from_lark,
     }
+    limits = guidance.LLParserLimits(**LIMITS)
     try:
-        matcher = guidance.LLMatcher(tokenizer, make[kind](text), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        matcher = with_deep_stack(lambda: guidance.LLMatcher(tokenizer, make[kind](text), log_level=0, limits=limits))
     except ValueError as wrong:
         raise ValueError(f"{kind}: {wrong}") from wrong
     if matcher.is_error():
@@ -121,8 +161,3 @@ def _llguidance():
     except ImportError as missing:
         raise ValueError("a schema, an expression or a grammar needs llguidance: pip install llguidance") from missing
     return llguidance
-
-
-def grammar_of(processors: Sequence[object]) -> GrammarState | None:
-    """Return the grammar among a text's processors, None if there is none."""
-    return next((each for each in processors if isinstance(each, GrammarState)), None)

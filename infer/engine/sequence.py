@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from infer.config import TextOptions
-from infer.engine.grammar import check_grammar
+from infer.engine.grammar import GrammarState, check_grammar
 from infer.engine.loops import loop_period
 from infer.engine.words import reaches_stop
 
@@ -37,6 +37,7 @@ class DecodeStats:
 
     prompt_tokens: int
     tokens: int = 0  # kept new tokens
+    reused: int = 0  # tokens of the prompt that were not computed: an earlier text began alike
     rounds: int = 0
     histogram: list[int] = field(default_factory=list)  # [i]: rounds that committed i + 1 kept tokens
     seconds: float = 0.0  # wall-clock, prefill included
@@ -68,6 +69,7 @@ class Sequence:
     prompt: list[int]
     options: TextOptions
     processors: abc.Sequence[Processor] = ()  # see the true prefix of a node; applied before the options' own
+    grammar: GrammarState | None = None  # what the text must follow
     stats: DecodeStats = field(init=False)
     ids: list[int] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
@@ -77,9 +79,15 @@ class Sequence:
     finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
     cancelled: bool = False
     number: int = 0  # of the texts that an engine was given
+    reused: int = 0  # positions that need not be computed before it is written on
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
+
+    @property
+    def judged(self) -> bool:
+        """Whether the target's logits are changed node by node."""
+        return bool(self.processors) or self.grammar is not None
 
     @property
     def known(self) -> list[int]:
@@ -90,6 +98,8 @@ class Sequence:
         """Add a round's tokens up to the end of the text."""
         before, ids = len(self.ids), self.ids + new
         length, self.finish = text_end(ids, before, self.options, target) or (len(ids), None)
+        if self.finish == "stop" and self.grammar is not None and self.grammar.failed:
+            length, self.finish = length - 1, "length"
         self.ids += ids[before:length]
         del self.logprobs[len(self.ids) :]
         self.commits.append(len(self.ids) - before)

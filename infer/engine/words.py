@@ -12,10 +12,10 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 CHARACTER = 4  # bytes of the longest character, and so the most tokens it takes
 
 
-def words_of(tokenizer: object, ids: list[int]) -> str:
-    """Return the text of tokens, without special ones. Spaces stay as they are: a tokenizer that cleans them up, "do
-    n't" to "don't", would change words that a stream has given away."""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def words_of(tokenizer: object, ids: list[int], special: bool = False) -> str:
+    """Return the text of tokens, without special ones unless `special`. Spaces stay as they are: a tokenizer that
+    cleans them up, "do n't" to "don't", would change words that a stream has given away."""
+    return tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 def is_firm(tokenizer: object, id: int) -> bool:

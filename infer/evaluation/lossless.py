@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from infer.config import TextOptions
+from infer.engine.grammar import follow
 from infer.engine.sampling import choose, round_noise, seen_tokens
 from infer.engine.sequence import Sequence, text_end
 from infer.targets.target import Target
@@ -59,9 +60,11 @@ def find_difference(
         return Difference(place, written, wanted, math.inf, "defect")
     prefix, written, wanted = prompt + ids[:place], ids[place], expected[place]
     logits, again = (last_logits(target, prefix, single) for single in (0, SINGLE))
+    rounding = 2 * float(logits.abs().max()) * torch.finfo(target.dtype).eps + 2 * float((logits - again).abs().max())
+    if (grammar := follow(options, target)) is not None:
+        logits = grammar.mask(logits[0], ids[:place], [])[None]
     choice = TargetChoice(logits, len(prefix) - 1, prefix, options)
     gap = abs(choice.score(wanted) - choice.score(written))
-    rounding = 2 * float(logits.abs().max()) * torch.finfo(target.dtype).eps + 2 * float((logits - again).abs().max())
     tie = all(choice.possible(token, rounding) for token in (written, wanted))
     return Difference(place, written, wanted, gap, "tie" if tie else "defect")
 
@@ -126,12 +129,15 @@ def check_output(target: Target, text: Sequence) -> Generator[None, None, Differ
     """Compare a finished text with the target's choice after each of its prefixes, a short pass at each `next`; return
     the first difference. A text without one is plain decoding's, which chooses from the same prefixes."""
     whole, first, options = text.prompt + text.ids, len(text.prompt), text.options
+    grammar = follow(options, target)
     for start, logits in forward_passes(target, whole[:-1]):
         width, vocabulary = logits.shape[1], logits.shape[2]
         if start + width >= first:  # position i chooses the token at i + 1
             noise = round_noise([options], torch.tensor([start], device=logits.device), width, vocabulary)
             depths = torch.arange(width, device=logits.device)[None]
             seen = partial(seen_along, whole, start, vocabulary)
+            for i in range(max(0, first - start - 1), width) if grammar else ():
+                logits[:, i] = grammar.mask(logits[:, i], text.ids[: start + i + 1 - first], [])
             tokens = choose(logits, depths, [options], noise, seen)[0].tolist()
             for i in range(max(0, first - start - 1), width):
                 place = start + i + 1 - first

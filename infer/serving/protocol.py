@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from infer.config import TextOptions
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import TokenLogprob
+from infer.serving.calls import Answer, Reading, Tool, Wish
+from infer.serving.dialogue import arguments_of
 from infer.targets.target import Target
 
 
@@ -107,6 +109,19 @@ class CompletionRequest(Strict):
         """What the chat template is told beside the messages."""
         return {}
 
+    @property
+    def tools_shown(self) -> list[dict[str, Any]]:
+        """Return the tools that the chat template is shown, as it reads them."""
+        return []
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call."""
+        return []
+
+    def wished_calls(self) -> Wish | None:
+        """Return which calls the answer must be made of, if it must."""
+        return None
+
     def shapes(self) -> dict[str, str]:
         """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for several wishes."""
         schema, choice = self.guided_json, self.guided_choice
@@ -171,23 +186,79 @@ class Part(Strict):
     text: str
 
 
+class CalledFunction(Strict):
+    """A function's name, and its arguments as JSON in a text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Strict):
+    """A call that an answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # joined deltas have it
+
+
 class Message(Strict):
     """One turn of a chat. An answer of this server can be fed back as the client has it."""
 
     role: str
-    content: str | list[Part]
+    content: str | list[Part] = ""
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
+    tool_call_id: str | None = None  # of the call that a message with role "tool" answers
     # Accepted at their neutral values only.
     name: None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = Field(None, max_length=0)
-    tool_calls: list[Any] | None = Field(None, max_length=0)
 
-    def plain(self) -> dict[str, str]:
-        """Return the message as chat templates read it."""
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates read it: the arguments of calls are objects there."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+        said: dict[str, Any] = {"role": self.role, "content": content}
+        said |= {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        said |= {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
+        if self.tool_calls:
+            said["tool_calls"] = [
+                {"id": call.id, "type": "function"}
+                | {"function": {"name": call.function.name, "arguments": arguments_of(call.function.model_dump())}}
+                for call in self.tool_calls
+            ]
+        return said
+
+
+class FunctionSchema(Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False  # calls that must be made follow the schema in either case, others are the model's own
+
+
+class OfferedTool(Strict):
+    """A tool; there are functions alone."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class NamedFunction(Strict):
+    """A function's name."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class NamedSchema(Strict):
@@ -222,11 +293,11 @@ class ChatRequest(CompletionRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)  # as vLLM's
     response_format: ResponseFormat | None = None
+    tools: list[OfferedTool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True  # whether an answer that must call may call more than once
     # Accepted at their neutral values only.
     modalities: list[Literal["text"]] | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = Field(None, max_length=0)
     function_call: Literal["none", "auto"] | None = None
     audio: None = None
@@ -239,7 +310,32 @@ class ChatRequest(CompletionRequest):
             raise ValueError("top_logprobs: with logprobs=true only, add it or leave this out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: is the old name of max_completion_tokens, give one of them")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have one name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required, and there are no tools")
+        if self.wished_calls() is not None and self.shapes():
+            raise ValueError(f"tool_choice: an answer that must call cannot follow {next(iter(self.shapes()))} too")
         return self
+
+    @property
+    def tools_shown(self) -> list[dict[str, Any]]:
+        shown = [] if self.tool_choice == "none" else self.tools
+        return [tool.model_dump(exclude={"function": {"strict"}}) for tool in shown]
+
+    def callable_tools(self) -> list[Tool]:
+        if self.tool_choice == "none":
+            return []
+        return [Tool(tool.function.name, tool.function.parameters) for tool in self.tools]
+
+    def wished_calls(self) -> Wish | None:
+        if isinstance(self.tool_choice, NamedTool):
+            named = self.tool_choice.function.name
+            return Wish(tuple(tool for tool in self.callable_tools() if tool.name == named), several=False)
+        return Wish(tuple(self.callable_tools()), self.parallel_tool_calls) if self.tool_choice == "required" else None
 
     def format_schema(self) -> str | None:
         wish = self.response_format
@@ -250,7 +346,7 @@ class ChatRequest(CompletionRequest):
     def template_options(self) -> dict[str, Any]:
         return self.chat_template_kwargs
 
-    def prompts(self) -> list[list[dict[str, str]]]:
+    def prompts(self) -> list[list[dict[str, Any]]]:
         """Return the one conversation, as a list."""
         return [[message.plain() for message in self.messages]]
 
@@ -301,24 +397,27 @@ class Form:
     kind: str
     chunk_kind: str
 
-    def __init__(self, target: Target, name: str, logprobs: bool, prompt_tokens: int, ids_too: bool = False) -> None:
-        self.target, self.name, self.logprobs, self.prompt_tokens = target, name, logprobs, prompt_tokens
-        self.ids_too = ids_too
+    def __init__(self, target: Target, name: str, body: CompletionRequest, prompts: list[list[int]]) -> None:
+        self.target, self.name, self.logprobs = target, name, body.limits()[1] is not None
+        self.prompt_tokens, self.ids_too = sum(map(len, prompts)), body.return_token_ids
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name, "choices": choices}
 
-    def whole(self, pieces: list[Piece]) -> dict:
+    def whole(self, pieces: list[Piece], reused: int) -> dict:
         """Return the whole answer."""
         choices = [self.choice(i, piece) | self.ids(piece) for i, piece in enumerate(pieces)]
-        return self.envelope(choices, chunk=False) | {"usage": self.usage(sum(len(piece.ids) for piece in pieces))}
+        usage = self.usage(sum(len(piece.ids) for piece in pieces), reused)
+        return self.envelope(choices, chunk=False) | {"usage": usage}
 
-    def usage(self, tokens: int) -> dict:
-        """Token counts, of all prompts, each counted once, and of all answers."""
+    def usage(self, tokens: int, reused: int) -> dict:
+        """Token counts, of all prompts, each counted once, and of all answers; `reused`: those of prompts that earlier
+        texts began with."""
         total = self.prompt_tokens + tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+        return counts | {"prompt_tokens_details": {"cached_tokens": reused}}
 
     def chunk(self, index: int, piece: Piece) -> dict:
         """Return a streamed chunk of one text. The key "round" is ours, for requests with trace."""
@@ -370,6 +469,19 @@ class Chat(Form):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self,
+        target: Target,
+        name: str,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        reading: Reading | None = None,
+    ) -> None:
+        super().__init__(target, name, body, prompts)
+        self.answers: list[Answer] = []
+        if reading is not None:
+            self.answers = [Answer(reading, body.callable_tools(), reading.prefix(prompts[0])) for _ in range(body.n)]
+
     def opening(self, index: int) -> dict:
         choice = {
             "index": index,
@@ -389,10 +501,17 @@ class Chat(Form):
                     for id, entry in entries
                 ]
             }
-        body = (
-            {"delta": {"content": piece.text}} if chunk else {"message": {"role": "assistant", "content": piece.text}}
-        )
-        return {"index": index, **body, "logprobs": logprobs, "finish_reason": piece.finish}
+        parts, finish = {"content": piece.text}, piece.finish
+        if self.answers:
+            answer = self.answers[index]
+            parts = answer.read(piece.text, piece.finish is not None)
+            finish = "tool_calls" if answer.calls and finish == "stop" else finish
+        if not chunk:
+            calls = [{k: v for k, v in call.items() if k != "index"} for call in parts.pop("tool_calls", ())]
+            parts = {"role": "assistant", "content": None if calls else ""} | parts
+            parts |= {"tool_calls": calls} if calls else {}
+        body = {"delta": parts} if chunk else {"message": parts}
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
 
     def entry(self, id: int, logprob: float) -> dict:
         return {"token": self.word(id), "logprob": logprob, "bytes": token_bytes(self.target.tokenizer, id)}

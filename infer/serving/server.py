@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import prometheus_client
 import uvicorn
@@ -27,6 +27,7 @@ from infer.config import TextOptions
 from infer.engine.base import EngineBase
 from infer.engine.sequence import Sequence
 from infer.evaluation.lossless import Difference, OutputChecker
+from infer.serving.calls import reading_of
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
 from infer.serving.protocol import (
@@ -56,6 +57,7 @@ class Ticket:
     prompt: list[int]
     options: TextOptions
     loop: asyncio.AbstractEventLoop
+    special: bool = False  # whether its pieces have special tokens
     pieces: "asyncio.Queue[Piece]" = field(default_factory=asyncio.Queue)
     text: Sequence | None = None  # the engine thread's, like what was told of it so far
     tokens: int = 0
@@ -76,6 +78,7 @@ class Metrics:
         counter = self._counter
         self.requests = counter("requests", "Answered HTTP requests", ["path", "status"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
+        self.reused = counter("reused_prompt_tokens", "Of these, not computed: an earlier text began alike")
         self.tokens = counter("generated_tokens", "Committed tokens")
         self.rounds = counter("rounds", "Rounds, one count per row")
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
@@ -155,7 +158,7 @@ class Worker(threading.Thread):
             return
         try:
             ticket.text = text = self.engine.submit(ticket.prompt, ticket.options)
-            self.open[text] = ticket, TextStream(self.engine.target, text)
+            self.open[text] = ticket, TextStream(self.engine.target, text, ticket.special)
         except Exception:
             log.exception("a text was let in that the engine refuses")
             self._give_up(ticket)
@@ -210,6 +213,7 @@ class Worker(threading.Thread):
         ticket.tell(Piece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected))
         if ticket.tokens == 0 and new:
             self.metrics.prompt_tokens.inc(len(text.prompt))
+            self.metrics.reused.inc(text.stats.reused)
         self.metrics.tokens.inc(len(new))
         self.metrics.rounds.inc(len(rounds))
         self.metrics.drafted.inc(sum(rounds))
@@ -228,6 +232,7 @@ class Service:
     def __init__(self, engine: EngineBase, options: ServerConfig) -> None:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
+        self.reading = reading_of(self.target.tokenizer)
         self.metrics = Metrics()
         self.worker = Worker(engine, self.metrics, options.verify)
         self.inside: set[Ticket] = set()
@@ -246,12 +251,13 @@ class Service:
             raise Refused(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
         if count > most:
             raise Refused(429, f"{len(self.inside)} texts are in work or waiting, {most} may be: try again later")
-        tickets = []
+        tickets, loop = [], asyncio.get_running_loop()
+        special = isinstance(body, ChatRequest) and self.reading is not None and self.reading.special
         for prompt in prompts:
             try:
-                ids = encode(self.target, prompt, body.template_options())
+                ids = encode(self.target, prompt, body.template_options(), body.tools_shown)
                 for _ in range(body.n):
-                    tickets.append(Ticket(ids, self._settings(body, ids, len(tickets)), asyncio.get_running_loop()))
+                    tickets.append(Ticket(ids, self._settings(body, ids, len(tickets)), loop, special))
             except ValueError as wrong:
                 raise Refused(400, str(wrong)) from wrong
         self.inside.update(tickets)
@@ -272,6 +278,10 @@ class Service:
             raise ValueError(f"the prompt has {len(ids)} tokens, prompt and answer may have {capacity} together")
         most, logprobs = body.limits()
         settings = body.text_options(capacity - len(ids) if most is None else most, logprobs, index)
+        if (wish := body.wished_calls()) is not None:
+            if self.reading is None:
+                raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
+            settings = replace(settings, grammar=self.reading.grammar(wish, self.reading.thinks(ids)))
         self.engine.check_text(settings)
         if len(ids) + settings.max_new_tokens > capacity:
             raise ValueError(
@@ -290,23 +300,23 @@ class Service:
     async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
         """Return the response to a request, whole or streamed."""
         tickets = self.admit(body)
-        prompt_tokens = sum(len(ticket.prompt) for ticket in tickets[:: body.n])
-        form = form(self.target, self.name, body.limits()[1] is not None, prompt_tokens, body.return_token_ids)
+        reading = {"reading": self.reading} if form is Chat else {}
+        form = form(self.target, self.name, body, [ticket.prompt for ticket in tickets[:: body.n]], **reading)
         if body.stream:
-            return Stream(self.events(tickets, form, body.wants_usage), lambda: self.leave(tickets))
+            return Stream(self.events(tickets, form, body), lambda: self.leave(tickets))
         whole = asyncio.ensure_future(gather(tickets))
         gone = asyncio.ensure_future(disconnected(request))
         try:
             await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 return error(499, "the client went away")
-            return JSONResponse(form.whole(whole.result()))
+            return JSONResponse(form.whole(whole.result(), reused(tickets[:: body.n])))
         finally:
             whole.cancel()
             gone.cancel()
             self.leave(tickets)
 
-    async def events(self, tickets: list[Ticket], form: Form, usage_too: bool) -> AsyncIterator[str]:
+    async def events(self, tickets: list[Ticket], form: Form, body: CompletionRequest) -> AsyncIterator[str]:
         """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart by their index."""
         merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
@@ -329,8 +339,9 @@ class Service:
                 left -= piece.finish is not None
                 if piece.text or piece.logprobs or piece.finish or piece.rejected:
                     yield event(form.chunk(index, piece))
-            if usage_too:
-                yield event(form.envelope([], chunk=True) | {"usage": form.usage(tokens)})
+            if body.wants_usage:
+                usage = form.usage(tokens, reused(tickets[:: body.n]))
+                yield event(form.envelope([], chunk=True) | {"usage": usage})
             yield "data: [DONE]\n\n"
         finally:
             for task in tasks:
@@ -405,6 +416,11 @@ def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
         return await service.answer(body, request, Chat)
 
     return app
+
+
+def reused(tickets: list[Ticket]) -> int:
+    """Return how many prompt tokens of texts that have ended were not computed."""
+    return sum(ticket.text.stats.reused for ticket in tickets)
 
 
 async def follow(ticket: Ticket) -> AsyncIterator[Piece]:

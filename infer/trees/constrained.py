@@ -2,83 +2,152 @@
 
 Where only some tokens may follow a prefix, the drafter's distribution over these, normalised, takes the place of its
 own: q(v | prefix, grammar). A prefix never scores above its parent, so that DDTree's best-first search finds the best
-nodes here too; a stretch that the grammar forces costs nothing, as its tokens have probability 1.
+nodes here too. What the grammar forces behind the root, as the tokenizer writes it, comes first: it has probability 1.
 
-L drafted positions, V vocabulary, M nodes.
+L drafted positions, V vocabulary, M nodes, C candidates of a position.
 """
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from infer.trees.tree import DraftTree, Nodes, Proposal
 
-Allowed = Callable[[list[int]], torch.Tensor]  # drafted tokens behind the root -> which may follow, (V,) bool, CPU
+Pairs = tuple[np.ndarray, np.ndarray]  # log-probabilities and tokens, likeliest first
+TRUST = 1e-3  # probability of the allowed candidates of a conditional drafter below which all tokens are looked at
 
 
-def constrain(tree: DraftTree, proposal: Proposal, rows: dict[int, Allowed], branches: bool) -> DraftTree:
+@dataclass(frozen=True)
+class Rule:
+    """What a row's grammar says."""
+
+    allowed: Callable[[list[int]], np.ndarray]  # drafted tokens behind the root -> which may follow, (V,) bool
+    forced: list[int]  # tokens that write what must follow the root
+
+
+def constrain(tree: DraftTree, proposal: Proposal, rows: dict[int, Rule], branches: bool) -> DraftTree:
     """Return the trees with those of some rows built anew, of the same size, from what their grammars allow: best
     first, or the likeliest path alone if not `branches`."""
     parts = [part.clone() for part in (tree.tokens, tree.parents, tree.depths, tree.log_probs)]
-    for row, allowed in rows.items():
-        nodes = search(proposal, row, tree.budget, allowed, branches)
-        count = nodes.tokens.shape[0]
-        parts[0][row], parts[1][row], parts[2][row] = proposal.bonus[row], 0, 1  # what is left over: an unlikely child
-        parts[2][row, 0], parts[3][row] = 0, -torch.inf
-        for part, new in zip(parts, nodes, strict=True):
-            part[row, 1 : count + 1] = new.to(part)
-        parts[3][row, 0] = 0.0
+    for row, rule in rows.items():
+        fill(parts, row, proposal.bonus[row], search(proposal, row, tree.budget, rule, branches))
     return DraftTree(*parts, max_depth=tree.max_depth)
 
 
-def row_scores(proposal: Proposal, row: int) -> Callable[[int, int | None], torch.Tensor]:
-    """Return a row's distributions, (slot, the token before it) -> log q (V,): conditional where the drafter knows
-    one."""
-
-    def scores(slot: int, before: int | None) -> torch.Tensor:
-        if proposal.conditional is None or before is None:
-            return proposal.marginals[row, slot].float().cpu()
-        tokens = torch.full_like(proposal.bonus, before)[:, None]  # (B, 1)
-        return proposal.conditional(slot, tokens)[min(row, len(tokens) - 1), 0].float().cpu()
-
-    return scores
+def forced_chains(forced: list[list[int]], proposal: Proposal) -> DraftTree:
+    """Return chains of what grammars force behind every root: nothing is drafted."""
+    rows, longest = len(forced), max(map(len, forced))
+    empty = torch.zeros(rows, longest + 1, dtype=torch.long, device=proposal.bonus.device)
+    parts = [empty.clone(), empty.clone(), empty.clone(), empty.float()]
+    for row, tokens in enumerate(forced):
+        steps = torch.arange(len(tokens))
+        fill(parts, row, proposal.bonus[row], Nodes(torch.tensor(tokens), steps, steps + 1, torch.zeros(len(tokens))))
+    return DraftTree(*parts, max_depth=longest)
 
 
-def search(proposal: Proposal, row: int, budget: int, allowed: Allowed, branches: bool) -> Nodes:
+def fill(parts: list[torch.Tensor], row: int, bonus: torch.Tensor, nodes: Nodes) -> None:
+    """Write a row's nodes behind its root into the parts of a tree, (B, M) each."""
+    count = nodes.tokens.shape[0]
+    parts[0][row], parts[1][row], parts[2][row] = bonus, 0, 1  # what is left over: an unlikely child
+    parts[2][row, 0], parts[3][row] = 0, -torch.inf
+    for part, new in zip(parts, nodes, strict=True):
+        part[row, 1 : count + 1] = new.to(part)
+    parts[3][row, 0] = 0.0
+
+
+class RowScores:
+    """A row's distributions, narrowed to what may follow."""
+
+    def __init__(self, proposal: Proposal, row: int) -> None:
+        self.proposal, self.row = proposal, row
+        self.log_q = proposal.marginals[row].float().cpu().numpy()  # (L, V)
+        steps = proposal.steps
+        self.tokens = None
+        if steps is not None and not steps.recurrent:
+            self.tokens = steps.tokens[row].cpu().numpy()  # (L, C)
+            first, table = (part[row].float().cpu().numpy() for part in steps.table)  # (C,), (L - 1, C, C)
+            self.first, self.table = first, table
+
+    def children(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs:
+        """Return the `most` likeliest tokens behind a path, and their log q among those that are allowed."""
+        slot, before = len(path), path[-1] if path else None
+        found = self._candidates(slot, before, allowed)
+        if found is None:
+            log_q = self.log_q[slot]
+            conditional = self.proposal.conditional
+            if conditional is not None and self.tokens is None and before is not None:
+                tokens = torch.full_like(self.proposal.bonus, before)[:, None]  # (B, 1)
+                log_q = conditional(slot, tokens)
+                log_q = log_q[min(self.row, len(log_q) - 1), 0].float().cpu().numpy()
+            tokens = np.flatnonzero(allowed[: len(log_q)])
+            found = log_q[tokens], tokens
+        log_q, tokens = found
+        real = log_q > -np.inf
+        if not real.all():
+            log_q, tokens = log_q[real], tokens[real]
+        if not len(log_q):
+            return log_q, tokens
+        top = log_q.max()
+        norm = top + np.log(np.exp(log_q - top).sum())
+        if most < len(log_q):
+            kept = np.argpartition(-log_q, most)[:most] if most > 1 else np.argmax(log_q)[None]
+            log_q, tokens = log_q[kept], tokens[kept]
+        order = np.argsort(-log_q, kind="stable")
+        return log_q[order] - norm, tokens[order]
+
+    def _candidates(self, slot: int, before: int | None, allowed: np.ndarray) -> Pairs | None:
+        """Return the allowed candidates of a conditional drafter; None where it has none, or hardly any."""
+        if self.tokens is None:
+            return None
+        log_q = self.first
+        if slot:
+            which = np.flatnonzero(self.tokens[slot - 1] == before)
+            if not len(which):
+                return None
+            log_q = self.table[slot - 1, which[0]]
+        tokens = self.tokens[slot]
+        may = allowed[tokens]
+        log_q, tokens = log_q[may], tokens[may]
+        return (log_q, tokens) if np.exp(log_q).sum() > TRUST else None
+
+
+def search(proposal: Proposal, row: int, budget: int, rule: Rule, branches: bool) -> Nodes:
     """Search for a row's likeliest prefixes best first: nodes (M - 1,), fewer than `budget` where no more are allowed.
     Nothing follows a token that ends the text."""
-    scores, length = row_scores(proposal, row), proposal.marginals.shape[1]
+    scores, length = RowScores(proposal, row), proposal.marginals.shape[1]
     paths: list[list[int]] = [[]]
     found: list[tuple[int, int, int, float]] = []
     heap: list[tuple[float, int, int, int]] = []  # minus the score, depth, parent, which of its children
     children: dict[int, list[tuple[float, int]]] = {}  # of a node: (log q of the path, token), likeliest first
 
-    def open_node(node: int, score: float) -> None:
+    def open_node(node: int, score: float, spine: int | None = None) -> None:
         path = paths[node]
-        if len(path) == length or (path and path[-1] in proposal.ends):
+        if len(path) == length or len(found) == budget or (path and path[-1] in proposal.ends):
             return
-        may = allowed(path)
-        log_q = scores(len(path), path[-1] if path else None)
-        log_q = log_q.masked_fill(~may[: len(log_q)], -torch.inf)
-        most = min(budget if branches else 1, int(may.sum()))
-        if not most:
-            return
-        top = (log_q - log_q.logsumexp(0)).nan_to_num(nan=-torch.inf).topk(most)
-        pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-        children[node] = [(score + value, token) for value, token in pairs if bool(may[token])]
+        values, tokens = scores.children(path, rule.allowed(path), budget if branches else 1)
+        pairs = zip(values.tolist(), tokens.tolist(), strict=True)
+        children[node] = [(score + value, token) for value, token in pairs if token != spine]
         push(node, 0)
 
     def push(node: int, which: int) -> None:
         if which < len(children[node]):
             heapq.heappush(heap, (-children[node][which][0], len(paths[node]), node, which))
 
-    open_node(0, 0.0)
-    while heap and len(found) < budget:
-        minus, depth, parent, which = heapq.heappop(heap)
-        token = children[parent][which][1]
-        found.append((token, parent, depth + 1, -minus))
+    def add(token: int, parent: int, score: float) -> None:
         paths.append([*paths[parent], token])
+        found.append((token, parent, len(paths[-1]), score))
+
+    for token in rule.forced[: min(length, budget)]:
+        if branches:
+            open_node(len(found), 0.0, token)
+        add(token, len(found), 0.0)
+    open_node(len(found), 0.0)
+    while heap and len(found) < budget:
+        minus, _, parent, which = heapq.heappop(heap)
+        add(children[parent][which][1], parent, -minus)
         push(parent, which + 1)
         open_node(len(found), -minus)
     tokens, parents, depths, log_probs = zip(*found, strict=True) if found else ((),) * 4

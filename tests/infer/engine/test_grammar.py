@@ -13,8 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from infer import Engine, generate, load_drafter
 from infer.config import EngineConfig, TextOptions
-from infer.engine.grammar import LIMITS, MOST_LETTERS
-from infer.trees.constrained import search
+from infer.engine.grammar import LIMITS, MOST_LETTERS, follow
+from infer.evaluation.lossless import check_output
+from infer.trees.constrained import Rule, search
 from infer.trees.tree import Proposal
 
 SCHEMA = {
@@ -77,6 +78,61 @@ def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
         assert text.ids == alone.ids
 
 
+def outcome(check):
+    """Return what a generator returns."""
+    while True:
+        try:
+            next(check)
+        except StopIteration as done:
+            return done.value
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_under_a_grammar_is_checked_under_it(embedded, drafter, temperature):
+    """As `server.verify` checks it."""
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 8, rows=1), 80)
+    options = TextOptions(max_new_tokens=20, regex=ASKED["regex"], temperature=temperature)
+    text = engine.submit(embedded.tokenizer(PROMPTS[0])["input_ids"], options)
+    while engine.busy:
+        engine.step()
+    assert outcome(check_output(embedded, text)) is None
+    other = next(id for id in range(embedded.config.vocab_size) if id != text.ids[1])
+    text.ids[1] = other
+    assert outcome(check_output(embedded, text)).place <= 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_a_grammar_forces_costs_no_draft(embedded, drafter, temperature):
+    """A stretch longer than a draft is verified whole, without the drafter; the text stays the target's."""
+    forced = "the quick brown fox jumps over the lazy dog, and then again over the other one"
+    options = {"regex": f"[ab]{forced}[ab]", "max_new_tokens": 90, "temperature": temperature}
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=1), 120)
+    drafts, propose = [], engine._propose
+    engine._propose = lambda *a, **k: drafts.append(1) or propose(*a, **k)
+    ids = embedded.tokenizer(PROMPTS[0])["input_ids"]
+    text = engine.submit(ids, TextOptions(**options))
+    while engine.busy:
+        engine.step()
+    assert len(drafts) < text.stats.rounds == sum(text.stats.histogram) and max(text.commits) > drafter.block_size
+    assert text.ids == generate(embedded, None, ids, method="plain", **options).ids
+
+
+def test_going_on_costs_nothing_for_the_text_before(embedded, drafter):
+    """Only what is new is compared with what was consumed: the text may not be looked at again."""
+    state = follow(TextOptions(regex="[a-z ]*"), embedded)
+    ids = embedded.tokenizer("so it goes on and on")["input_ids"]
+
+    class Text(list):
+        def __getitem__(self, key):
+            assert isinstance(key, slice) and (key.start or 0) >= state.length
+            return super().__getitem__(key)
+
+    for length in range(len(ids)):
+        for path in ([], ids[length : length + 2], ids[length : length + 1], [ids[0]]):
+            assert state.allowed(Text(ids[:length]), path).any()
+        assert len(state.path) == 1 and state.length == length
+
+
 class Guided(LogitsProcessor):
     """llguidance inside transformers' generate: a matcher that is fed one token after the other."""
 
@@ -119,7 +175,7 @@ def test_the_tree_is_the_best_one_that_the_grammar_allows():
         }
 
         def allowed(path, rules=rules):
-            return rules[tuple(path)]
+            return rules[tuple(path)].numpy()
 
         def score(path, marginals=marginals, rules=rules):
             total = 0.0
@@ -132,9 +188,9 @@ def test_the_tree_is_the_best_one_that_the_grammar_allows():
 
         everything = [path for n in (1, 2, 3) for path in itertools.product(range(5), repeat=n)]
         scores = sorted((score(path) for path in everything if score(path) > -float("inf")), reverse=True)
-        nodes = search(Proposal(torch.tensor([0]), marginals), 0, 9, allowed, branches=True)
+        nodes = search(Proposal(torch.tensor([0]), marginals), 0, 9, Rule(allowed, []), branches=True)
         assert torch.allclose(nodes.log_probs, torch.tensor(scores[:9]), atol=1e-5), seed
-        chain = search(Proposal(torch.tensor([0]), marginals), 0, 3, allowed, branches=False)
+        chain = search(Proposal(torch.tensor([0]), marginals), 0, 3, Rule(allowed, []), branches=False)
         assert chain.parents.tolist() == list(range(len(chain.parents)))
 
 
