@@ -91,6 +91,8 @@ def main() -> None:
         name: Engine(target, drafter, EngineConfig("ddtree", 16, rows=1, prefix_memory=memory), capacity)
         for name, memory in (("without", 0), ("with", MEMORY))
     }
+    for engine in engines.values():  # what the first text waits for
+        write(engine, words[0][:32], TextOptions(max_new_tokens=8))
     conversation(engines, words, args)
     shared(engines, words, args)
 

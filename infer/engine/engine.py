@@ -21,7 +21,7 @@ from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, calibrate
 from infer.engine.capture import Graphs
 from infer.engine.grammar import asked_grammar
-from infer.engine.prefixes import BLOCK, Prefixes
+from infer.engine.prefixes import BLOCK, Block, Prefixes
 from infer.engine.rejection import children_noise, decide
 from infer.engine.sampling import (
     SeenAt,
@@ -138,7 +138,7 @@ class Engine(EngineBase):
         self.fresh: list[Committed] = []  # what the drafter has not seen yet
         self.prefill: Prefill | None = None
         memory = self.options.prefix_memory * 2**20
-        self.prefixes = Prefixes(memory) if memory and not self.target.recurrent else None
+        self.prefixes = Prefixes(memory) if memory else None
 
     @property
     def bonus(self) -> torch.Tensor:
@@ -218,7 +218,10 @@ class Engine(EngineBase):
             tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
             self.drafter.update_context(self.target, features.context, tokens, counts, prefill.state)
         for row, (prompt, part) in enumerate(zip(prompts, parts, strict=True)):
-            if part and begun[row] + len(part) == len(prompt):
+            reached, text = begun[row] + len(part), self.entering[row]
+            if part and reached in text.borders:
+                text.states[reached] = prefill.cache.states.read(row)
+            if part and reached == len(prompt):
                 prefill.last[row] = features.last[row, len(part) - 1]
         if all(last is not None for last in prefill.last):
             self._begin_writing()
@@ -228,14 +231,28 @@ class Engine(EngineBase):
         if self.prefixes is None:
             return None
         known = text.known
-        text.reused = BLOCK * len(self.prefixes.find(known))
+        text.reused = BLOCK * len(self._kept(known))
+        if self.target.recurrent:  # where its own blocks end, and where it leaves what others share
+            shared, whole = BLOCK * len(self.prefixes.find(known)), (len(known) - 1) // BLOCK * BLOCK
+            text.borders = frozenset({shared, whole} - set(range(text.reused + 1)))
         return self.prefixes.next_key(known)
+
+    def _kept(self, known: list[int]) -> list[Block]:
+        """Return what is kept of a prompt, as far as it can be gone on from."""
+        return self.prefixes.find_states(known) if self.target.recurrent else self.prefixes.find(known)
+
+    def _piece(self, room: float) -> int:
+        width = super()._piece(room)
+        ahead = [at - text.reused - self.done for text in self.entering for at in text.borders]
+        return min([width, *(steps for steps in ahead if steps > 0)])
 
     def _restore_prefixes(self) -> None:
         """Give the rows that enter what is kept of their prompts."""
         for row, text in enumerate(self.entering):
             if text.reused:
-                blocks = self.prefixes.find(text.known)
+                blocks = self._kept(text.known)
+                if self.target.recurrent:
+                    self.prefill.cache.states.restore(row, blocks[-1].states)
                 self.prefill.cache.restore(row, [block.target for block in blocks])
                 if self.prefill.state is not None:
                     ids = text.known[: text.reused]
@@ -251,7 +268,8 @@ class Engine(EngineBase):
             return self.cache.read(row, start, BLOCK), drafter
 
         # the last token's position may be there or not, and a drafter's item there waits for the next one
-        self.prefixes.keep(text.known[: self.cache.lengths[row]], read, {})
+        self.prefixes.keep(text.known[: self.cache.lengths[row]], read, text.states)
+        text.states = {}
 
     def _begin_writing(self) -> None:
         """Take the rows into use whose prompts are computed: their last positions yield the first bonus tokens."""

@@ -43,6 +43,13 @@ class Prefixes:
         """Return the blocks that a text begins with; a token at least is left to be computed."""
         return [self.blocks[key] for key in self._path(ids)]
 
+    def find_states(self, ids: list[int]) -> list[Block]:
+        """Return those of them up to the last that has the states of a recurrent target."""
+        found = self.find(ids)
+        while found and found[-1].states is None:
+            found.pop()
+        return found
+
     def next_key(self, ids: list[int]) -> Key | None:
         """Return which block is the first that is not kept of a text; None: it has no further whole one."""
         path = self._path(ids)

@@ -80,6 +80,8 @@ class Sequence:
     cancelled: bool = False
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
+    borders: frozenset[int] = frozenset()  # positions of the prompt behind which a recurrent target's states are kept
+    states: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # which were, until the text is written
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))
@@ -99,7 +101,7 @@ class Sequence:
         before, ids = len(self.ids), self.ids + new
         length, self.finish = text_end(ids, before, self.options, target) or (len(ids), None)
         if self.finish == "stop" and self.grammar is not None and self.grammar.failed:
-            length, self.finish = length - 1, "length"
+            self.finish = "length"
         self.ids += ids[before:length]
         del self.logprobs[len(self.ids) :]
         self.commits.append(len(self.ids) - before)

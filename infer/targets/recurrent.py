@@ -216,6 +216,15 @@ class States:
         for kept in (*self.inputs.values(), *self.memory.values()):
             kept[to] = kept[source]
 
+    def read(self, row: int) -> list[torch.Tensor]:
+        """Return copies of a row's states."""
+        return [kept[row].clone() for kept in (*self.inputs.values(), *self.memory.values())]
+
+    def restore(self, row: int, parts: list[torch.Tensor]) -> None:
+        """Give a row the states that were read."""
+        for kept, part in zip((*self.inputs.values(), *self.memory.values()), parts, strict=True):
+            kept[row] = part
+
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """Move every row's states along the first `counts[b]` nodes of `path` (B, W) of the tree that was verified."""
         rows, last = len(path), path.gather(1, counts[:, None] - 1)[:, 0]

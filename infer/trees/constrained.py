@@ -62,7 +62,7 @@ class RowScores:
     """A row's distributions, narrowed to what may follow."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
-        self.proposal, self.row = proposal, row
+        self.proposal, self.row, self.slots = proposal, row, {}
         self.log_q = proposal.marginals[row].float().cpu().numpy()  # (L, V)
         steps = proposal.steps
         self.tokens = None
@@ -78,7 +78,11 @@ class RowScores:
         if found is None:
             log_q = self.log_q[slot]
             conditional = self.proposal.conditional
-            if conditional is not None and self.tokens is None and before is not None:
+            if conditional is None or self.tokens is not None or before is None:
+                found = self._likeliest(slot, allowed[: len(log_q)], most)
+                if found is not None:
+                    return found
+            else:
                 tokens = torch.full_like(self.proposal.bonus, before)[:, None]  # (B, 1)
                 log_q = conditional(slot, tokens)
                 log_q = log_q[min(self.row, len(log_q) - 1), 0].float().cpu().numpy()
@@ -97,6 +101,19 @@ class RowScores:
             log_q, tokens = log_q[kept], tokens[kept]
         order = np.argsort(-log_q, kind="stable")
         return log_q[order] - norm, tokens[order]
+
+    def _likeliest(self, slot: int, allowed: np.ndarray, most: int) -> Pairs | None:
+        """Return the same for a slot's marginals, where enough of its likeliest tokens are allowed; else None."""
+        log_q = self.log_q[slot]
+        if slot not in self.slots:
+            count = min(4 * self.proposal.budget, len(log_q) - 1)
+            top = np.argpartition(-log_q, count)[:count]
+            self.slots[slot] = top[np.argsort(-log_q[top], kind="stable")], np.exp(log_q)
+        top, q = self.slots[slot]  # likeliest tokens first; (V,)
+        tokens = top[allowed[top]][:most]
+        if len(tokens) < most or log_q[tokens[-1]] == -np.inf:
+            return None
+        return log_q[tokens] - np.log(q @ allowed.astype(np.float32)), tokens
 
     def _candidates(self, slot: int, before: int | None, allowed: np.ndarray) -> Pairs | None:
         """Return the allowed candidates of a conditional drafter; None where it has none, or hardly any."""
@@ -121,20 +138,21 @@ def search(proposal: Proposal, row: int, budget: int, rule: Rule, branches: bool
     paths: list[list[int]] = [[]]
     found: list[tuple[int, int, int, float]] = []
     heap: list[tuple[float, int, int, int]] = []  # minus the score, depth, parent, which of its children
-    children: dict[int, list[tuple[float, int]]] = {}  # of a node: (log q of the path, token), likeliest first
+    children: dict[int, Pairs] = {}  # of a node: log q of their paths, and tokens
 
     def open_node(node: int, score: float, spine: int | None = None) -> None:
         path = paths[node]
         if len(path) == length or len(found) == budget or (path and path[-1] in proposal.ends):
             return
-        values, tokens = scores.children(path, rule.allowed(path), budget if branches else 1)
-        pairs = zip(values.tolist(), tokens.tolist(), strict=True)
-        children[node] = [(score + value, token) for value, token in pairs if token != spine]
+        values, tokens = scores.children(path, rule.allowed(path), budget - len(found) if branches else 1)
+        if spine is not None:
+            values, tokens = values[tokens != spine], tokens[tokens != spine]
+        children[node] = score + values, tokens
         push(node, 0)
 
     def push(node: int, which: int) -> None:
-        if which < len(children[node]):
-            heapq.heappush(heap, (-children[node][which][0], len(paths[node]), node, which))
+        if which < len(children[node][1]):
+            heapq.heappush(heap, (-float(children[node][0][which]), len(paths[node]), node, which))
 
     def add(token: int, parent: int, score: float) -> None:
         paths.append([*paths[parent], token])
@@ -147,7 +165,7 @@ def search(proposal: Proposal, row: int, budget: int, rule: Rule, branches: bool
     open_node(len(found), 0.0)
     while heap and len(found) < budget:
         minus, _, parent, which = heapq.heappop(heap)
-        add(children[parent][which][1], parent, -minus)
+        add(int(children[parent][1][which]), parent, -minus)
         push(parent, which + 1)
         open_node(len(found), -minus)
     tokens, parents, depths, log_probs = zip(*found, strict=True) if found else ((),) * 4

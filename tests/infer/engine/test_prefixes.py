@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from infer import Engine, load_drafter
 from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.base import new_drafter
 from infer.drafters.lookup import Lookup
 from infer.engine.prefixes import BLOCK, Prefixes
+from infer.targets.target import Target
 
 OPTIONS = TextOptions(max_new_tokens=24, temperature=0.8, seed=3)
 
@@ -73,6 +75,26 @@ def test_what_several_share_is_computed_once(embedded, prompts):
     assert [text.ids for text in found] == [text.ids for text in without]
     assert [text.stats.reused for text in found] == [0] + [3 * BLOCK] * 5
     assert computed < len(shared) + 6 * (200 - 3 * BLOCK + 10)
+
+
+def test_recurrent_targets_keep_states_where_prompts_part(embedded, prompts):
+    """Two requests with a shared beginning leave its states to the third; a conversation goes on from its last turn."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    config = Qwen3_5TextConfig(
+        vocab_size=512, num_hidden_layers=4, head_dim=8, linear_value_head_dim=16, eos_token_id=None, **sizes, **linear
+    )
+    target = Target(Qwen3_5ForCausalLM(config), embedded.tokenizer, "hybrid")
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=6), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    ids = prompts[2]
+    asked = [ids[:180] + ids[5:40], ids[:180] + ids[9:60], ids[:180] + ids[20:50], ids[:180] + ids[20:50] + ids[:70]]
+    without, every = write(target, drafter, asked, 0)
+    found, computed = write(target, drafter, asked, 64)
+    assert [text.ids for text in found] == [text.ids for text in without]
+    assert [text.commits for text in found] == [text.commits for text in without]
+    assert [text.stats.reused for text in found] == [0, 0, 2 * BLOCK, 3 * BLOCK] and computed == every - 5 * BLOCK
 
 
 def test_the_least_recently_used_leaves_first_and_an_end_before_its_beginning():

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import httpx
 import pytest
 
 from infer import Engine, load_drafter
@@ -196,7 +197,7 @@ def test_a_parsed_answer(client):
     assert isinstance(done.choices[0].message.parsed, City)
 
 
-def test_an_agents_loop_of_ten_turns(client):
+def test_an_agents_loop_of_ten_turns(served, client):
     """Two local functions are called in turn, their results are sent back, and the loop ends with words."""
     local = {"weather": lambda city, days: f"{city[:3]} {'sun ' * (days % 3)}", "now": lambda: "12:00"}
     messages, made, reused = list(ASKED), [], 0
@@ -219,6 +220,8 @@ def test_an_agents_loop_of_ten_turns(client):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             made.append(call.function.name)
     assert made == ["weather", "now"] * 5 and reused > 300
+    counts = dict(line.rsplit(" ", 1) for line in httpx.get(f"{served[0]}/metrics").text.splitlines())
+    assert float(counts["blockdraft_reused_prompt_tokens_total"]) > 1500
     last = client.chat.completions.create(
         model="embedded", messages=messages, tools=SHOWN, tool_choice="none", temperature=0, max_tokens=9
     )
@@ -237,8 +240,6 @@ def test_an_agents_loop_of_ten_turns(client):
     ],
 )
 def test_what_cannot_be_called_is_refused_in_a_sentence(served, fields, said):
-    import httpx
-
     fields = {"tool_choice": "required"} | fields if said == "grammar" else fields
     answer = httpx.post(f"{served[0]}/v1/chat/completions", json={"messages": ASKED, **fields})
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
