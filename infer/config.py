@@ -4,9 +4,10 @@ The docstring of a class has an entry "name: meaning" for every option; tests/te
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import cleandoc
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from infer.drafters.families import check_blocks, check_options
 from infer.drafters.heads.table import check_head
@@ -15,6 +16,7 @@ from infer.utils.checks import FREE_TEXT, at_least, one_of, temperature
 
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = (*TREES, *MASKED_METHODS)
+NO_NGRAMS = "none"  # in place of a file's name
 GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
 
 
@@ -246,10 +248,12 @@ class EngineConfig(MaskedConfig):
         ssd: docs/methods.md
     budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto": as
         machine and load allow, down to none
-    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree
+    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree. null: the one that lies
+        beside the drafter's weights, if there is one, for ddtree; none: no file
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
-    candidates: with a conditional head: tokens of every position that a tree considers
+    candidates: with a conditional head: tokens of every position that a tree considers, at most; small trees consider
+        fewer, two a node
     rows: texts decoded side by side at most; others wait
     positions: the most that the target computes between two tokens of a text: trees of all rows and pieces of new
         prompts together, never less than one tree; one behind a long context counts as several. null: no limit.
@@ -281,7 +285,19 @@ class EngineConfig(MaskedConfig):
     def tree(self) -> TreeMethod | None:
         """Return the row of the tree method, which an n-gram file may change; None for methods of masked models."""
         row = TREES.get(self.method)
-        return TREES[row.with_ngrams] if row and row.with_ngrams and self.continuity else row
+        return TREES[row.with_ngrams] if row and row.with_ngrams and self.asks_ngrams else row
+
+    @property
+    def asks_ngrams(self) -> bool:
+        """Return whether the options name an n-gram file."""
+        return self.continuity not in (None, NO_NGRAMS)
+
+    def beside(self, ngrams: Path | None) -> Self:
+        """Return the options for a drafter with an n-gram file of its own, for methods that have a use for one."""
+        row = TREES.get(self.method)
+        if ngrams is None or self.continuity is not None or row is None or row.with_ngrams is None:
+            return self
+        return replace(self, continuity=str(ngrams))
 
     @property
     def drafts(self) -> bool:
@@ -303,7 +319,7 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
         if self.tree is not None:
             self._check_tree(self.tree)
-        if self.continuity is not None and not (self.tree and self.tree.ngrams):
+        if self.asks_ngrams and not (self.tree and self.tree.ngrams):
             takers = " or ".join(name for name, row in TREES.items() if row.ngrams or row.with_ngrams)
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
         if not 0 <= self.continuity_weight < float("inf"):
@@ -318,7 +334,7 @@ class EngineConfig(MaskedConfig):
 
     def _check_tree(self, tree: TreeMethod) -> None:
         """Raise ValueError where the options lack what the tree method needs."""
-        if tree.ngrams and self.continuity is None:
+        if tree.ngrams and not self.asks_ngrams:
             raise ValueError(f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one")
         if tree.draws and self.budget != "auto" and self.width > self.budget:
             raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
@@ -355,7 +371,8 @@ class EvaluationConfig:
     rows: prompts decoded side by side
     compile: on CUDA, rounds of greedy texts are CUDA graphs, unless it is false; elsewhere it changes nothing
     samples: decoded texts shown in the report
-    continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too
+    continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too. null: the one that lies beside
+        the drafter's weights, if there is one, joined to DDTree's trees; none: no file
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     """
 

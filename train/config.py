@@ -231,6 +231,7 @@ class TrainConfig:
     features: a folder that ./launch.sh features wrote: train from it, not from the target itself
     anchors: blocks per packed row, at most
     document_anchors: of these, blocks per document at most (512 in the published recipe); None: no limit
+    ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees that ask them
     checkpoints: how many, evenly spread over the run, the last at its end; each is evaluated
     keep_states: newest checkpoints that keep their training state (drafters and evaluations always stay)
     save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none besides
@@ -256,6 +257,7 @@ class TrainConfig:
     features: str | None = None
     anchors: int = 64
     document_anchors: int | None = None
+    ngrams: bool = False
     checkpoints: int = 2
     keep_states: int = 2
     save_minutes: float | None = 10.0

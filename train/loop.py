@@ -38,6 +38,7 @@ from train.run.folder import check_run_folder, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.initial import initial_drafter, resolve_init
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
+from train.run.ngrams import count_rows
 from train.run.overview import overview
 from train.run.progress import Progress
 from train.run.sources import sources
@@ -243,6 +244,8 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
         notes.append(few)
     seconds = seconds_at_full_rate(config, target, device)
     notes[:0] = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset)), seconds))
+    if config.ngrams:
+        first_only(lambda: count_rows(dataset, target, folder))
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done, config.keep_states)))
     return Run(config, folder, device, target, stored, dataset, engine, done, notes, seconds)

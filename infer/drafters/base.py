@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -212,6 +213,7 @@ class Drafter(nn.Module):
         self.block_size: int = config.block_size
         self.layer_ids = tap_ids(self.own, getattr(config, "num_target_layers", None))
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self.ngrams: Path | None = None  # an n-gram file that came with the weights, for trees
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None

@@ -44,6 +44,7 @@ from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 BEHIND = 32  # rounds that draft nothing after which the drafter is given their features
+FEW = 16  # candidates of a position that every tree considers; a large one, two for each of its nodes
 PIECE = 65  # nodes of a row whose logits are in memory at a time
 
 
@@ -97,6 +98,7 @@ class Engine(EngineBase):
         capacity: int,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
+        options = options.beside(getattr(drafter, "ngrams", None))
         super().__init__(target, options, capacity, clock)
         if options.method in MASKED_METHODS:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
@@ -108,7 +110,7 @@ class Engine(EngineBase):
             )
         self.pace: Pace | None = None
         self.ngram: NGram | None = None
-        if options.continuity:
+        if self.method.ngrams:
             self.ngram = NGram.open(options.continuity, target.tokenizer_digest)
         self.length, self.nodes, self.layers = 0, 0, ()
         self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them
@@ -149,7 +151,7 @@ class Engine(EngineBase):
         """Return whether a round of greedy texts asks the host for nothing between its start and its end."""
         return (
             (not self.drafts or getattr(self.drafter, "on_device", False))
-            and not (self.method.ngrams or self.options.continuity)
+            and not self.method.ngrams
             and isinstance(self.target.decoder_pass, LeanDecoder)
         )
 
@@ -430,7 +432,8 @@ class Engine(EngineBase):
             block = drafter.draft_block(self.target, self.bonus, self.state)
             marginals = block.marginals  # (B, L, V)
             judge = judge_on_noise(options, None if self.method.draws else noise, before)
-            steps = drafter.conditional_draft(self.target, self.bonus, block, judge, self.options.candidates)
+            considered = min(self.options.candidates, max(FEW, 2 * nodes))
+            steps = drafter.conditional_draft(self.target, self.bonus, block, judge, considered)
             conditional = None if steps.recurrent else steps
         else:
             marginals = drafter.draft(self.target, self.bonus, self.state)

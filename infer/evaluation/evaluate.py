@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from infer.api import AnyTarget, open_engine
-from infer.config import DecodeOptions, EvaluationConfig
+from infer.config import NO_NGRAMS, DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
@@ -227,8 +227,12 @@ def decode_all(
 def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others: bool = False) -> list[Variant]:
     """Return plain decoding, transformers' (if `others`, also by its own ways of drafting), then the other evaluated
     rows of the table of tree methods, in its order."""
-    ngrams = config.continuity is not None
-    plain, *rows = [row for row in TREES.values() if row.evaluated and (ngrams or not row.ngrams)]
+    asked, own = config.continuity, getattr(drafter, "ngrams", None)
+    file = asked or (str(own) if own else NO_NGRAMS)
+    every = asked not in (None, NO_NGRAMS)
+    plain, *rows = [row for row in TREES.values() if row.evaluated and (every or not row.ngrams)]
+    if asked is None and own:  # as everywhere else, a drafter's own n-grams are part of it
+        rows = [TREES[row.with_ngrams] if row.with_ngrams else row for row in rows]
     if getattr(drafter, "autoregressive", False):
         rows = [row for row in rows if row.prefixes]
     shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}
@@ -249,7 +253,7 @@ def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others:
             DecodeOptions(
                 method=row.name,
                 budget=max(1, budget),
-                continuity=config.continuity if row.ngrams else None,
+                continuity=file if row.ngrams else NO_NGRAMS,
                 positions=None,  # every row gets the budget that is measured
                 **shared,
             ),

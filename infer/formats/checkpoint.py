@@ -19,6 +19,8 @@ from infer.formats.layouts import find_problems, read
 from infer.ngrams.model import NGram
 from infer.utils.files import atomic_write
 
+NGRAMS = "ngrams"  # beside the weights: an n-gram file for trees
+
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write config.json and model.safetensors: `drafter.config` and `drafter.state_dict()`, in any dtype."""
@@ -44,8 +46,8 @@ def load_drafter(
     a config that does not say which ones are tapped (DART's published ones).
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every tensor that is
-    missing, unknown or wrong. Warns where config.json is not the one that the weights were saved with: somebody may
-    have changed it on purpose.
+    missing, unknown or wrong. An n-gram file beside the weights goes with them: engines open it. Warns where
+    config.json is not the one that the weights were saved with: somebody may have changed it on purpose.
     """
     opened = open_folder(folder)
     if not opened.config or not opened.tensors:
@@ -68,6 +70,7 @@ def load_drafter(
     if drafter.d2t is not None:
         check_vocabulary(folder, weights["d2t"], weights.pop("t2d", None), reading.options["vocab_size"])
     drafter.load_state_dict(weights)
+    drafter.ngrams = opened.path / NGRAMS if (opened.path / NGRAMS).is_file() else None
     kind = dtype or weights["norm.weight"].dtype
     return drafter.to(device, kind).eval().requires_grad_(False)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from infer.ngrams.model import NGram
+from infer.targets.loading import load_target
 from train.config import OptimConfig
 from train.optim import learning_rate
 from train.run.checkpoints import checkpoints, find_damage, newest, step_of
@@ -249,6 +251,8 @@ def test_drafter_folder_is_the_public_layout(whole_run):
         "layers.0.mlp.down_proj.weight": (192, 384),
     }
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    assert (folder / "ngrams").read_bytes() == (whole_run / "ngrams").read_bytes()
+    assert NGram.open(folder / "ngrams", load_target("embedded").tokenizer_digest).order == 6
 
 
 def test_run_folder_explains_itself(whole_run):

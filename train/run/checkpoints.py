@@ -1,7 +1,8 @@
 """Checkpoints of a run: whole or absent, newest first, best marked.
 
     <run>/checkpoints/step-00000300/
-        drafter/        config.json, model.safetensors: the public layout, what serving engines read
+        drafter/        config.json, model.safetensors: the public layout, what serving engines read; ngrams, with
+                        ngrams=true
         state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever processes and
                         ZeRO stage wrote it; manifest.json: step, size and sha256 of every file of the checkpoint
         evaluation/     evaluation.json and pictures, written after the checkpoint; failed.txt if that did not work
@@ -22,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from infer.formats.checkpoint import save_drafter
+from infer.formats.checkpoint import NGRAMS, save_drafter
 from infer.utils.entry import Stopped
 from infer.utils.files import file_digest, replacing, sync, write_json
 from train.engine import training_state
@@ -97,6 +98,8 @@ def _write(
                 config, dtype = drafter
                 weights = {name: tensor.to(dtype) for name, tensor in state.items() if "/" not in name}
                 save_drafter(config, weights, partial / "drafter")
+                if (final.parent.parent / NGRAMS).is_file():
+                    shutil.copyfile(final.parent.parent / NGRAMS, partial / "drafter" / NGRAMS)
             files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
             manifest = {path.relative_to(partial).as_posix(): _digest(path) for path in files}
             write_json(partial / "state" / MANIFEST, {"step": step, "files": manifest})

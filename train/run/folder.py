@@ -24,7 +24,7 @@ from train.safety.processes import disk
 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
-FREE += ("guards", "optim.micro", "compile", "recompute", "target.shard", "target.device")
+FREE += ("guards", "ngrams", "optim.micro", "compile", "recompute", "target.shard", "target.device")
 
 
 def run_folder(config: TrainConfig) -> Path:

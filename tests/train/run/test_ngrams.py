@@ -1,0 +1,49 @@
+"""The n-grams of training texts: of whole documents, beside the drafter's weights, asked by its trees."""
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from data.packing import pack
+from infer.api import decode, open_engine
+from infer.config import DecodeOptions
+from infer.formats.checkpoint import NGRAMS, load_drafter, save_drafter
+from infer.ngrams.count import count_ngrams
+from train.run.ngrams import documents
+
+
+@pytest.fixture
+def rows() -> Dataset:
+    """Rows of 8 tokens, of documents of 5, 3, 2, 6 and 4 tokens: padding behind some, none behind others."""
+    texts = [[5, 6, 7, 8, 9], [5, 6, 7], [1, 2], [3, 1, 4, 1, 5, 9], [5, 6, 7, 3]]
+    return Dataset.from_dict(pack({"ids": texts, "loss": [[True] * len(text) for text in texts]}, 8))
+
+
+def test_documents_are_the_texts_that_were_packed(rows):
+    found = sorted(document.tolist() for document in documents(rows))
+    assert found == [[1, 2], [3, 1, 4, 1, 5, 9], [5, 6, 7], [5, 6, 7, 3], [5, 6, 7, 8, 9]]
+
+
+def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, tmp_path):
+    target, drafter = make_tiny(block_size=6)
+    counted = count_ngrams(documents(rows), 97, 4, tmp_path / NGRAMS, "0" * 64, workers=1)
+    assert counted.tokens == 20
+    assert load_saved(drafter, tmp_path / "without").ngrams is None
+
+    folder = tmp_path / "with"
+    save_drafter(drafter.config, drafter.state_dict(), folder)
+    (tmp_path / NGRAMS).rename(folder / NGRAMS)
+    drafter = load_drafter(folder)
+    methods = {"ddtree": "ddtree+continuity", "chain": "chain", "plain": "plain"}
+    for method, expected in methods.items():
+        assert open_engine(target, drafter, DecodeOptions(method=method), 50).method.name == expected
+    assert open_engine(target, drafter, DecodeOptions(continuity="none"), 50).method.name == "ddtree"
+
+    texts = [decode(target, drafter, [[5, 6]], DecodeOptions(20, continuity=file))[0].ids for file in (None, "none")]
+    assert texts[0] == texts[1] == decode(target, None, [[5, 6]], DecodeOptions(20, method="plain"))[0].ids
+
+
+def load_saved(drafter, folder: Path):
+    save_drafter(drafter.config, drafter.state_dict(), folder)
+    return load_drafter(folder)
