@@ -17,15 +17,15 @@ def folder(tmp_path, repo):
     config = Qwen3_5TextConfig(
         vocab_size=512,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,  # bitsandbytes, 4 bits on a CPU: rows by 32, columns by 64
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
         eos_token_id=None,
         tie_word_embeddings=True,
     )
