@@ -40,6 +40,9 @@ Environment:
   NPROC=n                     train with n processes instead of one for each visible GPU
   NODES=a,b,c                 train on several machines: the same command on each, the names in the same order
                               (not needed under SLURM: srun --ntasks-per-node=1 ./launch.sh ...)
+  RDZV=host:port              elastic: the same command on each machine, in any order; NNODES=2 or NNODES=1:4 of them take
+                              part, and go on from the newest checkpoint when a process dies or a machine comes or
+                              goes, RESTARTS=3 times
   LAUNCH_PYTHON=/path/python  use this Python, whose environment is yours, and install nothing
 END
 }
@@ -115,11 +118,19 @@ process_count() {
     echo "$((gpus > 1 ? gpus : 1))"
 }
 
-# Several machines: SLURM's variables (srun starts this script once on each), or NODES, the names of all machines in
-# one order everywhere, the first of which leads. Sets nodes and cluster.
+# Several machines: RDZV, where they find each other, as many of NNODES as there are; SLURM's variables (srun starts this
+# script once on each); or NODES, the names of all machines in one order everywhere, the first of which leads. Sets nodes
+# and cluster.
 find_nodes() {
     local all leader rank me name
-    if [[ ${SLURM_NNODES:-1} -gt 1 ]]; then
+    if [[ -n ${RDZV:-} ]]; then
+        [[ ${NNODES:-1} =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES=$NNODES: a number of machines, or a range, 1:4."
+        [[ $RDZV == *:* ]] || die "RDZV=$RDZV: a machine and a port, host:29400."
+        nodes=elastic
+        cluster=(--nnodes="${NNODES:-1}" --rdzv-backend=c10d --rdzv-endpoint="$RDZV" --rdzv-id="${RDZV_ID:-blockdraft}"
+            --max-restarts="${RESTARTS:-3}")
+        return 0
+    elif [[ ${SLURM_NNODES:-1} -gt 1 ]]; then
         [[ -n ${SLURM_NODEID:-} ]] || die "SLURM gave ${SLURM_NNODES} machines: start with srun, one task on each."
         [[ ${SLURM_NTASKS_PER_NODE:-1} == 1 ]] || die "start one task on each machine: srun --ntasks-per-node=1."
         nodes=$SLURM_NNODES rank=$SLURM_NODEID

@@ -214,7 +214,7 @@ def packed_rows(
         tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
     if len(tokenized) == 0:
         raise ValueError(
-            f"data.source={config.source}: no row to train on is left (one of fifty is held out for evaluation, "
+            f"data.source={config.source}: no row to train on is left (one of ten is held out for evaluation, "
             f"and data.long={config.long} may drop texts of more than {config.length} tokens)"
         )
     plan = Dataset.from_generator(

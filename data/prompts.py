@@ -19,6 +19,7 @@ PLACES = {
     "in functions": re.compile(r"^[ \t]*def [^\n]*:\n(?:[ \t]+[^\n]*\n){3}", re.MULTILINE),
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
 }
+LENGTHS = (128, 512, 2048)  # tokens: chats are told apart by the length of their prompts
 STARTS, FURTHER = "starts of texts", "further on"
 
 
@@ -35,7 +36,7 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     """Return `count` prompts that training never saw, as many of one kind as of another where there are so many, and
     `outside` texts from outside the data (no more than `count`, or than OUTSIDE has).
 
-    A chat gives whole turns, `_asked`, a row with a prompt of its own that prompt (the last `tokens` tokens);
+    A chat gives whole turns, `_asked`, of a kind by their length, a row with a prompt of its own that prompt (the last `tokens` tokens);
     plain text its first `tokens` tokens, and as many before one of its PLACES. Where that is not enough, windows from
     further on are taken round-robin from every text that is long enough, so that few texts still give many prompts;
     and where that is not enough either, first halves of short texts. Small data may give fewer than `count`; raises
@@ -44,10 +45,11 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     found: dict[str, list[list[int]]] = {}
     windows: list[tuple[int, list[int]]] = []
     halves: list[list[int]] = []
-    for row in islice(held_out_rows(config), 20 * count):
+    for number, row in enumerate(islice(held_out_rows(config), 20 * count)):
         if row["chat"]:
             with suppress(ValueError):  # training leaves such a row out, and says so
-                found.setdefault("chats", []).append(_asked(row["chat"], tokenizer, tokens))
+                asked = _asked(row["chat"], tokenizer, tokens, number)
+                found.setdefault(_length_class(len(asked)), []).append(asked)
         elif row["prompt"]:
             found.setdefault("prompts", []).append(tokenizer(row["prompt"])["input_ids"][-tokens:])
         else:
@@ -82,19 +84,27 @@ def few_prompts(found: int, wanted: int) -> str | None:
     return f"evaluations have {found} prompts, not evaluation.prompts={wanted}: the held-out text gives no more"
 
 
-def _asked(chat: dict, tokenizer, tokens: int) -> list[int]:
-    """Return a chat up to its last answer that `tokens` tokens have room for: whole turns, from the template's first
-    token on, so that the system prompt is there. Where not even the first question has room, its last tokens. Raises
-    ValueError where there is no question, or the template does not show the chat."""
+def _length_class(size: int) -> str:
+    """Return the name of the chats whose prompts have about `size` tokens."""
+    return next((f"chats to {most:,}" for most in LENGTHS if size <= most), f"chats over {LENGTHS[-1]:,}")
+
+
+def _asked(chat: dict, tokenizer, tokens: int, number: int) -> list[int]:
+    """Return a chat up to an answer that `tokens` tokens have room for: whole turns, from the template's first token
+    on, so that the system prompt is there. Of the answers that have room, one after the other by the chat's `number`.
+    Where not even the first question has room, its last tokens. Raises ValueError where there is no question, or the
+    template does not show the chat."""
     messages = readable(tokenizer, chat)
     ends = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i]
     if not ends:
         raise ValueError("no question in the conversation")
-    for end in reversed(ends):
+    fitting: list[list[int]] = []
+    for end in ends:
         ids = tokenizer(apply(tokenizer, messages[:end], chat, ask=True), add_special_tokens=False)["input_ids"]
-        if len(ids) <= tokens:
-            return ids
-    return ids[-tokens:]
+        if len(ids) > tokens:
+            break
+        fitting.append(ids)
+    return fitting[-1 - number % len(fitting)] if fitting else ids[-tokens:]
 
 
 def _ends(text: str, tokenizer, length: int, tokens: int) -> Iterator[tuple[str, int]]:

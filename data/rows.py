@@ -22,9 +22,10 @@ ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or another packing:
 # rows that are in a cache are then made again. tests/data/test_packing.py notices such a change.
-FORMAT = 3
+FORMAT = 4
 LONGEST_LINE = 64 << 20  # characters of a row in a file
-HELD_OUT = 50  # one row in 50 of the user's own data is kept for evaluation
+# Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those behind the first 500.
+HELD_OUT, FEW, OF_FEW = 50, 500, 10
 
 
 @dataclass
@@ -245,13 +246,19 @@ def check_faults(faults: list[str], count: int, bad_rows: float) -> None:
         print(f"data: {len(faults)} of {count} rows cannot be used and are left out: {faults[0]}", file=sys.stderr)
 
 
+def is_held_out(number: int) -> bool:
+    """Return whether the row of this number, counted from 0, is kept for evaluation. It follows from the number alone,
+    so that rows can be read without knowing how many there are."""
+    return number % (OF_FEW if number < FEW else HELD_OUT) == 0
+
+
 def held_out_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows that training never sees: the library's held-out files, or every 50th row of the user's own; of a
-    mixture, in turns from all its parts."""
+    """Yield the rows that training never sees: the library's held-out files, or those of the user's own that
+    `is_held_out`; of a mixture, in turns from all its parts."""
     if config.source in ("embedded", "stdlib"):
         yield from (normalise({"text": document.text}) for document in _with_text("held_out"))
         return
-    parts = [islice(read_rows(part), 0, None, HELD_OUT) for part, _ in single(config)]
+    parts = [(row for i, row in enumerate(read_rows(part)) if is_held_out(i)) for part, _ in single(config)]
     while parts:
         for part in list(parts):
             row = next(part, None)
@@ -268,7 +275,7 @@ def training_rows(config: DataConfig) -> Iterator[dict]:
     elif config.source == "embedded":
         rows = read_rows(replace(config, source="jsonl", path=str(ANSWERS)))
     else:
-        rows = (row for i, row in enumerate(read_rows(config)) if i % HELD_OUT)
+        rows = (row for i, row in enumerate(read_rows(config)) if not is_held_out(i))
     yield from islice(rows, config.limit)
 
 

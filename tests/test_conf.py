@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from data.rows import Part
 from infer.config import DecodeOptions
 from infer.main import COMMANDS
+from infer.utils import entry
 from infer.utils.entry import prepare
 from train.config import TrainConfig
 
@@ -114,6 +115,24 @@ def test_model_bundles_differ_in_name_and_target_only(repo):
     assert composed(repo, "train", ["+model=hf", "target.path=/some/folder"]).document_anchors == 512
     with pytest.raises(ValueError, match=r"target\.path"):
         composed(repo, "train", ["+model=hf"])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_recipe_changes_what_a_models_bundle_says(turned):
+    """In any order; an override of one's own counts more."""
+
+    def of(*arguments: str) -> TrainConfig:
+        return entry.composed("train", TrainConfig, [*arguments[::-1]] if turned else [*arguments])
+
+    dspark = of("+model=qwen3-4b", "+recipe=dspark", "optim.epochs=2")
+    assert (dspark.target.path, dspark.document_anchors) == ("Qwen/Qwen3-4B", 512)
+    drafter, objective = dspark.drafter, dspark.objective
+    assert (drafter.layers, drafter.block_size, drafter.sample_from_anchor, drafter.head.rank) == (5, 8, True, 256)
+    assert drafter.head.name == "markov" and drafter.head.confidence and dspark.optim.epochs == 2
+    assert (objective.divergence, objective.weights, objective.gamma) == ("ce_l1", "exponential", 4.0)
+    dart = of("+model=qwen3-4b", "+recipe=dart")
+    assert (dart.drafter.family, dart.drafter.layers, dart.data.length, dart.optim.lr) == ("dart", 1, 6400, 2e-5)
+    assert (dart.objective.weights, dart.objective.gamma, dart.optim.epochs) == ("gamma", 0.6, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def launch(repo, tmp_path):
             "NODES",
             "NODE",
             "SLURM_NNODES",
+            "RDZV",
+            "NNODES",
         }
         environment = {name: value for name, value in os.environ.items() if name not in dropped}
         environment |= {"LAUNCH_PYTHON": str(stub), "NPROC": "1"} | variables
@@ -408,7 +410,11 @@ class TestSeveralMachines:
 
     @staticmethod
     def cluster(call: list[str]) -> list[str]:
-        return [part for part in call if part.startswith(("--nnodes", "--node-rank", "--master", "--standalone"))]
+        return [
+            part
+            for part in call
+            if part.startswith(("--nnodes", "--node-rank", "--master", "--standalone", "--rdzv", "--max"))
+        ]
 
     def test_by_names(self, launch):
         for rank, node in enumerate(("a", "b", "c")):
@@ -433,6 +439,14 @@ class TestSeveralMachines:
         assert done.returncode == 2 and not calls and "srun" in done.stderr
         done, calls = launch("train", **slurm, SLURM_NODEID="0", SLURM_NTASKS_PER_NODE="8")
         assert done.returncode == 2 and not calls and "--ntasks-per-node=1" in done.stderr
+
+    def test_machines_that_come_and_go(self, launch):
+        elastic = ["--rdzv-backend=c10d", "--rdzv-endpoint=a:29400", "--rdzv-id=blockdraft", "--max-restarts=3"]
+        _, [call] = launch("train", RDZV="a:29400", NNODES="1:4")
+        assert self.cluster(call) == ["--nnodes=1:4", *elastic] and "--nproc-per-node=1" in call
+        for wrong in ({"RDZV": "a:29400", "NNODES": "many"}, {"RDZV": "a"}):
+            done, calls = launch("train", **wrong)
+            assert done.returncode == 2 and not calls and done.stderr.count("\n") == 1
 
     def test_one_machine_alone(self, launch):
         _, [call] = launch("train", NPROC="2", SLURM_NNODES="1")

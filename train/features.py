@@ -16,8 +16,9 @@ thread that reads ahead. A digest of whole shards would have to read them all be
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +33,11 @@ from infer.utils.files import atomic_write, json_digest, refuse_other_settings, 
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
 from train.safety.processes import disk
+from train.states import EngineStates, compare, write_documents
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
+Compute = Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]  # of a row: context, last
 SAMPLES, SAMPLE = 256, 4096  # places of a weight file that are looked at to tell it from others, bytes at each
 
 
@@ -91,9 +94,13 @@ def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
 
 
 @torch.no_grad()
-def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
-    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a
-    stopped run left. Raises ValueError when the folder holds features of something else."""
+def write_features(
+    config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance, read: Compute | None = None
+) -> Path:
+    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. They are the target's own,
+    or what `read` returns. Goes on with what a stopped run left. Raises ValueError when the folder holds features of
+    something else."""
+    compute = read or partial(own_features, target, layers)
     out, known = Path(config.out), dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
     manifest = {"format": 1, "store": config.store, **known, "rows": len(dataset), "length": config.data.length}
@@ -109,9 +116,7 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
         stale.unlink()
     done = sum(shard["rows"] for shard in manifest["shards"])
     while done < len(dataset):
-        rows = [
-            packed_row(dataset[i], target, layers, config.store) for i in range(done, min(done + count, len(dataset)))
-        ]
+        rows = [packed_row(dataset[i], compute, config.store) for i in range(done, min(done + count, len(dataset)))]
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
         with disk(f"{name} of {out}"), replacing(out / name) as fresh:
@@ -124,13 +129,19 @@ def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ..
     return out
 
 
-def packed_row(row: dict[str, torch.Tensor], target: Target, layers: tuple[int, ...], store: str) -> dict:
-    """A packed row of (T,) columns with its features, on the host."""
+def own_features(
+    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the target over a packed row of (T,) columns: context (T, K, D), last (T, D)."""
     ids, positions, documents = (row[name][None].to(target.device) for name in ("ids", "positions", "documents"))
     features = target.packed_features(ids, positions, documents, layers)
-    states = {"context": features.context[0].unflatten(-1, (len(layers), -1)), "last": features.last[0]}
+    return features.context[0].unflatten(-1, (len(layers), -1)), features.last[0]
+
+
+def packed_row(row: dict[str, torch.Tensor], compute: Compute, store: str) -> dict:
+    """A packed row of (T,) columns with its features, on the host."""
     out = {name: row[name].to(kind) for name, kind in COLUMNS.items()}
-    for name, value in states.items():
+    for name, value in zip(("context", "last"), compute(row), strict=True):
         if store == "int8":
             value, scale = quantise(value)
             out[f"{name}_scale"] = scale.cpu()
@@ -239,7 +250,8 @@ class StoredRows:
 
 
 def store_features(config: FeaturesConfig) -> None:
-    """`./launch.sh features`: packs the data, runs the target, says how much it will be first."""
+    """`./launch.sh features`: packs the data; runs the target, or reads what an engine wrote, or lists the documents
+    for one. Says how much it will be first."""
     from infer.drafters.families import FAMILIES
     from infer.targets.loading import load_target
     from infer.utils.progress import Progress
@@ -247,18 +259,41 @@ def store_features(config: FeaturesConfig) -> None:
 
     options = config.target
     config = replace(config, drafter=resolve_init(config.drafter, options))
+    runs = not config.documents and (config.states is None or config.compare > 0)
     target = load_target(
         options.path,
         options.dtype,
         options.device,
         options.trust_remote_code,
+        None if runs else (),
         adapter=options.adapter,
         chat_template_kwargs=options.chat_template_kwargs,
     )
     layers = FAMILIES[config.drafter.family].load().tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
+    if config.documents:
+        return list_documents(config, layers, dataset)
+    read = None
+    if config.states is not None:
+        states = EngineStates(config.states)
+        read = partial(states.features, target, layers)
+        if config.compare:
+            rows = [dataset[i] for i in range(min(config.compare, len(dataset)))]
+            apart = compare(states, target, layers, rows)
+            print(f"{len(rows)} documents run here: states differ by {apart:.1e} of their size at most", flush=True)
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
     with going_on(f"{config.out} has whole shards, the same command goes on behind them"):
-        out = write_features(config, target, layers, dataset, Progress("features", "rows"))
+        out = write_features(config, target, layers, dataset, Progress("features", "rows"), read)
     print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")
+
+
+def list_documents(config: FeaturesConfig, layers: tuple[int, ...], dataset) -> None:
+    """Write the documents that an engine is to run, and say how."""
+    count = write_documents(dataset, Path(config.documents))
+    ids = ",".join(map(str, layers))
+    print(
+        f"{count:,} documents in {config.documents}. In vLLM's environment: python train/vllm_states.py "
+        f"--model {config.target.path} --documents {config.documents} --layers {ids} --length {config.data.length} "
+        "--out states; then this command with states=states in the place of documents="
+    )

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from infer.drafters.base import Drafter
 from infer.drafters.families import FAMILIES
-from infer.targets.loading import load_target, resolve_device, resolve_dtype
+from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype
 from infer.targets.target import Features, Target
 from infer.utils.entry import INTERRUPTED
 from train.batches import Prefetch, StepRows, draw_blocks, prepared_rows
@@ -172,7 +172,8 @@ def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | 
     if stored is not None:
         known = stored.manifest
         family = FAMILIES[config.drafter.family].load()
-        layers = family.warm_layers(known["layers"], config.drafter.layers, known["target"]["layers"])
+        theirs = load_config(options.path, options.trust_remote_code).get_text_config()
+        layers = family.warm_layers(known["layers"], config.drafter.layers, theirs)
     dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
     place = "cpu" if options.shard else str(device)
     told = options.chat_template_kwargs

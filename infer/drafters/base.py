@@ -35,6 +35,7 @@ from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import additive
 from infer.config import DrafterConfig, HeadConfig
 from infer.drafters.families import FAMILIES, Family
+from infer.drafters.gated import is_gated, plain_weights
 from infer.drafters.heads.base import Conditioned, Confidence, Ends, Head, new_head
 from infer.drafters.heads.draft import ConditionalDraft, Judge
 from infer.drafters.heads.table import HeadRow, head_of
@@ -94,12 +95,19 @@ def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: 
     same. Shapes do not tell: norms that multiply by one more than their weight, other activations, residuals that are
     scaled, and rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's
     angles."""
-    if (rope(target.config).get("partial_rotary_factor") or 1) != 1:
+    gated = is_gated(theirs)
+    if (rope(target.config).get("partial_rotary_factor") or 1) != 1 and not gated:
         return False
     weight, positions = next(theirs.parameters()), torch.arange(4)[None]
     states = 0.01 * torch.randn(1, 4, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     mask = additive(torch.ones(4, 4, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
-    angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
+    if gated:  # compared where nothing turns, with the gates as they are: near is all that can be asked
+        positions = torch.zeros_like(positions)
+        angles = tuple(
+            table.to(weight) for table in target.body.rotary_emb(states.to(weight), positions.to(weight.device))
+        )
+    else:
+        angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
     try:
         found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
     except (AttributeError, KeyError, RuntimeError, TypeError):  # the layer takes other arguments
@@ -107,7 +115,8 @@ def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: 
     found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     expected = ours(states, drafter.angles(positions), attend)
-    return bool((found - expected).norm() < 0.05 * (expected - states).norm())  # more than bfloat16's rounding
+    within = 1.0 if gated else 0.05  # of what the layer adds; the latter is more than bfloat16's rounding
+    return bool((found - expected).norm() < within * (expected - states).norm())
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -434,6 +443,11 @@ class Drafter(nn.Module):
         trial = deepcopy(layer)
         trial.load_state_dict(weights, strict=False)
         return computes_alike(theirs, trial, target, self)
+
+    @staticmethod
+    def weights_of(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
+        """Return the weights of a target's layer as a plain layer takes them; none where it cannot."""
+        return (plain_weights(layer, target) or {}) if is_gated(layer) else layer.state_dict()
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) to what the head reads."""

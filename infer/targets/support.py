@@ -82,6 +82,12 @@ def windows(config: "PretrainedConfig") -> dict[str, int | None]:
     return {kind: widths.get(kind) for kind in sorted(set(config.layer_types))}
 
 
+def attention_layers(config: "PretrainedConfig") -> list[int]:
+    """Return the numbers of the layers that attend: all but those with a state."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [i for i, kind in enumerate(kinds) if kind not in STATEFUL]
+
+
 def norm_eps(config: "PretrainedConfig") -> float:
     """Return the epsilon of the target's norms, whatever its family calls it."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")

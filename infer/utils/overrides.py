@@ -103,12 +103,14 @@ def readable(override: str) -> bool:
 
 
 def hydra_overrides(schema: type, arguments: list[str], sweep: bool = False) -> list[str]:
-    """Return the arguments in Hydra's grammar: texts quoted, and lists of texts that Hydra cannot read as they are.
+    """Return the arguments in Hydra's grammar: texts quoted, and lists of texts that Hydra cannot read as they are. A
+    recipe comes last, as it changes what a model's bundle says.
 
     sweep: leave what Hydra can read, as `optim.name=adamw,muon` may be two runs.
     """
     keys = {key.name: key for key in keys_of(schema)}
-    return [in_grammar(argument, keys, sweep) for argument in arguments]
+    ordered = sorted(arguments, key=lambda argument: argument.startswith("+recipe="))
+    return [in_grammar(argument, keys, sweep) for argument in ordered]
 
 
 def in_grammar(argument: str, keys: dict[str, Key], sweep: bool) -> str:

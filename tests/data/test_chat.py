@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.chat import normalise
 from data.packing import packed_rows
-from data.prompts import held_out_prompts
-from data.rows import DataConfig, read_rows
+from data.prompts import evaluation_prompts, held_out_prompts
+from data.rows import DataConfig, is_held_out, read_rows
 from data.template import sequences, tokenize_chat
 from infer.targets.target import tokenizer_digest
 from train.pretrain import train_tokenizer
@@ -217,6 +217,13 @@ def test_evaluation_prompts_are_whole_turns_from_the_templates_first_token(token
     assert held_out_prompts(config, tokenizer, 1, len(sizes[6]) - 1) == [sizes[4]]
     assert held_out_prompts(config, tokenizer, 1, len(sizes[4]) - 1) == [sizes[2]]
     assert held_out_prompts(config, tokenizer, 1, 5) == [sizes[2][-5:]]  # not even the first question has room
+    rows = [{"messages": messages}] + [{"text": f"filler {i}"} for i in range(9)]
+    rows += [{"messages": chat("one " * 300, "yes", "last", "no")}]  # row 10 is held out too, and asked a turn earlier
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = evaluation_prompts(config, tokenizer, 2, 1000)
+    assert found[0].kind == "chats to 128" and found[1].kind != found[0].kind
+    assert "one one" in tokenizer.decode(found[1].ids) and "last" not in tokenizer.decode(found[1].ids)
+    assert [is_held_out(i) for i in (0, 9, 10, 490, 500, 510, 550)] == [True, False, True, True, True, False, True]
 
 
 @pytest.mark.parametrize(

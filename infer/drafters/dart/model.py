@@ -29,6 +29,8 @@ from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
 from infer.drafters.heads.base import new_head
 from infer.drafters.shifted import Shifted
+from infer.targets.layers import read_norm
+from infer.targets.support import attention_layers
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
@@ -88,10 +90,10 @@ class DART(Shifted):
         return layouts.default_layer_ids(target_layers)
 
     @staticmethod
-    def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
-        """Return the target's layer behind the last tapped one."""
-        first = min(layer_ids[-1] + 1, target_layers - 1)
-        return range(first, first + 1)
+    def warm_layers(layer_ids: tuple[int, ...], layers: int, theirs: PretrainedConfig) -> list[int]:
+        """Return the target's layer behind the last tapped one that attends; the last such one, if there is none."""
+        attending = attention_layers(theirs)
+        return ([i for i in attending if i > layer_ids[-1]] or attending[-1:])[:1]
 
     @classmethod
     def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
@@ -124,8 +126,11 @@ class DART(Shifted):
     def warm_start(self, target: Target) -> bool:
         """Start from the target's last norm and the layer behind the last tapped one, which reads that layer's features
         and no embeddings yet, where it computes what ours does; return whether it does."""
-        source = target.body.layers[self.warm_layers(self.layer_ids, 1, len(target.body.layers))[0]]
-        theirs = source.state_dict()
+        chosen = self.warm_layers(self.layer_ids, 1, target.config)
+        if not chosen:
+            return False
+        source = target.body.layers[chosen[0]]
+        theirs = dict(self.weights_of(source, target))
         size = self.config.hidden_size
         if "input_layernorm.weight" in theirs:
             theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
@@ -138,7 +143,7 @@ class DART(Shifted):
         self.midlayer.load_state_dict(theirs, strict=False)
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
-        self.norm.weight.copy_(target.body.norm.weight)
+        self.norm.weight.copy_(read_norm(target.body.norm).weight)
         return True
 
     def _init_mask(self, target: Target, generator: torch.Generator) -> None:

@@ -33,7 +33,8 @@ from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
 from infer.drafters.heads.base import new_head
 from infer.targets import lean
-from infer.targets.layers import read_layer
+from infer.targets.layers import read_layer, read_norm
+from infer.targets.support import attention_layers
 from infer.targets.target import Target
 
 if TYPE_CHECKING:
@@ -147,10 +148,12 @@ class DFlash(Drafter):
         return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]
 
     @staticmethod
-    def warm_layers(layer_ids: tuple[int, ...], layers: int, target_layers: int) -> range:
-        """Return the target's layers behind the first tapped one."""
-        first = max(min(layer_ids[0] + 1, target_layers - layers), 0)
-        return range(first, first + layers)
+    def warm_layers(layer_ids: tuple[int, ...], layers: int, theirs: PretrainedConfig) -> list[int]:
+        """Return the target's layers behind the first tapped one, those that attend; none where they are too few."""
+        attending = attention_layers(theirs)
+        behind = [i for i in attending if i > layer_ids[0]]
+        chosen = behind[:layers] if len(behind) >= layers else attending[-layers:]
+        return chosen if len(chosen) == layers else []
 
     @classmethod
     def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
@@ -193,17 +196,18 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
-        """Start from the target's own layers, where they compute what ours do; return whether they do.
+        """Start from the target's own layers, where they compute what ours do, or nearly (`drafters.gated`); return
+        whether they do.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
         `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
-        context K/V are then exactly the target's own.
+        context K/V are then exactly the target's own (of a hybrid, whose layers between are left out, nearly).
         """
-        layers = target.body.layers
-        if len(layers) < len(self.layers):
+        chosen = self.warm_layers(self.layer_ids, len(self.layers), target.config)
+        if not chosen:
             return False
-        source = [layers[i] for i in self.warm_layers(self.layer_ids, len(self.layers), len(layers))]
-        theirs = [layer.state_dict() for layer in source]
+        source = [target.body.layers[i] for i in chosen]
+        theirs = [self.weights_of(layer, target) for layer in source]
         for layer, weights in zip(source, theirs, strict=True):
             own = {name for name in self.layers[0].state_dict() if "_conv." in name}
             if not self.can_start_as(self.layers[0], weights, layer, target, own):
@@ -214,7 +218,7 @@ class DFlash(Drafter):
         self.fc.weight.zero_()
         self.fc.weight[:, :size] = torch.eye(size)
         self.hidden_norm.weight.copy_(theirs[0]["input_layernorm.weight"])
-        self.norm.weight.copy_(target.body.norm.weight)
+        self.norm.weight.copy_(read_norm(target.body.norm).weight)
         return True
 
     def context(self, features: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from infer.engine.sequence import Sequence
 from infer.evaluation.evaluate import count_right_guesses
 from infer.ngrams.model import NGram
 
-HELD_OUT = "the first row of every fifty is kept for evaluation, and not counted"
+HELD_OUT = "the first row of every ten is kept for evaluation, and not counted"
 TEXTS = ["import os\n\ndef read(path):\n    return os.stat(path)\n", "class A:\n    def read(self): pass\n", "x = 1\n"]
 
 

@@ -26,9 +26,9 @@ def test_rows_are_counted_and_shown_with_what_is_learnt(tmp_path):
     rows[1:1] = [{"messages": [*chat[:1], {**chat[1], "tool_calls": [{"function": {"name": "f"}}]}]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = shown("data=jsonl", f"data.path={file}", "data.length=64")
-    assert "97 chats, 98 prompts with an answer" in said  # one of fifty is held out for evaluation
+    assert "89 chats, 90 prompts with an answer" in said  # one of ten is held out for evaluation
     assert "left out   1: the chat template does not show the tool calls of answer 1 as it is" in said
-    assert "answers    292, of which 98 were cut by a limit" in said and "template   told nothing" in said
+    assert "answers    268, of which 90 were cut by a limit" in said and "template   told nothing" in said
     assert "What?\n⟦That" in said and "⟧" in said.split("And 1?")[1]
     assert "% full" in said and "(median)" in said
     assert "\x1b[32mThat" in shown("data=jsonl", f"data.path={file}", colours=True)
