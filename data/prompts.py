@@ -36,7 +36,8 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     """Return `count` prompts that training never saw, as many of one kind as of another where there are so many, and
     `outside` texts from outside the data (no more than `count`, or than OUTSIDE has).
 
-    A chat gives whole turns, `_asked`, of a kind by their length, a row with a prompt of its own that prompt (the last `tokens` tokens);
+    A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own gives that prompt
+    (the last `tokens` tokens);
     plain text its first `tokens` tokens, and as many before one of its PLACES. Where that is not enough, windows from
     further on are taken round-robin from every text that is long enough, so that few texts still give many prompts;
     and where that is not enough either, first halves of short texts. Small data may give fewer than `count`; raises

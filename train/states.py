@@ -2,8 +2,8 @@
 several GPUs).
 
 `write_documents` lists the documents of packed rows; an engine runs each by itself (train/vllm_states.py does so with
-vLLM's `extract_hidden_states`) and writes a safetensors file: `token_ids` (T,) and `hidden_states` (T, C, D), the outputs of
-the tapped layers in their order and of the last layer, before the final norm, once if it is tapped itself.
+vLLM's `extract_hidden_states`) and writes a safetensors file: `token_ids` (T,) and `hidden_states` (T, C, D), the
+outputs of the tapped layers in their order and of the last layer, before the final norm, once if it is tapped itself.
 """
 
 import hashlib

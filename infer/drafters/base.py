@@ -103,11 +103,10 @@ def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: 
     mask = additive(torch.ones(4, 4, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
     if gated:  # compared where nothing turns, with the gates as they are: near is all that can be asked
         positions = torch.zeros_like(positions)
-        angles = tuple(
-            table.to(weight) for table in target.body.rotary_emb(states.to(weight), positions.to(weight.device))
-        )
+        angles = target.body.rotary_emb(states.to(weight), positions.to(weight.device))
     else:
-        angles = tuple(table.to(weight) for table in drafter.rotary[0].cpu()(states, positions))
+        angles = drafter.rotary[0].cpu()(states, positions)
+    angles = tuple(table.to(weight) for table in angles)
     try:
         found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
     except (AttributeError, KeyError, RuntimeError, TypeError):  # the layer takes other arguments

@@ -1,5 +1,5 @@
-"""What a drafter's plain layer takes over of a target's gated attention (Qwen3.5, Qwen3-Next): a warm start that is near,
-not equal.
+"""What a drafter's plain layer takes over of a target's gated attention (Qwen3.5, Qwen3-Next): a warm start that is
+near, not equal.
 
 D hidden size, H heads, E head size, R of its entries rotate in the target; all E do in a drafter.
 """
@@ -23,9 +23,9 @@ def is_gated(layer: nn.Module) -> bool:
 
 
 def plain_order(size: int, share: float) -> torch.Tensor | None:
-    """Return which of the target's head entries each entry of ours is, (E,), so that those that rotate do so by the same
-    angles: the target's pairs (i, i + R / 2) turn by base^(-2 i / R), ours (s, s + E / 2) by base^(-2 s / E), which is
-    the same for s = i E / R. The others turn where the target's stand still. None where E / R is no whole number."""
+    """Return which of the target's head entries each entry of ours is, (E,), so that those that rotate do so by the
+    same angles: the target's pairs (i, i + R / 2) turn by base^(-2 i / R), ours (s, s + E / 2) by base^(-2 s / E), the
+    same for s = i E / R. The others turn where the target's stand still. None where E / R is no whole number."""
     rotating = int(size * share)
     if rotating == 0 or rotating % 2 or size % rotating:
         return None
@@ -38,8 +38,8 @@ def plain_order(size: int, share: float) -> torch.Tensor | None:
 
 @torch.no_grad()
 def openness(layer: nn.Module, target: Target, tokens: int = 128) -> torch.Tensor:
-    """Return how open each of a layer's gates is on average, (H E,), over a random text; half where the target is not in
-    memory as a whole."""
+    """Return how open each of a layer's gates is on average, (H E,), over a random text; half where the target is not
+    in memory as a whole."""
     attention = layer.self_attn
     half = torch.full((attention.o_proj.in_features,), 0.5)
     if any(weight.is_meta for weight in target.body.parameters()):
