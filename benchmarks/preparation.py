@@ -30,15 +30,15 @@ TEMPLATE = (
 )
 
 
-def write_chats(path: Path, size: int, mean: int) -> None:
-    """Write chats of about `mean` tokens on average until the file has `size` bytes."""
-    draw = random.Random(mean)
+def write_chats(path: Path, size: int, mean: int, letters: int) -> None:
+    """Write chats of about `mean` tokens on average until the file has `size` bytes; words have `letters` at least."""
+    draw, words_of = random.Random(mean), [word.ljust(letters, "x") for word in WORDS]
     with path.open("w", encoding="utf-8") as file:
         while file.tell() < size:
             words = max(8, int(draw.lognormvariate(0, 0.8) * mean * WORDS_OF_A_TOKEN))
             turns = []
             for part in range(4):
-                text = " ".join(draw.choices(WORDS, k=max(2, words // 4)))
+                text = " ".join(draw.choices(words_of, k=max(2, words // 4)))
                 turns.append({"role": "user" if part % 2 == 0 else "assistant", "content": text})
             file.write(json.dumps({"messages": turns}) + "\n")
 
@@ -100,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=20)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--letters", type=int, default=1, help="of a word, at least: long words are large files, soon")
     parser.add_argument("--means", type=int, nargs="+", default=MEANS, help="tokens of a chat, about")
     parser.add_argument("--file", help="prepare this file, once, in this process")
     args = parser.parse_args()
@@ -110,7 +111,7 @@ def main() -> None:
     for mean in args.means:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "chats.jsonl"
-            write_chats(file, args.megabytes * 1_000_000, mean)
+            write_chats(file, args.megabytes * 1_000_000, mean, args.letters)
             for processes in args.processes:
                 cache = Path(folder) / "cache"
                 command = [sys.executable, __file__, f"--file={file}", f"--processes={processes}"]

@@ -1,19 +1,22 @@
 """What a draft tree costs a recurrent layer: one triangular system, against a state for every node.
 
-    python benchmarks/tree_states.py [--heads 16] [--size 128] [--repeats 15]
+    python benchmarks/tree_states.py [--heads 16] [--size 128] [--repeats 15] [--device cuda]
 
 One Gated DeltaNet recurrence in float32, one text, trees that DDTree builds from random marginals: checking all nodes
 and committing the deepest path. `tree` is ours; `copies` keeps a state a node and computes the nodes of a depth
 together; `steps` computes one node after the other from its parent's state. Then whole passes of a Qwen3.5-shaped
-random target: a tree against as many plain passes. Every way's outputs are compared with ours before it is timed.
+random target: a tree against as many plain passes. Every way's outputs are compared with ours before it is timed. On
+CUDA, or its stand-in (benchmarks/gpu.py), launches are counted instead, and passes have Qwen3.5-4B's shape.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from gpu import need_cuda, nullgpu, watch
 from torch.profiler import profile
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -46,9 +49,9 @@ def from_parents(
     """The same, with a state for every node, (M, H, K, E); the nodes of a group are computed together."""
     queries, keys, values, decay, beta = (x[0].transpose(0, 1) for x in inputs)  # (M, H, ...)
     outputs = torch.empty_like(values)
-    for nodes in groups:
+    for number, nodes in enumerate(groups):
         parents = tree.parents[0, nodes]
-        before = state if nodes[0] == 0 else states[parents]  # (n, H, K, E)
+        before = states[parents] if number else state  # (n, H, K, E)
         before = before * decay[nodes, :, :, None].exp()
         key = keys[nodes, :, :, None]
         write = beta[nodes, :, :, None] * (values[nodes, :, None] - key.mT @ before)
@@ -69,6 +72,14 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(taken)
 
 
+def launches(run: Callable[[], object]) -> int:
+    """Return how many kernels a call launches on the device."""
+    run(), run()
+    with watch() as seen:
+        run()
+    return seen.launches
+
+
 def calls(run: Callable[[], object]) -> int:
     """Return how many ATen operators a call runs that call no others: about the launches on a GPU."""
     with profile() as seen:
@@ -76,29 +87,67 @@ def calls(run: Callable[[], object]) -> int:
     return sum(event.name.startswith("aten::") and not event.cpu_children for event in seen.events())
 
 
-def layer_rows(heads: int, size: int, nodes: int, repeats: int) -> None:
+def layer_rows(heads: int, size: int, nodes: int, repeats: int, device: torch.device) -> None:
     """Print a layer's rows."""
-    generator, tree = torch.Generator().manual_seed(0), random_tree(nodes)
+    generator, tree = torch.Generator().manual_seed(0), on(random_tree(nodes), device)
     width = nodes + 1
     queries, keys, values = (torch.randn(1, heads, width, size, generator=generator) for _ in range(3))
     keys = keys / keys.norm(dim=-1, keepdim=True)
     decay, beta = (torch.rand(1, heads, width, 1, generator=generator) for _ in range(2))
-    inputs = queries * size**-0.5, keys, values, -decay, beta
-    state = torch.randn(1, heads, size, size, generator=generator)
+    inputs = tuple(x.to(device) for x in (queries * size**-0.5, keys, values, -decay, beta))
+    state = torch.randn(1, heads, size, size, generator=generator).to(device)
     by_depth = [(tree.depths[0] == depth).nonzero()[:, 0] for depth in range(int(tree.depths.max()) + 1)]
-    states = torch.zeros(width, heads, size, size)
+    states = torch.zeros(width, heads, size, size, device=device)
+    singly = list(torch.arange(width, device=device)[:, None])
     ways = {
         "tree": lambda: as_tree(tree, inputs, state.clone()),
         "copies": lambda: from_parents(tree, inputs, state.clone(), by_depth, states),
-        "steps": lambda: from_parents(tree, inputs, state.clone(), list(torch.arange(width)[:, None]), states),
+        "steps": lambda: from_parents(tree, inputs, state.clone(), singly, states),
     }
     ours = ways["tree"]()[0]
     for name, run in ways.items():
         outputs, kept = run()
-        assert (outputs - ours).abs().max() < 1e-4, name
+        assert nullgpu is not None or (outputs - ours).abs().max() < 1e-4, name
+        if device.type == "cuda":
+            print(f"{nodes:5}  {name:8}{kept / 2**20:24.2f} MiB{launches(run):7}", flush=True)
+            continue
         print(
             f"{nodes:5}  {name:8}{1e3 * timed(run, repeats):9.2f} ms{kept / 2**20:9.2f} MiB{calls(run):7}", flush=True
         )
+
+
+def on(tree: DraftTree, device: torch.device) -> DraftTree:
+    """Return the tree on the device."""
+    return replace(tree, tokens=tree.tokens.to(device), parents=tree.parents.to(device), depths=tree.depths.to(device))
+
+
+def device_rows(device: torch.device) -> None:
+    """Print the launches of whole passes of Qwen3.5-4B's shape in bfloat16, and of rounds."""
+    config = Qwen3_5TextConfig(
+        vocab_size=248320,
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        eos_token_id=None,
+    )
+    with device:
+        target = Target(Qwen3_5ForCausalLM(config).to(torch.bfloat16))
+    cache = target.cache(1, 300)
+    with torch.inference_mode():
+        with cache.add(1) as part:
+            target.extend([list(range(200))], part, ())
+        for nodes in (0, 16, 64):
+            tree = on(random_tree(nodes) if nodes else random_tree(1).first(0), device)
+            ancestors = tree.ancestors()
+            count = launches(lambda: target.verify(tree, ancestors, cache))  # noqa: B023
+            print(f"{nodes:5} nodes {count:7} launches a pass", flush=True)
 
 
 def target_rows(repeats: int) -> None:
@@ -136,11 +185,16 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16, help="heads of values")
     parser.add_argument("--size", type=int, default=128, help="of keys and values")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    print(f"{describe_device(torch.device('cpu'))}\none layer, {args.heads} heads of {args.size} x {args.size}\n")
+    device = need_cuda() if args.device == "cuda" else torch.device("cpu")
+    print(f"{describe_device(device)}\none layer, {args.heads} heads of {args.size} x {args.size}\n")
     print("nodes  way           time         kept  calls")
     for nodes in (16, 64):
-        layer_rows(args.heads, args.size, nodes, args.repeats)
+        layer_rows(args.heads, args.size, nodes, args.repeats, device)
+    if device.type == "cuda":
+        print("\nQwen3.5-4B's shape, 200 tokens of context")
+        return device_rows(device)
     print("\na Qwen3.5-shaped target of 8 layers of 256, 200 tokens of context")
     target_rows(args.repeats)
 
