@@ -129,9 +129,12 @@ def main() -> None:
         ]
         engine.generate([{"prompt_token_ids": ids} for _, ids in part], ways, use_tqdm=False)
         print(f"{start + len(part):,} of {len(todo):,} documents", flush=True)
-    # files are written when the engine steps again after a request has ended
-    last = {"kv_transfer_params": {"hidden_states_path": str(args.out / "flush.tmp")}}
+    # files are written when the engine steps again after a request has ended: one more, of no interest
+    spare = args.out / "spare.tmp"
+    last = {"kv_transfer_params": {"hidden_states_path": str(spare)}}
     engine.generate([{"prompt_token_ids": todo[0][1][:1]}], SamplingParams(max_tokens=2, extra_args=last))
+    spare.unlink(missing_ok=True)
+    print(f"{sum(1 for _ in args.out.glob('*.safetensors')):,} documents in {args.out}")
 
 
 if __name__ == "__main__":

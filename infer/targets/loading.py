@@ -218,9 +218,12 @@ def load_target(
         if tp_plan:
             options["distributed_config"] = parallel_plan(model)
         model = load_model(path, place, config, options)
-    if adapter is None:
-        return Target(model, tokenizer, name=path)
-    return Target(with_adapter(model, adapter), tokenizer, name=f"{path} + {adapter}")
+    if adapter is not None:
+        return Target(with_adapter(model, adapter), tokenizer, name=f"{path} + {adapter}")
+    target = Target(model, tokenizer, name=path)
+    if getattr(config, "quantization_config", None):
+        target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
+    return target
 
 
 def load_model(path: str, place: torch.device, config: PretrainedConfig, options: dict) -> nn.Module:

@@ -168,13 +168,18 @@ class Target:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """What the layers keep of a text, found by a pass over one token."""
+        """What the layers keep of a text, found by a pass over one token. Raises ValueError where the model does not
+        get through it: kernels of quantised weights that want other sizes, say."""
 
         def run(ids: torch.Tensor, window: PackedWindow) -> None:
             masks = self.masks(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device), ids)
             self.library_pass(ids, ids, masks, window, ())
 
-        return find_shapes(run, self.device)
+        try:
+            return find_shapes(run, self.device)
+        except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as error:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"this target ({self.config.model_type}) does not run on this machine: {why}") from error
 
     def masks(
         self, allowed: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor | None = None

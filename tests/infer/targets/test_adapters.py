@@ -66,6 +66,24 @@ def test_quantised_weights_are_loaded_as_they_are(folder, scripted_drafter):
     trees_write(target, scripted_drafter, own)
 
 
+def test_kernels_that_refuse_are_named_when_the_target_is_loaded(folder, monkeypatch):
+    import json
+
+    def refuses(*args: object, **kwargs: object) -> torch.Tensor:
+        raise AssertionError("N must be divisible by block_n")
+
+    def quantised(path, place, config, options):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        model.model.layers[1].mlp.down_proj.forward = refuses
+        return model
+
+    monkeypatch.setattr(loading, "load_model", quantised)
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="qwen3.* does not run on this machine: N must be divisible by block_n"):
+        load_target(str(folder / "model"), "float32", "cpu")
+
+
 def test_what_cannot_be_run_here_is_said_in_a_sentence(folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ValueError, match="target.adapter=.*needs peft: pip install"):
