@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """How often can a run be killed, at any moment, and go on as if nothing had happened?
 
-    python tests/robustness/kills.py --kills 100
+    python tests/robustness/kills.py --kills 100 [--chats]
 
 A small run on the embedded target (24 steps, a checkpoint with its evaluation every 12, the training state saved after
 every step) is killed with `kill -9` at random moments, begun again, killed again, until it is finished; then the next
@@ -58,6 +58,16 @@ def begin(config: TrainConfig, output: Path) -> int:
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def chat(number: int) -> dict:
+    """Return a conversation of one to three turns; some of its answers were cut by a limit."""
+    turns = []
+    for turn in range(1 + number % 3):
+        turns.append({"role": "user", "content": f"What is {number} + {turn}?"})
+        answer = {"role": "assistant", "content": f"It is {number + turn}.\n" * (1 + number % 7)}
+        turns.append(answer | ({"finish": "length"} if number % 11 == 0 and turn == number % 3 else {}))
+    return {"messages": turns}
 
 
 def left_by(run: Path) -> dict:
@@ -121,13 +131,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=1e9, help="kill no more after so long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chats", action="store_true", help="learn from conversations, up to 512 blocks each")
     args = parser.parse_args()
     chance = random.Random(args.seed)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         runs, output, data = (Path(folder) / name for name in ("runs", "output.txt", "rows.jsonl"))
-        rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * 9} for i in range(200)]
+        rows = [chat(i) if args.chats else {"text": f"def f{i}(x):\n    return x + {i * i}\n" * 9} for i in range(200)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
         def options(name: str) -> TrainConfig:

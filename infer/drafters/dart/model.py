@@ -98,7 +98,8 @@ class DART(Shifted):
     @classmethod
     def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dart_config`; queries and keys have norms where the target's have."""
-        norms = target is None or hasattr(getattr(target.body.layers[0], "self_attn", None), "q_norm")
+        attending = [] if target is None else [target.body.layers[i] for i in attention_layers(theirs)[:1]]
+        norms = all(hasattr(getattr(layer, "self_attn", None), "q_norm") for layer in attending)
         return cls.taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms} | new_head(options.head)
 
     def fixed_options(self) -> dict:

@@ -72,12 +72,9 @@ def test_kernels_that_refuse_are_named_when_the_target_is_loaded(folder, monkeyp
     def refuses(*args: object, **kwargs: object) -> torch.Tensor:
         raise AssertionError("N must be divisible by block_n")
 
-    def quantised(path, place, config, options):
-        model = AutoModelForCausalLM.from_pretrained(path)
-        model.model.layers[1].mlp.down_proj.forward = refuses
-        return model
-
-    monkeypatch.setattr(loading, "load_model", quantised)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model.model.layers[1].mlp.down_proj.forward = refuses
+    monkeypatch.setattr(loading, "load_model", lambda path, place, config, options: model)
     file = folder / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(ValueError, match="qwen3.* does not run on this machine: N must be divisible by block_n"):
