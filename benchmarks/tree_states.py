@@ -89,14 +89,16 @@ def calls(run: Callable[[], object]) -> int:
 
 def layer_rows(heads: int, size: int, nodes: int, repeats: int, device: torch.device) -> None:
     """Print a layer's rows."""
-    generator, tree = torch.Generator().manual_seed(0), on(random_tree(nodes), device)
+    generator, drawn = torch.Generator().manual_seed(0), random_tree(nodes)
+    tree = on(drawn, device)
     width = nodes + 1
     queries, keys, values = (torch.randn(1, heads, width, size, generator=generator) for _ in range(3))
     keys = keys / keys.norm(dim=-1, keepdim=True)
     decay, beta = (torch.rand(1, heads, width, 1, generator=generator) for _ in range(2))
     inputs = tuple(x.to(device) for x in (queries * size**-0.5, keys, values, -decay, beta))
     state = torch.randn(1, heads, size, size, generator=generator).to(device)
-    by_depth = [(tree.depths[0] == depth).nonzero()[:, 0] for depth in range(int(tree.depths.max()) + 1)]
+    depths = range(int(drawn.depths.max()) + 1)
+    by_depth = [(drawn.depths[0] == depth).nonzero()[:, 0].to(device) for depth in depths]
     states = torch.zeros(width, heads, size, size, device=device)
     singly = list(torch.arange(width, device=device)[:, None])
     ways = {
