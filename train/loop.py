@@ -220,6 +220,10 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
     folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
+    seconds = seconds_at_full_rate(config, target, device)
+    said = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset)), seconds))
+    if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
+        print(*said, sep="\n", flush=True)
     if config.target.shard:
         target.shard(device)
     if stored is not None:
@@ -243,8 +247,6 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     )
     if few:
         notes.append(few)
-    seconds = seconds_at_full_rate(config, target, device)
-    notes[:0] = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset)), seconds))
     if config.ngrams:
         first_only(lambda: count_rows(dataset, target, folder))
     dist.barrier()  # every process has looked for checkpoints
