@@ -270,7 +270,7 @@ class EngineConfig(MaskedConfig):
     method: str = "ddtree"
     budget: int | str = 64
     continuity: str | None = None
-    continuity_weight: float = 1.0
+    continuity_weight: float = 0.8
     width: int = 2
     candidates: int = 32
     rows: int = 16
@@ -389,7 +389,7 @@ class EvaluationConfig:
     compile: bool | None = None
     samples: int = 3
     continuity: str | None = None
-    continuity_weight: float = 1.0
+    continuity_weight: float = 0.8
 
     def check(self) -> None:
         """Raise ValueError for an evaluation that measures nothing."""

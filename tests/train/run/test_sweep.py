@@ -53,6 +53,7 @@ def test_a_sweep_ends_in_one_table(start_command, shallow, tmp_path, monkeypatch
         "data.length=64",
         "anchors=4",
         "drafter.layers=1",
+        "drafter.target_layer_ids=null",
         "evaluation.prompts=1",
     ]
     small += [
