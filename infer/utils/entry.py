@@ -24,6 +24,7 @@ CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 OWN_DEFAULTS = {
     "decoding": "ddtree",
     "deepspeed": "zero0",
+    "drafter": "dflash-small",
     "evaluation": "default",
     "objective": "annealed-kl",
     "target": "embedded",

@@ -13,7 +13,6 @@ SMALL = [
     "optim.batch=2",
     "optim.name=adamw",
     "head=none",
-    "drafter.target_layer_ids=null",
     "drafter.layers=1",
     "evaluation.prompts=1",
     "evaluation.prompt_tokens=8",

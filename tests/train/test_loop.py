@@ -20,7 +20,6 @@ from train.run.log import trim_log
 
 SMALL = [
     "head=none",
-    "drafter.target_layer_ids=null",
     "data=jsonl",
     "data.length=64",
     "anchors=4",

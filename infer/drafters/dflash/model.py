@@ -141,8 +141,12 @@ class DFlash(Drafter):
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the layers that the public drafters tap: from layer 1 to N - 3, evenly; the middle for a single
-        layer."""
+        """Return the layers that the public drafters tap, as many as they have layers: from layer 1 to N - 3, evenly.
+        Smaller drafters than there are public ones tap three of a deep target, as fewer tell them too little (LOG.md),
+        and one layer the middle of a shallow one."""
+        if layers < 3 and target_layers >= 12:
+            first, last = target_layers // 4 - 1, target_layers - 3
+            return [first, (first + last) // 2, last]
         if layers == 1:
             return [target_layers // 2]
         return [round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers)]

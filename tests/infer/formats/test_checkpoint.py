@@ -38,6 +38,7 @@ def test_round_trip_is_bit_equal(make_tiny, tmp_path, family):
 
 def test_default_layers_are_the_published_ones():
     assert DFlash.default_layer_ids(36, 5) == [1, 9, 17, 25, 33]
+    assert DFlash.default_layer_ids(24, 2) == [5, 13, 21]
     assert DFlash.default_layer_ids(10, 1) == [5]
 
 
