@@ -208,6 +208,14 @@ def shallow(make_once) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shallow_target(shallow):
+    """These four layers, float32, with the tokenizer: for tests of what stands around a target. Read only."""
+    from infer import load_target
+
+    return load_target(str(shallow), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
 def make_tiny():
     """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, depth of
     the target, family) -> (target, drafter)."""
@@ -234,7 +242,10 @@ def make_tiny():
             **TINY,
         )
         target = Target(Qwen3ForCausalLM(config).to(dtype))
-        layers = 1 if options.get("family") == "dart" else layers
+        dart = options.get("family") == "dart"
+        layers = 1 if dart else layers
+        if depth < 6:  # the public formulas are for more layers
+            options = {"target_layer_ids": [0, 1, 1] if dart else [*range(layers)]} | options
         options = DrafterConfig(layers=layers, block_size=block_size, mask_token_id=96, **options)
         drafter = new_drafter(options, target)
         drafter.config.initializer_range = 0.2

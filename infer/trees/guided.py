@@ -12,6 +12,8 @@ L drafted positions, K tokens a position, M nodes with the root, O order of the 
 When a path grows by a token, each of its suffixes moves to a child in the trie. So a path carries the nodes of its
 O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never seen), and a step is one lookup
 among the children of each: no context is searched for from the root of the trie.
+
+Arrays are copied in loops, number by number: assignments to slices double the time that compiling takes.
 """
 
 from typing import NamedTuple
@@ -62,8 +64,8 @@ def extend(arrays, suffixes, tokens, alone, grown, probabilities):
     """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, as
     `NGram.probabilities` has it, and grown (O, K) with the suffixes of the path behind each of them, and in its last
     row with the n-grams of order O that end there; `alone` (K,) are their `unigrams`."""
-    probabilities[:] = alone
     for i in range(len(tokens)):
+        probabilities[i] = alone[i]
         grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1
     for k in range(len(suffixes)):  # a longer context overrides a shorter one
         found = grown[k + 1]
@@ -143,7 +145,7 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
     score, hopes, drafted = np.empty(most), np.empty(most), np.empty(most)
     token, parent, depth = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     active, of_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
-    chosen, next_active = np.empty(width, np.int64), np.empty((width, longest), np.int64)
+    chosen = np.empty(width, np.int64)
     grown = np.empty((width, longest + 1, ranks), np.int64)
     probabilities, of_logit = np.empty(ranks), np.empty(ranks)
     unseen = np.log(epsilon)
@@ -169,9 +171,9 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
         count = _best(hopes, first, size, chosen)
         for b in range(count):
             before, i = divmod(chosen[b] - first, ranks)
-            next_active[b] = grown[before, :longest, i]
-        active[:count] = chosen[:count]
-        of_active[:count] = next_active[:count]
+            active[b] = chosen[b]
+            for k in range(longest):
+                of_active[b, k] = grown[before, k, i]
     kept = np.empty(budget, np.int64)
     count = _best(score, 0, size, kept)
     place = np.zeros(size, np.int64)
@@ -187,10 +189,14 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
 def judge(log_q, probabilities, weight, step):
     """Fill step (K,) with log q (K,) plus n-gram log-probabilities times `weight`; return what to take off so that the
     candidates together keep the probability that they have under q."""
+    highest, judged, drafted = -np.inf, 0.0, 0.0
     for i in range(len(step)):
         step[i] = log_q[i] + weight * np.log(probabilities[i] + EPSILON)
-    highest = step.max()
-    return highest + np.log(np.exp(step - highest).sum()) - min(np.log(np.exp(log_q).sum()), 0.0)
+        highest = max(highest, step[i])
+    for i in range(len(step)):
+        judged += np.exp(step[i] - highest)
+        drafted += np.exp(log_q[i])
+    return highest + np.log(judged) - min(np.log(drafted), 0.0)
 
 
 @njit
@@ -240,6 +246,7 @@ def best_first(arrays, order, weight, candidates, steps, context, nodes, scores)
         nodes[0, node], nodes[1, node], nodes[2, node] = tokens[level, i], parent, level + 1
         scores[node], last[node + 1] = waiting[parent], i
         if node + 1 < budget:
-            suffixes[node + 1] = grown[parent, :longest, i]
+            for k in range(longest):
+                suffixes[node + 1, k] = grown[parent, k, i]
         taken[parent] += 1
         waiting[parent] = score[parent, rank + 1] if rank + 1 < ranks else -np.inf

@@ -78,7 +78,7 @@ def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, met
     """Texts of several lengths come and go; a graph serves all lengths, and one is made for each bucket alone."""
     target, drafter = make_tiny(seed=3, block_size=6, family=family, head=HeadConfig(name=head))
     dice = random.Random(1)
-    prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(6)]
+    prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
     texts = {}
     for compile in (False, True):
         engine = Engine(target, drafter, EngineConfig(method, budget, rows=3, positions=None, compile=compile), 90)
@@ -86,7 +86,7 @@ def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, met
         engine.warm()
         prepared, texts[compile] = set(engine.graphs.graphs), []
         for i, prompt in enumerate(prompts):
-            texts[compile].append(engine.submit(prompt, TextOptions(max_new_tokens=12 + 8 * i, logprobs=i % 2)))
+            texts[compile].append(engine.submit(prompt, TextOptions(max_new_tokens=8 + 5 * i, logprobs=i % 2)))
             engine.step()
         while engine.busy:
             engine.step()

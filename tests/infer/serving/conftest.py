@@ -1,0 +1,11 @@
+"""A server does with a few layers what it does with many."""
+
+from functools import partial
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def make_tiny(make_tiny):
+    """The factory, of targets of three layers."""
+    return partial(make_tiny, depth=3)
