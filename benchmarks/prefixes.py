@@ -2,7 +2,7 @@
 
     python benchmarks/prefixes.py
 
-With reuse and without take turns, request by request. Printed: prompt tokens sent and computed, and the processor
+With reuse and without take turns. Printed: prompt tokens sent and computed, and the processor
 seconds of one thread up to the first token; texts are compared.
 """
 
@@ -57,21 +57,23 @@ def conversation(engines: dict[str, Engine], words: list[list[int]], args: argpa
 def shared(engines: dict[str, Engine], words: list[list[int]], args: argparse.Namespace) -> None:
     """Print what requests cost that share a system prompt of 1,000 tokens, one after the other."""
     system = (sum(words, []) * 9)[:1000]
-    options, sent, computed, same = TextOptions(max_new_tokens=4), 0, dict.fromkeys(engines, 0), True
+    options, sent, computed, same, compared = TextOptions(max_new_tokens=4), 0, 0, True, 0
     seconds = {name: [] for name in engines}
     for number in range(args.requests):
         prompt = system + words[number % len(words)][: 16 + number % 17]
-        found = {name: write(engine, prompt, options) for name, engine in engines.items()}
-        sent += len(prompt)
-        for name, (text, first) in found.items():
-            computed[name] += len(prompt) - text.stats.reused
-            seconds[name].append(first)
-        same &= len({tuple(text.ids) for text, _ in found.values()}) == 1
-    print(f"{args.requests} requests with a shared system prompt of 1,000 tokens: {sent:,} prompt tokens sent")
-    for name, count in computed.items():
-        middle = 1000 * statistics.median(seconds[name])
-        print(f"{name:<8} computed {count:>8,} ({count / sent:.1%}), first token after {middle:.0f} ms (median)")
-    print(f"same texts: {same}")
+        text, first = write(engines["with"], prompt, options)
+        sent, computed = sent + len(prompt), computed + len(prompt) - text.stats.reused
+        seconds["with"].append(first)
+        if number % args.every == 0:
+            other, first = write(engines["without"], prompt, options)
+            seconds["without"].append(first)
+            same, compared = same and other.ids == text.ids, compared + 1
+    print(
+        f"{args.requests} requests with a shared system prompt of 1,000 tokens: {sent:,} prompt tokens sent, ", end=""
+    )
+    print(f"{computed:,} computed ({computed / sent:.1%}); first token after (median) ", end="")
+    print(", ".join(f"{1000 * statistics.median(found):.0f} ms {name}" for name, found in seconds.items()), end="; ")
+    print(f"same texts ({compared} compared): {same}")
 
 
 def main() -> None:
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("--question", type=int, default=40, help="tokens of a turn's question")
     parser.add_argument("--answer", type=int, default=60)
     parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--every", type=int, default=10, help="which of the requests are written without reuse, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     target, drafter = load_target("embedded", device="cpu"), load_drafter(args.drafter)

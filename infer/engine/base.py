@@ -29,8 +29,8 @@ class EngineBase:
 
     - `_new_sequence(prompt, options, processors)`: a text to be queued; ValueError for what it cannot follow;
     - `_prefill(width)`: the next `width` positions of the prompts of `entering` computed, behind the `done` ones and
-      those that need not be; after
-      the last of them the texts are moved on to `writing`. Returns how many positions were computed, padding included;
+      those that need not be; after the last of them the texts are moved on to `writing`. Returns how many positions
+      were computed, padding included;
     - `_round()`: one round for all texts of `writing`, where finished ones stay;
     - `_find_prefix(text)`: how many positions need not be computed noted in `text.reused`; returns what the text is the
       first to compute for others too, None for nothing;

@@ -134,7 +134,8 @@ class Engine(EngineBase):
         super().reset()
         self.cache = self.state = self.prefill = None  # the old memory goes first
         self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1)
-        self.state = self.drafter.state(self.rows, self.capacity) if self.drafts else None
+        # forced trees commit more than a block, in a window that all rows share
+        self.state = self.drafter.state(self.rows, self.capacity + self.nodes) if self.drafts else None
         self.bonuses = torch.zeros(self.rows, dtype=torch.long, device=self.target.device)
         self.graphs = Graphs(self.target.device)  # the old ones work on memory that is gone
         self.fresh: list[Committed] = []  # what the drafter has not seen yet
@@ -394,11 +395,12 @@ class Engine(EngineBase):
         return context.gather(1, path[..., None].expand(-1, -1, context.shape[-1])), found.tree.tokens.gather(1, path)
 
     def _forced(self, texts: abc.Sequence[Sequence], nodes: int) -> list[list[int]]:
-        """Return what grammars force behind every row's root, as far as `nodes` go, where that is as much as a draft
-        has in every row, which then costs none; else nothing."""
+        """Return what grammars force behind every row's root, as far as `nodes` and the text's room go, where that is
+        as much as a draft has in every row, which then costs none; else nothing."""
         forced = []
         for text in texts if self.method.ranked and nodes else ():
-            tokens = [] if text.grammar is None else text.grammar.forced(text.ids)[:nodes]
+            tokens = [] if text.grammar is None else text.grammar.forced(text.ids)
+            tokens = tokens[: min(nodes, text.options.max_new_tokens - len(text.ids))]
             if len(tokens) < min(self.length, nodes):
                 return []
             forced.append(tokens)
