@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import DFlash, Engine, Target
-from infer.config import DrafterConfig
+from infer.config import DrafterConfig, HeadConfig
 
 try:
     import nullgpu
@@ -70,14 +70,18 @@ def pretend() -> None:
     Engine._to_host = some
 
 
-def random_pair(shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> tuple[Target, DFlash]:
-    """Return a target of a shape with random weights and a DFlash drafter of five layers for it."""
+def random_pair(
+    shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, head: str = "none"
+) -> tuple[Target, DFlash]:
+    """Return a target of a shape with random weights and a DFlash drafter of five layers for it, with a conditional
+    head."""
     torch.manual_seed(seed)
     sizes = dict(zip(FIELDS, SHAPES[shape], strict=True))
     config = Qwen3Config(**sizes, tie_word_embeddings=True, eos_token_id=None, attn_implementation="sdpa", dtype=dtype)
     with torch.device(device):
         target = Target(Qwen3ForCausalLM(config).to(dtype))
-        options = DrafterConfig(layers=2 if shape == "tiny" else 5, block_size=16, mask_token_id=1)
+        layers = 2 if shape == "tiny" else 5
+        options = DrafterConfig(layers=layers, block_size=16, mask_token_id=1, head=HeadConfig(head))
         drafter = DFlash(DFlash.config_for(options, target)).to(dtype).requires_grad_(False)
     return target, drafter
 

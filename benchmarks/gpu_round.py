@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_round.py                         # Qwen3-4B's shape, bfloat16, random weights; minutes
     python benchmarks/gpu_round.py --shape qwen3-8b --rows 8
+    python benchmarks/gpu_round.py --head selector         # with a conditional head
     python benchmarks/gpu_round.py --shape tiny            # does the script work?
 
 First table: greedy rounds by method and nodes, each a CUDA graph; milliseconds of the whole and of its stages, captured
@@ -70,7 +71,7 @@ def build(engine: Engine, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
 @torch.inference_mode()
 def stages(engine: Engine, nodes: int) -> dict[str, float]:
     """Return milliseconds of the parts of a round, each a graph of its own."""
-    target, drafter, rows = engine.target, engine.drafter, len(engine.writing)
+    target, rows = engine.target, len(engine.writing)
     graphs, found = Graphs(target.device), {}
 
     def timed(name: str, function) -> object:
@@ -83,8 +84,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         proposal = Proposal(engine.bonus, None)
         if engine.drafts:
             with engine.state.cache.fixed(rows):
-                marginals = timed("draft", lambda: drafter.draft(target, engine.bonus, engine.state))
-            proposal = Proposal(engine.bonus, marginals, nodes)
+                proposal = timed("draft", lambda: engine._propose([], engine.bonus, None, None, nodes))
         tree, ancestors = timed("tree", lambda: build(engine, proposal))
         features = timed("verify", lambda: target.verify(tree, ancestors, engine.cache, engine.layers))
         pieces = features.last.split(PIECE, 1)
@@ -179,6 +179,7 @@ def mixed(target, drafter, args, faults: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["qwen3-4b", "qwen3-8b", "tiny"], default="qwen3-4b")
+    parser.add_argument("--head", default="none", help="a conditional head of the drafter: markov, selector, ...")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--capacity", type=int, default=4096)
@@ -186,7 +187,7 @@ def main() -> None:
     args = parser.parse_args()
     device, faults = need_cuda(), []
     dtype = torch.float32 if args.shape == "tiny" else torch.bfloat16
-    target, drafter = random_pair(args.shape, device, dtype)
+    target, drafter = random_pair(args.shape, device, dtype, head=args.head)
     weights = sum(parameter.nbytes for parameter in target.model.parameters())
     speed = bandwidth(device)
     floor = 1000 * weights / speed

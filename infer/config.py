@@ -251,6 +251,7 @@ class EngineConfig(MaskedConfig):
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree. null: the one that lies
         beside the drafter's weights, if there is one, for ddtree; none: no file
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
+    joint: rows side by side share their budgets: as many nodes in all, verified where they are likeliest to be accepted
     width: children of every node of a static tree
     candidates: with a conditional head: tokens of every position that a tree considers, at most; small trees consider
         fewer, two a node
@@ -271,6 +272,7 @@ class EngineConfig(MaskedConfig):
     budget: int | str = 64
     continuity: str | None = None
     continuity_weight: float = 0.8
+    joint: bool = False
     width: int = 2
     candidates: int = 32
     rows: int = 16
@@ -327,6 +329,9 @@ class EngineConfig(MaskedConfig):
         if self.budget == "auto" and self.drafts and not self.tree.ranked:
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
+        if self.joint and self.drafts and not self.tree.ranked:
+            ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
+            raise ValueError(f"joint=true: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
         if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):

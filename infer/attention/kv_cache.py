@@ -17,12 +17,25 @@ class LayerWindow:
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
     index: int
-    slots: torch.Tensor  # (B * Q,) int64, where new positions go
+    slots: torch.Tensor  # (B * Q,) int64, where new positions go; of some of them (N,)
     keys: torch.Tensor  # (B, H, extent, E) that a query may look at
     values: torch.Tensor
+    width: int  # Q
+    packed: torch.Tensor | None = None  # (N,) int64 in B * Q: the positions that are computed; None: all
+
+    def spread(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states of the computed positions as states of all, (B Q, ...), zeros where nothing is computed."""
+        if self.packed is None:
+            return states
+        whole = states.new_zeros(len(self.keys) * self.width, *states.shape[1:])
+        return whole.index_copy_(0, self.packed, states)
+
+    def pick(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the computed positions' of states of all, (B Q, ...)."""
+        return states if self.packed is None else states[self.packed]
 
     def write(self, new: torch.Tensor) -> None:
-        """Write the Q new positions: keys and values of all heads, (B Q, 2 H, E)."""
+        """Write the new positions that are computed: keys and values of all heads, (B Q, 2 H, E)."""
         write(self.buffer, 2 * self.index, self.slots, new.view(len(new), 2, -1).transpose(0, 1))
 
 
@@ -56,12 +69,15 @@ class Window:
             seen.append(whole[:, : self.extent].transpose(1, 2))
         return seen[0], seen[1]
 
-    def layers(self) -> list[LayerWindow]:
-        """Return the window of every layer."""
+    def layers(self, packed: torch.Tensor | None = None) -> list[LayerWindow]:
+        """Return the window of every layer, for all new positions, or for those of `packed` (N,), row * Q + position,
+        alone."""
         rows, flat = len(self.slots), self.slots.flatten()
+        flat = flat if packed is None else flat[packed]
         seen = self.buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
         seen = seen.unflatten(3, (self.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
-        return [LayerWindow(self.buffer, i, flat, *seen[2 * i : 2 * i + 2]) for i in range(len(self.buffer) // 2)]
+        pairs = zip(seen[::2], seen[1::2], strict=True)
+        return [LayerWindow(self.buffer, i, flat, *pair, self.slots.shape[1], packed) for i, pair in enumerate(pairs)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]

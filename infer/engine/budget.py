@@ -13,6 +13,7 @@ import torch
 from infer.drafters.base import Drafter
 from infer.targets.target import Target
 from infer.trees.ddtree import ddtree
+from infer.trees.joint import expected
 from infer.trees.tree import DraftTree, Proposal, root_only
 
 SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
@@ -51,12 +52,14 @@ class Pace:
     decoding is faster, as it is when many rows share the machine. A round of the other kind now and then keeps both
     known.
 
+    Where rows share their budgets (`joint`), nodes are those that a row has on average.
+
     Averages are exponential, over about 1 / SHARE rounds. Costs are kept as ratios to the rule's, by rows (to the next
     power of two) and nodes, so that they carry over to rows and nodes of about the same number.
     """
 
-    def __init__(self, rule: BudgetRule, most: int) -> None:
-        self.rule = rule
+    def __init__(self, rule: BudgetRule, most: int, joint: bool = False) -> None:
+        self.rule, self.joint = rule, joint
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
         self.ratios: dict[tuple[int, int], float] = {}  # (bits of rows, nodes) -> seconds over the rule's
         self.lengths: dict[int, float] = {}  # nodes -> tokens that a row commits
@@ -94,12 +97,19 @@ class Pace:
             return 0
         return next((size for size in sizes if size >= 2 * best), sizes[-1])  # this round's tree may deserve more
 
-    def nodes(self, tree: DraftTree) -> int:
-        """Return the size whose expected tokens per second are highest, for a ranked tree: its first n nodes are the
-        best tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which
-        is corrected by how right they were lately. All rows get the same size."""
-        self._expected = tree.log_probs.float().exp().cumsum(1).mean(0).tolist()
-        return self._best(len(tree.log_probs), tree.budget)
+    def nodes(self, log_probs: torch.Tensor, most: int) -> int:
+        """Return the size, at most so many nodes, whose expected tokens per second are highest, for ranked trees with
+        log-probabilities (B, M), or such as `infer.trees.joint.by_place` returns: the first n nodes are the best tree
+        of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
+        corrected by how right they were lately. All rows get the same size, or share it."""
+        self._expected = self._by_size(log_probs)
+        return self._best(len(log_probs), most)
+
+    def _by_size(self, log_probs: torch.Tensor) -> list[float]:
+        """Return the tokens that a row is expected to commit with 0, 1, ... nodes, from log-probabilities (B, M)."""
+        if self.joint:
+            return expected(log_probs).tolist()
+        return log_probs.float().exp().cumsum(1).mean(0).tolist()
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
@@ -113,8 +123,7 @@ class Pace:
     def expect(self, log_probs: list[list[int]]) -> None:
         """Take note of the log-probabilities of all nodes found, the bits of float32, a list for every row."""
         if len(log_probs[0]) > 1:
-            found = torch.tensor(log_probs, dtype=torch.int32).view(torch.float32)
-            self._expected = found.exp().cumsum(1).mean(0).tolist()
+            self._expected = self._by_size(torch.tensor(log_probs, dtype=torch.int32).view(torch.float32))
 
     def _best(self, rows: int, most: int) -> int:
         """Return the best size of at most so many nodes by what is expected of each."""
@@ -128,7 +137,8 @@ class Pace:
         return sizes[best]
 
     def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
-        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out."""
+        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out; where
+        rows share their budgets, the size that each of them needs."""
         rows = len(paths)
         key, ratio = (rows.bit_length(), nodes), seconds / self._by_rule(rows, nodes)
         known = self.ratios.get(key, ratio)

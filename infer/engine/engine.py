@@ -11,8 +11,10 @@ from collections import abc
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, EngineConfig, TextOptions
@@ -37,8 +39,8 @@ from infer.engine.sampling import (
 from infer.engine.sequence import Processor, Sequence, TokenLogprob, text_end
 from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
-from infer.targets.lean import LeanDecoder
 from infer.targets.target import Features, Target, pad_ids
+from infer.trees import joint
 from infer.trees.constrained import Rule, constrain, forced_chains
 from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
@@ -68,16 +70,26 @@ class Committed:
     lengths_on_device: torch.Tensor  # (B,)
 
 
+class Cut(NamedTuple):
+    """What is verified of the trees that were found, F nodes each."""
+
+    tree: DraftTree
+    nodes: int  # in a row on average
+    log_probs: torch.Tensor  # (B, F + 1) of all that were found, the best first; with one budget, of all rows
+    sizes: torch.Tensor | None = None  # with one budget: (B, F + 1) how many nodes a row has where this one is verified
+
+
 @dataclass(frozen=True)
 class Round:
     """What a round computes on the device before anything is committed."""
 
     tree: DraftTree
+    nodes: int  # drafted ones that are verified, in a row on average
     features: Features  # of all nodes
     chosen: torch.Tensor  # (B, M) the target's token after every node
     accepted: Accepted
-    packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, paths; then, for
-    #                       budget=auto, the bits of float32 log-probabilities of all nodes that were found
+    packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, what sizes of trees
+    #                       these need; then, for budget=auto, the bits of float32 log-probabilities of all nodes found
     drafted: bool = True  # false: grammars forced the trees
 
 
@@ -113,6 +125,7 @@ class Engine(EngineBase):
         if self.method.ngrams:
             self.ngram = NGram.open(options.continuity, target.tokenizer_digest)
         self.length, self.nodes, self.layers = 0, 0, ()
+        self.joint = options.joint and self.drafts and options.rows > 1 and target.lean
         self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them
         if self.drafts and getattr(drafter, "autoregressive", False) and not self.method.prefixes:
             takers = " or ".join(row.name for row in TREES.values() if row.prefixes)
@@ -126,14 +139,14 @@ class Engine(EngineBase):
             if self.method.most_nodes is not None:
                 self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
             if options.budget == "auto":
-                self.pace = Pace(calibrate(target, drafter, clock), self.nodes)
+                self.pace = Pace(calibrate(target, drafter, clock), self.nodes, self.joint)
         self.captures = target.device.type == "cuda" and options.compile is not False and self._on_device()
         self.reset()
 
     def reset(self) -> None:
         super().reset()
         self.cache = self.state = self.prefill = None  # the old memory goes first
-        self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1)
+        self.cache = self.target.cache(self.rows, self.capacity + self._found(self.nodes, self.rows) + 1)
         # forced trees commit more than a block, in a window that all rows share
         self.state = self.drafter.state(self.rows, self.capacity + self.nodes) if self.drafts else None
         self.bonuses = torch.zeros(self.rows, dtype=torch.long, device=self.target.device)
@@ -148,12 +161,19 @@ class Engine(EngineBase):
         """The newest token of every row, (B,)."""
         return self.bonuses[: self.cache.fixed_rows or len(self.writing)]
 
+    def _found(self, nodes: int, rows: int) -> int:
+        """Return how many nodes are found in each row where `nodes` are verified on average."""
+        if not self.joint or rows == 1:
+            return nodes
+        most = self.method.most_nodes and self.method.most_nodes(self.drafter.block_size)
+        return min(joint.MOST * nodes, most or joint.MOST * self.nodes)
+
     def _on_device(self) -> bool:
         """Return whether a round of greedy texts asks the host for nothing between its start and its end."""
         return (
             (not self.drafts or getattr(self.drafter, "on_device", False))
             and not self.method.ngrams
-            and isinstance(self.target.decoder_pass, LeanDecoder)
+            and self.target.lean
         )
 
     @torch.inference_mode()
@@ -331,7 +351,7 @@ class Engine(EngineBase):
             mark = self.clock()
         paths = self._commit(found, captured)
         if self.pace is not None and found.drafted:
-            self.pace.note(self.clock() - began, found.tree.budget, paths)
+            self.pace.note(self.clock() - began, found.nodes, paths)
         self._lap("commit", mark)
 
     def _fixed_round(self, rows: int, nodes: int) -> Round:
@@ -365,13 +385,17 @@ class Engine(EngineBase):
             build = partial(forced_chains, forced)
         elif nodes:
             found = nodes if texts or self.pace is None else self.pace.grown(nodes)
+            found = max(found, self._found(nodes, len(self.bonus)))
             proposal = self._propose(options, start, noise, seen, found)
             mark = lap("draft", mark)
         elif self.drafts:
             build = plain
-        whole = tree = self._constrained(build(proposal), proposal)
-        if self.pace is not None and nodes and not forced:
-            tree = whole.first(self.pace.nodes(whole) if texts else min(nodes, whole.budget))
+        whole = self._constrained(build(proposal), proposal)
+        if forced:
+            cut = Cut(whole, whole.budget, whole.log_probs)
+        else:
+            cut = self._cut(whole, min(nodes, whole.budget), bool(texts))
+        tree = cut.tree
         ancestors = tree.ancestors()  # (B, M, M)
         mark = lap("build", mark)
 
@@ -383,11 +407,27 @@ class Engine(EngineBase):
             chosen = self._choose(tree, within, features.last, texts, noise)  # (B, M)
             accepted = walk(tree, chosen, ancestors)
         drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
-        columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path]
+        needed = accepted.path if cut.sizes is None else cut.sizes.gather(1, accepted.path)
+        columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, needed]
         if self.pace is not None and not texts:
-            columns.append(whole.log_probs.float().view(torch.int32).long())
+            columns.append(cut.log_probs.float().view(torch.int32).long())
         lap("verify", mark)
-        return Round(tree, features, chosen, accepted, torch.cat(columns, 1), not forced)
+        return Round(tree, cut.nodes, features, chosen, accepted, torch.cat(columns, 1), not forced)
+
+    def _cut(self, whole: DraftTree, nodes: int, chooses: bool) -> Cut:
+        """Return what is verified of the trees found, `nodes` in a row on average, or if it `chooses` at most so many,
+        as the pace has it."""
+        log_probs, place, rows = whole.log_probs, None, len(whole.tokens)
+        if self.joint and nodes and rows > 1:
+            place = joint.places(whole, self.cache.live[:rows])  # (B, F)
+            log_probs = joint.by_place(log_probs, place)
+        if self.pace is not None and nodes and chooses:
+            nodes = self.pace.nodes(log_probs, nodes)
+        if place is not None:
+            narrow = place.device.type == "cpu" and not self.cache.fixed_rows
+            tree = joint.share(whole, place, nodes * rows, narrow)
+            return Cut(tree, nodes, log_probs, F.pad(place // rows + 1, (1, 0)))
+        return Cut(whole if self.pace is None else whole.first(nodes), nodes, log_probs)
 
     def _along(self, found: Round, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return features (B, W, F) and tokens (B, W) of the nodes of a path (B, W), for the drafter."""
@@ -463,8 +503,8 @@ class Engine(EngineBase):
         )
 
     def _commit(self, found: Round, captured: bool) -> list[list[int]]:
-        """Commit the accepted paths to cache and texts, `captured`: to the texts alone; return their nodes, the root
-        left out. The only copy to the host of a greedy round."""
+        """Commit the accepted paths to cache and texts, `captured`: to the texts alone; return what sizes of
+        trees their nodes need, the root left out. The only copy to the host of a greedy round."""
         tree, accepted, texts = found.tree, found.accepted, self.writing
         width = accepted.path.shape[1]  # W
         packet, logprobs = found.packet[: len(texts)], None
@@ -495,7 +535,7 @@ class Engine(EngineBase):
             self._note_logprobs(numbers, lengths, texts)
         for text, (length, bonus, _, *tokens) in zip(texts, host, strict=True):
             text.append([*tokens[: length - 1], bonus], self.target)
-            text.drafted.append(tree.budget)
+            text.drafted.append(found.nodes)
             text.stats.rounds += 1
         self._trace(tree, accepted, lengths)
         return [row[width + 3 : width + 2 + row[0]] for row in host]
@@ -514,7 +554,8 @@ class Engine(EngineBase):
         child (siblings are sorted by probability)."""
         for row, text in enumerate(self.writing):
             if text.options.trace:
-                tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+                end = None if tree.part is None else int(tree.part.sizes[row]) + 1
+                tokens, parents = tree.tokens[row, :end].tolist(), tree.parents[row, :end].tolist()
                 node, rejected = int(accepted.path[row, lengths[row] - 1]), []
                 while node in parents[node + 1 :]:
                     node = parents.index(node, node + 1)
@@ -561,6 +602,11 @@ class Engine(EngineBase):
         """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for PIECE
         nodes at a time, unless processors want to see them."""
         options, pieces = [text.options for text in texts], []
+        if tree.part is not None and within is None and noise is None and not any(text.judged for text in texts):
+            packed, rows = tree.part.packed, len(last)
+            states = last.flatten(0, 1)[packed].split(PIECE * rows)  # (n, D) each
+            chosen = torch.cat([self.target.head(part).argmax(-1) for part in states])  # (N,)
+            return tree.tokens.new_zeros(tree.tokens.numel()).index_copy_(0, packed, chosen).view_as(tree.tokens)
         width = last.shape[1] if any(text.judged for text in texts) else PIECE
         for first in range(0, last.shape[1], width):
             here = slice(first, first + width)

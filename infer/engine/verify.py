@@ -30,6 +30,8 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
         return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])
     ancestors = tree.ancestors() if ancestors is None else ancestors
     match = tree.tokens == chosen.gather(1, tree.parents)  # (B, M)
+    if tree.part is not None:
+        match &= torch.arange(match.shape[1], device=match.device) <= tree.part.sizes[:, None]
     match[:, 0] = True
     reached = (match[:, None] | ~ancestors).all(-1)  # (B, M)
     last = (reached * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1)

@@ -91,10 +91,10 @@ class Layer:
         return states + (change if self.residual == 1 else change * self.residual)
 
     def run(self, states: torch.Tensor, rotation: Rotation, mask: Mask, memory: LayerWindow):
-        """Return states (B Q, D) after the layer. Keys and values are written to `memory`; rotation: cos and sin
-        (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for packed heads, or a TreeMask; None: all may be
-        seen."""
-        rows, width, rotated = len(memory.keys), len(states) // len(memory.keys), self.heads + self.key_heads
+        """Return states (B Q, D) after the layer, of all positions or of those that `memory` has alone. Keys and values
+        are written to `memory`; rotation: cos and sin (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for
+        packed heads, or a TreeMask; None: all may be seen."""
+        rows, rotated = len(memory.keys), self.heads + self.key_heads
         parts = self.qkv(self.before[0](states)).view(len(states), rotated + self.key_heads, -1)  # (B Q, H + 2 K, E)
         both = parts[:, :rotated]
         if self.qk_norm is not None:
@@ -104,11 +104,12 @@ class Layer:
         elif self.qk_norm is not None:
             parts[:, :rotated] = both
         memory.write(parts[:, self.heads :])
-        queries = parts[:, : self.heads].unflatten(1, (self.key_heads, -1)).unflatten(0, (rows, -1))
+        queries = memory.spread(parts[:, : self.heads])  # (B Q, H, E)
+        queries = queries.unflatten(1, (self.key_heads, -1)).unflatten(0, (rows, -1))
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
         mixed = attend(queries, memory.keys, memory.values, mask, self.scale)
-        mixed = mixed.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).reshape(len(states), -1)  # (B Q, H E)
-        states = self.add(states, mixed, self.out, 0)
+        mixed = mixed.unflatten(2, (-1, memory.width)).permute(0, 3, 1, 2, 4).flatten(0, 1)  # (B Q, K, G, E)
+        states = self.add(states, memory.pick(mixed).reshape(len(states), -1), self.out, 0)
         return self.add(states, self.mlp(self.before[1](states)), self.down, 1)
 
 
@@ -123,23 +124,33 @@ class LeanDecoder:
     angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
 
     def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Masks, window: Window, tapped: tuple[int, ...]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Masks,
+        window: Window,
+        tapped: tuple[int, ...],
+        packed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ids (B, Q) at positions (B, Q) under additive masks (B, 1, Q, S) or TreeMasks, one for all layers or one
-        a kind; None: every position may be seen.
+        a kind; None: every position may be seen. `packed` (N,), row * Q + position, are those that are computed, if not
+        all: products have so many rows, attention alone has all.
 
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
         norm, (B, Q, D), which can be tapped too, as one layer more.
         """
-        states, outputs = self.embed(ids).flatten(0, 1), {}
-        masks, rotations = self.prepare(states, positions, mask, window.capacity)
-        for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
+        flat, places, memories = ids.flatten(), positions.flatten(), window.layers(packed)
+        if packed is not None:
+            flat, places = flat[packed], places[packed]
+        states, outputs = self.embed(flat), {}
+        masks, rotations = self.prepare(states, places, mask, window.capacity)
+        for index, (layer, memory) in enumerate(zip(self.layers, memories, strict=True)):
             states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
             if index in tapped:
                 outputs[index] = states
         last = outputs[len(self.layers)] = self.norm(states)
         context = torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0]
-        return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
+        return memory.spread(context).unflatten(0, ids.shape), memory.spread(last).unflatten(0, ids.shape)
 
     def prepare(
         self, states: torch.Tensor, positions: torch.Tensor, mask: Masks, capacity: int

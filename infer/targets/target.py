@@ -274,6 +274,11 @@ class Target:
             return library
         return lean
 
+    @property
+    def lean(self) -> bool:
+        """Whether cached texts go through the lean pass."""
+        return isinstance(self.decoder_pass, LeanDecoder)
+
     @torch.no_grad()
     def _compare(self, lean: LeanDecoder, context: int = 9, width: int = 5) -> None:
         """Run random tokens behind a random context through Hugging Face's layers, and each lean layer on the same
@@ -320,16 +325,17 @@ class Target:
     def verify(
         self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
     ) -> Features:
-        """Score every node of the draft trees in one pass (DDTree section 4.4): positions by depth, each node attends
+        """Score the nodes of the draft trees in one pass (DDTree section 4.4): positions by depth, each node attends
         to its row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a
-        path."""
+        path. Features of nodes that are not verified are zeros, or anything."""
         rows, width = tree.tokens.shape
         window, ends = cache.window(width), cache.ends_of(rows)
         positions = tree.positions(ends)
         mask = self._tree_masks(ancestors, positions, ends, cache, window, self.decoder_pass)
         if self.recurrent:
             cache.states.lineage = Lineage.tree(tree.parents, ancestors)
-        return Features(*self.decoder_pass(tree.tokens, positions, mask, window, layers))
+        part = {} if tree.part is None or not self.lean else {"packed": tree.part.packed}
+        return Features(*self.decoder_pass(tree.tokens, positions, mask, window, layers, **part))
 
     def _tree_masks(
         self,

@@ -72,6 +72,7 @@ def graphs(monkeypatch):
         ("ddtree", 70, "dflash", "selector"),
         ("static", 6, "dart", "none"),
         ("ddtree", "auto", "dart", "none"),
+        ("joint ddtree", 4, "dflash", "none"),
     ],
 )
 def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, method, budget, family, head):
@@ -80,8 +81,10 @@ def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, met
     dice = random.Random(1)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
     texts = {}
+    joint, method = method.startswith("joint "), method.removeprefix("joint ")
     for compile in (False, True):
-        engine = Engine(target, drafter, EngineConfig(method, budget, rows=3, positions=None, compile=compile), 90)
+        options = EngineConfig(method, budget, joint=joint, rows=3, positions=None, compile=compile)
+        engine = Engine(target, drafter, options, 90)
         engine.captures = compile
         engine.warm()
         prepared, texts[compile] = set(engine.graphs.graphs), []

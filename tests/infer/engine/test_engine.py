@@ -43,10 +43,16 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "captured"),
-    [("plain", False), ("chain", False), ("ddtree", False), ("ddtree", True)],
+    ("method", "captured", "joint"),
+    [
+        ("plain", False, False),
+        ("chain", False, False),
+        ("ddtree", False, False),
+        ("ddtree", True, False),
+        ("ddtree", False, True),
+    ],
 )
-def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured):
+def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured, joint):
     """Texts of all kinds arrive while others are being written; some are given up. Each is what plain decoding writes
     for it alone, and the engine is empty in the end."""
     target, drafter = tiny
@@ -60,7 +66,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured):
             alone.step()
         expected.append(text.ids)
 
-    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows), 80)
+    engine = Engine(target, drafter, EngineConfig(method, 3 if joint else 11, joint=joint, rows=rows), 80)
     engine.captures = captured  # rounds of greedy texts have the shapes of CUDA graphs
     dice, texts, given_up = random.Random(1), [], set()
     while len(texts) < len(everything) or engine.busy:
@@ -181,9 +187,10 @@ def test_a_budget_rule_takes_the_best_expected_speed():
             # node by node, as proposition 1 says: a tree commits the sum of its nodes' probabilities, the root's is 1
             expected = sum(float(p.exp()) for p in tree.log_probs[0, : size + 1])
             speeds[size] = expected / rule.cost(size + 1)
-        assert pace.nodes(tree) == max(speeds, key=speeds.get)
+        assert pace.nodes(tree.log_probs, tree.budget) == max(speeds, key=speeds.get)
     two = ddtree(Proposal(torch.tensor([0, 1]), logits.log_softmax(-1).expand(2, -1, -1), SIZES[-1]))
-    assert pace.nodes(two) <= pace.nodes(tree)  # twice the positions, the same gain for each row
+    # twice the positions, the same gain for each row
+    assert pace.nodes(two.log_probs, two.budget) <= pace.nodes(tree.log_probs, tree.budget)
 
 
 def test_the_budget_follows_the_load():
@@ -210,7 +217,8 @@ def test_the_budget_follows_the_load():
             if nodes:
                 chances = torch.tensor([0.0, *(0.7 ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, nodes + 1))])
                 chances[0] = 1.0
-                nodes = pace.nodes(DraftTree(*[torch.zeros(rows, nodes + 1)] * 3, chances.log().expand(rows, -1), 7))
+                tree = DraftTree(*[torch.zeros(rows, nodes + 1)] * 3, chances.log().expand(rows, -1), 7)
+                nodes = pace.nodes(tree.log_probs, nodes)
             paths = [path(nodes) for _ in range(rows)]
             pace.note(seconds(rows, nodes), nodes, paths)
             if turn >= 100:
