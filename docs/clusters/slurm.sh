@@ -9,15 +9,20 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-#SBATCH --signal=USR1@120
+#SBATCH --signal=B:USR1@120
 #SBATCH --requeue
 #SBATCH --output=runs/slurm-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start it with sbatch from the repository}"
 export HF_DATASETS_CACHE=${HF_DATASETS_CACHE:-$PWD/runs/rows}
-./launch.sh help >/dev/null # installs .venv once, before the machines would do so side by side
+./launch.sh train --help >/dev/null # installs .venv once, before the machines would do so side by side
 
-again() { scontrol requeue "$SLURM_JOB_ID"; }
-trap again USR1 # bash runs this once srun, which passes the signal on, has ended
-srun ./launch.sh "$@" &
-wait $! || wait $!
+stopping=
+save() {
+    stopping=1
+    scancel --signal=USR1 "$SLURM_JOB_ID" # to the processes that srun started: they save and leave
+}
+trap save USR1
+srun ./launch.sh train "$@" &
+wait $! || wait $! || [[ -n $stopping ]] # a signal ends the first wait
+[[ -z $stopping ]] || scontrol requeue "$SLURM_JOB_ID"
