@@ -267,6 +267,20 @@ def test_torchrun_ends_with_a_sentence_after_a_signal(monkeypatch, capsys, numbe
     assert said.startswith(f"stopped by {name}: ") and said.count("\n") == 1 and "the same command goes on" in said
 
 
+def test_machines_that_do_not_find_each_other_are_told_so(monkeypatch, capsys):
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    from train.run import torchrun
+
+    def main() -> None:
+        raise RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
+
+    monkeypatch.setattr(torchrun, "main", main)
+    assert torchrun.run() == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "do not find each other (The connection" in said and "RDZV" in said
+
+
 @pytest.mark.parametrize("question", [("--cfg", "job"), ("--cfg=job",), ("-c", "job"), ("a=1", "--help"), ("--info",)])
 def test_questions_to_hydra_are_asked_of_one_process(launch, repo, question):
     _, calls = launch("train", *question, NPROC="4")
