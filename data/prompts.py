@@ -30,11 +30,14 @@ class Prompt:
     ids: list[int]
     kind: str
     beside: str | None = None  # what those are called that are reported beside the held-out ones
+    said: str = ""  # what a client sends for these ids, of prompts from outside the data
+    chat: bool = False  # it is sent as a chat's question
 
 
 def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, outside: int = 0) -> list[Prompt]:
     """Return `count` prompts that training never saw, as many of one kind as of another where there are so many, and
-    `outside` texts from outside the data (no more than `count`, or than OUTSIDE has).
+    `outside` texts from outside the data (no more than `count`, or than OUTSIDE has), asked as questions where the data
+    are chats.
 
     A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own gives that prompt
     (the last `tokens` tokens);
@@ -68,9 +71,27 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     prompts = [*ready[:count], *(Prompt(ids, FURTHER) for ids in spare[: max(0, count - len(ready))])]
     if not prompts:
         raise ValueError(f"data.source={config.source}: the held-out rows give no prompt to evaluate with")
+    return prompts + outside_prompts(tokenizer, tokens, "chats" in found)[: min(outside, count)]
+
+
+def outside_prompts(tokenizer, tokens: int, chats: bool) -> list[Prompt]:
+    """Return the prompts of OUTSIDE: their last `tokens` tokens as plain text, or, if `chats`, as questions whole."""
+    prompts = []
     with OUTSIDE.open(encoding="utf-8") as lines:
-        others = [json.loads(line) for line in islice(lines, min(outside, count))]
-    return prompts + [Prompt(tokenizer(row["prompt"])["input_ids"][-tokens:], row["kind"], ELSEWHERE) for row in others]
+        for row in map(json.loads, lines):
+            said = row["prompt"]
+            if chats:
+                asked = [{"role": "user", "content": said}]
+                text = apply(tokenizer, asked, {"tools": [], "template": {}}, ask=True)
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            else:
+                ids = tokenizer(said)["input_ids"]
+                if len(ids) > tokens:
+                    ids = ids[-tokens:]
+                    said = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+                    said = said if tokenizer(said)["input_ids"] == ids else ""  # cut within a character
+            prompts.append(Prompt(ids, row["kind"], ELSEWHERE, said, chats))
+    return prompts
 
 
 def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:

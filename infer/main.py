@@ -44,6 +44,7 @@ COMMANDS = {
     "regenerate": own("regenerate", "let the target rewrite the answers of a data set"),
     "export": own("export", "write a drafter for vLLM, SGLang or speculators"),
     "check": own("check", "say which engines would load a drafter"),
+    "doctor": own("doctor", "say why a drafter's acceptance is low"),
     "features": Command(
         "store what training needs of a target", "train.config:FeaturesConfig", "train.features:store_features"
     ),

@@ -16,7 +16,8 @@ class ExportCommand:
     checkpoint: anything that load_drafter reads
     format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a selector, a Markov head,
         a Markov head or a GRU; speculators: vLLM; treeflash: its authors' code; transformers: its own `generate`, from
-        5.23 on; dart: the DART authors' code
+        5.23 on; gguf: llama.cpp; dart: the DART authors' code
+    converter: of format=gguf, llama.cpp's convert_hf_to_gguf.py; None: the one on PATH
     out: a folder that is not there yet, or empty
     push_to_hub: a name on the hub, user/name, to upload it to, with the token that you are logged in with
     license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was named
@@ -28,6 +29,7 @@ class ExportCommand:
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     format: str = "dflash"
     out: str = "runs/export"
+    converter: str | None = None
     push_to_hub: str | None = None
     license: str | None = None
     base_model: str | None = None
@@ -43,6 +45,8 @@ class ExportCommand:
             raise ValueError(f"out={self.out}: that folder is not empty, choose another")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
+        if self.converter is not None and self.format != "gguf":
+            raise ValueError(f"converter={self.converter}: for format=gguf, leave it out")
         local = self.target.path == "embedded" or Path(self.target.path).exists()
         if self.push_to_hub is not None and self.format == "speculators" and self.base_model is None and local:
             raise ValueError("format=speculators stores where the target is: give its name on the hub, base_model=...")
@@ -53,21 +57,26 @@ def run(config: ExportCommand) -> None:
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
     from infer.formats.export import check_base_model, check_token, export_drafter, push
+    from infer.formats.gguf import convert, find_converter, layout_for
     from infer.targets.loading import load_config, resolve_path
 
     if config.push_to_hub is not None:
         check_token()
     place, out, layers, target = config.target, Path(config.out), None, None
+    converter = find_converter(config.converter) if config.format == "gguf" else None
     if FORMATS[config.format].target:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
     drafter = load_drafter(config.checkpoint, target_layers=layers)
     if config.base_model is not None and (doubt := check_base_model(config.base_model, drafter)):
         print(doubt)
-    if FORMATS[config.format].target or drafter.embed_tokens is not None or drafter.lm_head is not None:
+    layout = layout_for(drafter) if converter else config.format
+    if FORMATS[layout].target or drafter.embed_tokens is not None or drafter.lm_head is not None:
         target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
         drafter.check_target(target)
         target.name = config.base_model or resolve_path(place.path)
-    export_drafter(drafter, config.format, target, out)
+    export_drafter(drafter, layout, target, out)
+    if converter:
+        convert(out, place.path, converter)
     write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
         print(verdict)

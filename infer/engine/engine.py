@@ -536,6 +536,7 @@ class Engine(EngineBase):
         for text, (length, bonus, _, *tokens) in zip(texts, host, strict=True):
             text.append([*tokens[: length - 1], bonus], self.target)
             text.drafted.append(found.nodes)
+            text.accepted.append(length - 1)
             text.stats.rounds += 1
         self._trace(tree, accepted, lengths)
         return [row[width + 3 : width + 2 + row[0]] for row in host]

@@ -74,6 +74,7 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
+    accepted: list[int] = field(default_factory=list)  # how many of them it accepted, past the text's end too
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
     rejected: list[list[int]] = field(default_factory=list)  # round by round, if the options ask for a trace
     finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"

@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 
 from infer.drafters.config_keys import Reading
+from infer.evaluation.acceptance import FILE, find_reference
 from infer.evaluation.figures import budget_figure
-from infer.evaluation.results import Evaluation, read_result
+from infer.evaluation.results import Evaluation, Reference, read_result, write_result
 from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder
 from infer.formats.folders import open_folder
@@ -56,11 +57,16 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     step = step.parent if step.name == "drafter" else step
     numbers, recipe = step / "evaluation" / "evaluation.json", step.parent.parent / "config.json"
     evaluation = read_result(numbers, Evaluation) if numbers.is_file() else None
+    reference = find_reference(checkpoint)
+    if reference is not None:
+        write_result(out / FILE, reference)
     run = json.loads(recipe.read_text()) if step.parent.name == "checkpoints" and recipe.is_file() else None
     if evaluation is not None:
         budget_figure(evaluation).savefig(out / PICTURE)
     card = out / "README.md"
-    atomic_write(card, model_card(reading, engines, run, evaluation, license, base_model))
+    gguf = any(out.glob("*.gguf"))
+    engines += ["llama.cpp"] * gguf
+    atomic_write(card, model_card(reading, engines, run, evaluation, license, base_model, reference))
     return card
 
 
@@ -71,21 +77,23 @@ def model_card(
     evaluation: Evaluation | None,
     license: str | None,
     base_model: str,
+    reference: Reference | None = None,
 ) -> str:
     """Return the README.md of a drafter. reading: its folder; engines: those of `infer.formats.compatibility` that
-    would load it; run: its training run's config.json; evaluation: None if nothing was measured."""
-    family, block_size = reading.family.title, reading.options["block_size"]
+    would load it; run: its training run's config.json; evaluation, reference: None if nothing was measured."""
+    family, drafted = reading.family.title, reading.options["block_size"] - (not reading.own.get("sample_from_anchor"))
     base = hub_name(base_model)
     target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
     parts = [
         front_matter(reading, run, license, base),
         f"# {family} drafter for {base.rpartition('/')[2] if base else 'a target model'}",
         f"A block-diffusion drafter for {target}: it reads the target's hidden states and proposes "
-        f"{block_size - 1} tokens in one pass, which the target then checks at once. The output is the "
+        f"{drafted} tokens in one pass, which the target then checks at once. The output is the "
         "target's own; only the time changes. It is of no use without that very target.",
         "## Measured\n\n" + measured(evaluation),
+        *(["## What to expect of an engine\n\n" + expected(reference, reading)] if reference else []),
         "## Training\n\n" + training(reading, run, evaluation),
-        "## Use\n\n" + use(engines, block_size, base or "path/to/target"),
+        "## Use\n\n" + use(engines, reading, drafted, base or "path/to/target"),
         "## Licence\n\n" + (license or "The publisher named no licence."),
     ]
     return "\n\n".join(parts) + "\n"
@@ -123,6 +131,29 @@ def measured(evaluation: Evaluation | None) -> str:
             f"{evaluation.max_new_tokens} new tokens each, temperature {evaluation.temperature:g}, "
             f"{evaluation.dtype}, {evaluation.device}. Numbers after a method are drafted tokens that the target "
             "checks per round; a round's own token of the target counts in τ.",
+        ]
+    )
+
+
+def expected(reference: Reference, reading: Reading) -> str:
+    """Return acceptance by position, how it was measured, and how to measure it in an engine."""
+    counts = reference.acceptance
+    positions = range(1, len(counts.accepted) + 1)
+    chats = any(text.chat for text in reference.texts)
+    told = json.dumps(reading.options.get("chat_template_kwargs", {}))
+    asked = (
+        f"as chats, with `chat_template_kwargs` {told}" if chats else "as the beginnings of texts, without a template"
+    )
+    return "\n\n".join(
+        [
+            f"A greedy chain of {len(counts.accepted)} drafts a round commits {1 + counts.mean:.2f} tokens; so many rounds "
+            "have their first, second, ... draft accepted:",
+            f"| draft | {' | '.join(map(str, positions))} |\n| --- |{' --- |' * len(positions)}\n"
+            f"| accepted | {' | '.join(f'{100 * share:.1f} %' for share in counts.shares)} |",
+            f"{counts.rounds} rounds on the {len(reference.texts)} prompts of `{FILE}`, asked {asked}; target in "
+            f"{reference.dtype}. An engine that is asked the same reaches the same: "
+            "`./launch.sh doctor checkpoint=path/to/this/folder target.path=path/to/target url=http://...` compares, and "
+            "says what is wrong where it does not.",
         ]
     )
 
@@ -170,16 +201,21 @@ def hub_name(text: str) -> str | None:
     return text if named and not Path(text).exists() else None
 
 
-def use(engines: list[str], block_size: int, target: str) -> str:
-    """Return how to serve the target with this drafter: with the engines that would load it, and with ours."""
+def use(engines: list[str], reading: Reading, drafted: int, target: str) -> str:
+    """Return how to serve the target with this drafter, which drafts so many tokens a round: with the engines that
+    would load it, and with ours."""
     here, parts = "path/to/this/folder", []
+    method = "dspark" if reading.own.get("markov_rank") else "dflash"  # vLLM's and SGLang's names
     if any("vLLM" in engine for engine in engines):
-        speculative = {"method": "dflash", "model": here, "num_speculative_tokens": block_size - 1}
+        speculative = {"method": method, "model": here, "num_speculative_tokens": drafted}
         parts += ["With vLLM:", f"```\nvllm serve {target} --speculative-config '{json.dumps(speculative)}'\n```"]
     if any("SGLang" in engine for engine in engines):
-        flags = f"--speculative-algorithm DFLASH --speculative-draft-model-path {here}"
-        flags += f" --speculative-num-draft-tokens {block_size}"
+        flags = f"--speculative-algorithm {method.upper()} --speculative-draft-model-path {here}"
+        flags += f" --speculative-num-draft-tokens {reading.options['block_size']}"
         parts += ["With SGLang:", f"```\npython -m sglang.launch_server --model-path {target} {flags}\n```"]
+    if "llama.cpp" in engines:
+        flags = f"--model-draft drafter.gguf --spec-type draft-{method} --spec-draft-n-max {drafted}"
+        parts += ["With llama.cpp, the target converted too:", f"```\nllama-server --model target.gguf {flags}\n```"]
     if any("authors" in engine for engine in engines):
         load = f'DFlashDraftModel.from_pretrained("{here}")'
         parts += [f"With the DFlash authors' package: `{load}`; transformers' `AutoModel` does not know this layout."]

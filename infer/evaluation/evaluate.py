@@ -18,9 +18,10 @@ from infer.drafters.base import Drafter
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
+from infer.evaluation.acceptance import reference_of
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.others import OTHERS, decode_by_generate
-from infer.evaluation.results import Evaluation, MethodResult, PromptResult
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult, Reference
 from infer.evaluation.ruler import by_batch, figures, rate
 from infer.evaluation.showing import Shown, show_texts
 from infer.targets.target import Target, pad_ids
@@ -38,6 +39,8 @@ class Prompt(Protocol):
     ids: list[int]
     kind: str  # what it is, such as "functions"
     beside: str | None  # what those are called that are reported beside the others; None: one of the others
+    said: str  # what a client sends for these ids; empty for those that nobody else is asked
+    chat: bool  # it is sent as a chat's question
 
 
 @dataclass(frozen=True)
@@ -360,7 +363,19 @@ def summarise(
 ) -> Evaluation:
     """Return the figures of an evaluation, what is reported beside it included."""
     first, *beside = [summarise_part(target, drafter, *pair) for pair in zip(parts, measured, strict=True)]
-    return replace(first, beside=beside)
+    return replace(first, beside=beside, reference=reference_among(target, drafter, parts, measured))
+
+
+def reference_among(
+    target: Target, drafter: Drafter, parts: abc.Sequence[Part], measured: list[list[Measured]]
+) -> Reference | None:
+    """Return what chains took on the prompts that others may be asked, None where there are none, or no chain."""
+    prompts = {number: prompt for part in parts for number, prompt in zip(part.numbers, part.prompts, strict=True)}
+    for part, of_part in zip(parts, measured, strict=True):
+        chain = next((one for one in of_part if one.variant.name == "chain"), None)
+        if chain is not None and part.config.temperature == 0 and any(prompt.said for prompt in part.prompts):
+            return reference_of(target, drafter, [prompts[number] for number in chain.numbers], chain.texts)
+    return None
 
 
 def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[Measured]) -> Evaluation:

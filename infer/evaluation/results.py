@@ -58,6 +58,46 @@ class PromptResult:
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """How many drafts of chains were accepted."""
+
+    rounds: int
+    accepted: list[int]  # [k]: rounds whose first k + 1 drafts were all accepted
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of rounds whose first k + 1 drafts were all accepted."""
+        return [count / max(1, self.rounds) for count in self.accepted]
+
+    @property
+    def mean(self) -> float:
+        """Drafts accepted a round; one more is the acceptance length."""
+        return sum(self.accepted) / max(1, self.rounds)
+
+
+@dataclass(frozen=True)
+class KnownText:
+    """A prompt as a client sends it, as the target reads it, and the target's own greedy answer."""
+
+    said: str
+    chat: bool  # sent as a chat's question, not as the beginning of a text
+    prompt: list[int]
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a drafter's chains were measured to be worth, in a form that can be measured again elsewhere. A round counts
+    if it begins before the last block_size - 1 tokens of its text, so that the text's end cuts none. It is published with
+    the drafter: no names, no paths, and texts that anybody may see."""
+
+    dtype: str  # of the target
+    block_size: int
+    acceptance: Acceptance
+    texts: list[KnownText]
+
+
+@dataclass(frozen=True)
 class MethodResult:
     """What one method took on all prompts: a row of every table."""
 
@@ -83,6 +123,12 @@ class MethodResult:
     speedup_interval: list[float] | None = None
     limit: float | None = None  # no speedup can be above it
     prompts: list[PromptResult] | None = None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of a chain: how many drafts were accepted by position."""
+        sums = [sum(self.histogram[k + 1 :]) for k in range(len(self.histogram) - 1)]
+        return Acceptance(sum(self.histogram), sums)
 
     @property
     def finding(self) -> str:
@@ -155,6 +201,7 @@ class Evaluation:
     beside: "list[Evaluation] | None" = None  # the same methods on other prompts, or sampled
     example: Round | None = None
     what: str | None = None  # of an evaluation beside another: what is different
+    reference: Reference | None = None  # of the prompts from outside the data
 
     @property
     def drafting(self) -> list[MethodResult]:
@@ -236,6 +283,9 @@ PARTS = {
     "beside": Evaluation,
     "result": Evaluation,
     "sets": SetResult,
+    "reference": Reference,
+    "acceptance": Acceptance,
+    "texts": KnownText,
 }
 
 

@@ -82,6 +82,7 @@ class Metrics:
         self.tokens = counter("generated_tokens", "Committed tokens")
         self.rounds = counter("rounds", "Rounds, one count per row")
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
+        self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
         self.cancelled = counter("cancelled_texts", "Texts whose client went away")
         self.checked = counter("checked_texts", "Finished texts compared with the target's own", ["outcome"])
         self.writing = self._gauge("texts_writing", "Texts being written")
@@ -217,6 +218,9 @@ class Worker(threading.Thread):
         self.metrics.tokens.inc(len(new))
         self.metrics.rounds.inc(len(rounds))
         self.metrics.drafted.inc(sum(rounds))
+        for accepted in text.accepted[ticket.rounds :]:
+            for position in range(accepted):
+                self.metrics.accepted.labels(position).inc()
         ticket.tokens, ticket.rounds = len(text.ids), len(text.drafted)
         if text.finish is not None:
             del self.open[text]

@@ -1,0 +1,70 @@
+"""`doctor`: why a drafter's acceptance is low, here or in an engine."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from infer.cli.models import load
+from infer.config import TargetConfig
+
+
+@dataclass
+class DoctorCommand:
+    """Find out why drafts are accepted less often than a drafter's card says.
+
+    checkpoint: a drafter's folder, a training checkpoint, a hub id, or "embedded"
+    url: a running engine that serves target and drafter, vLLM, SGLang, llama.cpp's server or ours; None: look at the
+        folder alone
+    record: measure the drafter here and write the card's acceptance.json into its folder
+    target: see TargetConfig in infer/config.py
+    """
+
+    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
+    checkpoint: str = "embedded"
+    url: str | None = None
+    record: bool = False
+    target: TargetConfig = field(default_factory=TargetConfig)
+
+    def check(self) -> None:
+        """Raise ValueError for what cannot be examined."""
+        self.target.check()
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
+        if self.checkpoint == "lookup" or Path(self.checkpoint).is_file():
+            raise ValueError(f"checkpoint={self.checkpoint}: a drafter's folder; lookup and n-gram files have no card")
+
+
+def run(config: DoctorCommand) -> None:
+    import os
+
+    from data.prompts import outside_prompts
+    from infer.evaluation.acceptance import FILE, find_reference, measure_reference
+    from infer.evaluation.doctor import examine, report
+    from infer.evaluation.results import write_result
+    from infer.formats.folders import find_folder
+
+    carded = None if config.record else find_reference(config.checkpoint)
+    target, drafter = load(config.target, config.checkpoint, "chain")
+    reference = carded
+    if reference is None:
+        if target.tokenizer is None:
+            raise ValueError(f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts")
+        chats = getattr(target.tokenizer, "chat_template", None) is not None and bool(
+            getattr(drafter.config, "chat_template_kwargs", None)
+        )
+        reference = measure_reference(target, drafter, outside_prompts(target.tokenizer, 64, chats))
+    if config.record:
+        write_result(find_folder(config.checkpoint) / FILE, reference)
+        print(f"measured    {find_folder(config.checkpoint) / FILE}")
+    served = None
+    if config.url is not None:
+        from infer.evaluation.engines import examine_engine, open_client
+
+        with open_client(
+            config.url, os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
+        ) as client:
+            served = examine_engine(client, reference)
+    found = examine(target, drafter, reference, served, carded is not None, config.checkpoint)
+    print(report(found))
+    if not found.healthy:
+        raise SystemExit(1)

@@ -1,0 +1,76 @@
+"""Acceptance by position that can be measured again: prompts that anybody may see, the target's answers, and how many
+drafts of a chain were accepted on them. `./launch.sh doctor` compares with it what an engine reaches.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from infer.api import decode
+from infer.config import DecodeOptions
+from infer.drafters.base import Drafter
+from infer.engine.loops import LONGEST_PERIOD
+from infer.engine.sequence import Sequence as Text
+from infer.evaluation.results import Acceptance, Evaluation, KnownText, Reference, read_result
+from infer.formats.folders import find_folder
+from infer.targets.target import Target
+
+FILE = "acceptance.json"  # beside an exported drafter's config.json
+TOKENS = 64  # of an answer
+
+
+class Asked(Protocol):
+    """A prompt that can be sent by others, `data.prompts.Prompt`."""
+
+    ids: list[int]
+    said: str
+    chat: bool
+
+
+def reference_of(target: Target, drafter: Drafter, prompts: Sequence[Asked], texts: Sequence[Text]) -> Reference | None:
+    """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no prompt can be sent."""
+    pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
+    if not pairs:
+        return None
+    drafted = drafter.block_size - 1
+    return Reference(
+        dtype=str(target.dtype).removeprefix("torch."),
+        block_size=drafter.block_size,
+        acceptance=count_accepted(((text.commits, len(text.ids)) for _, text in pairs), drafted),
+        texts=[KnownText(prompt.said, prompt.chat, list(text.prompt), list(text.ids)) for prompt, text in pairs],
+    )
+
+
+def count_accepted(texts: Iterable[tuple[list[int], int]], drafted: int) -> Acceptance:
+    """Count the accepted drafts of texts, given as commits (the prefill's first) and length, by the rule of
+    `Reference`."""
+    rounds, accepted = 0, [0] * drafted
+    for commits, length in texts:
+        written = commits[0]
+        for commit in commits[1:]:
+            if written >= length - drafted:
+                break
+            rounds, written = rounds + 1, written + commit
+            for k in range(commit - 1):
+                accepted[k] += 1
+    return Acceptance(rounds, accepted)
+
+
+def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[Asked], tokens: int = TOKENS) -> Reference:
+    """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be sent."""
+    prompts = [prompt for prompt in prompts if prompt.said]
+    if not prompts:
+        raise ValueError("there is no prompt that could be sent to a server")
+    options = DecodeOptions(method="chain", max_new_tokens=tokens, loop_period=LONGEST_PERIOD, positions=None)
+    return reference_of(target, drafter, prompts, decode(target, drafter, [prompt.ids for prompt in prompts], options))
+
+
+def find_reference(checkpoint: str | Path) -> Reference | None:
+    """Return what a drafter's folder or a training checkpoint says of its acceptance, None where it says nothing."""
+    folder = find_folder(checkpoint)
+    if (folder / FILE).is_file():
+        return read_result(folder / FILE, Reference)
+    measured = folder.resolve().parent / "evaluation" / "evaluation.json"
+    if folder.name == "drafter" and measured.is_file():
+        return read_result(measured, Evaluation).reference
+    return None

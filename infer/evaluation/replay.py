@@ -1,0 +1,132 @@
+"""Chains replayed behind texts that are there already: what the target computed of them is computed once, and each
+drafter, or each way to read one, costs passes of the drafter alone.
+
+The texts are the target's own greedy answers, so that a replay drafts, accepts and goes on exactly as decoding does.
+
+B texts, T their tokens, F features of a position, L drafted positions, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from infer.config import EngineConfig
+from infer.drafters.base import Drafter
+from infer.evaluation.results import Acceptance
+from infer.targets.target import Target, pad_ids
+from infer.trees.chain import chain
+from infer.trees.tree import Proposal
+
+
+class Tap(NamedTuple):
+    """Where features are read: what a layer puts out, or what the next norm makes of it."""
+
+    layer: int  # as `Target` counts, the number of layers: the last one's states behind the last norm
+    normed: bool = False
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the target computed of prompts and their answers."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    states: dict[Tap, torch.Tensor]  # (B, T, D) each, right of a text's end: padding
+    regrets: list[list[float]]  # token by token of an answer: how much likelier, in nats, another token was
+
+    @property
+    def agreement(self) -> float:
+        """The share of the answers' tokens that the target itself would choose."""
+        every = [regret for text in self.regrets for regret in text]
+        return sum(regret == 0 for regret in every) / max(1, len(every))
+
+    @property
+    def regret(self) -> float:
+        """The mean regret of a token."""
+        every = [regret for text in self.regrets for regret in text]
+        return sum(every) / max(1, len(every))
+
+    def features(self, taps: Sequence[Tap]) -> torch.Tensor:
+        """Return the features (B, T, F) of some taps."""
+        return torch.cat([self.states[tap] for tap in taps], dim=-1)
+
+
+def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
+    """Return the norm that what a layer puts out goes into, None where the model's layers have none of that name."""
+    layers = target.body.layers
+    if layer + 1 < len(layers):
+        return getattr(layers[layer + 1], "input_layernorm", None)
+    return getattr(target.body, "norm", None)
+
+
+@torch.inference_mode()
+def compute(
+    target: Target, prompts: list[list[int]], answers: list[list[int]], taps: Sequence[Tap] = (), library: bool = False
+) -> Material:
+    """Run texts through the target once. library: through transformers' own layers, whose weights somebody may have
+    changed."""
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    layers = tuple(sorted({tap.layer for tap in taps}))
+    cache = target.cache(len(texts), max(map(len, texts)))
+    with cache.add(len(texts)) as rows:
+        found = target.extend(texts, rows, layers, target.library_pass if library else None)
+    by_layer = dict(zip(layers, found.context.chunk(len(layers), dim=-1), strict=True)) if layers else {}
+    states = {tap: by_layer[tap.layer] for tap in taps if not tap.normed}
+    for tap in taps:
+        if tap.normed:
+            states[tap] = next_norm(target, tap.layer)(by_layer[tap.layer])
+    regrets = []
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        last = found.last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1]  # (A, D)
+        scores = target.head(last).float().log_softmax(-1)
+        own = scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0]
+        regrets.append((scores.amax(-1) - own).tolist())
+    return Material(prompts, answers, states, regrets)
+
+
+def draft_chain(target: Target, drafter: Drafter, bonus: torch.Tensor, state: object) -> torch.Tensor:
+    """Return the chains (B, L) that the engine would draft for greedy texts behind bonus tokens (B,)."""
+    steps, block = None, None
+    if getattr(drafter, "conditioned", False):
+        block = drafter.draft_block(target, bonus, state)
+        marginals = block.marginals
+        steps = drafter.conditional_draft(target, bonus, block, None, EngineConfig.candidates)
+    else:
+        marginals = drafter.draft(target, bonus, state)
+    return chain(Proposal(bonus, marginals, drafter.block_size - 1, steps=steps)).tokens[:, 1:]
+
+
+@torch.inference_mode()
+def replay(
+    target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int, drafted: int | None = None
+) -> Acceptance:
+    """Draft chains along the answers. A round counts if it begins before a text's last `margin` tokens; `drafted`: of
+    a block's drafts, so many are checked."""
+    length, rows = drafter.block_size - 1, len(material.answers)
+    features, widths = material.features(taps), [len(prompt) for prompt in material.prompts]
+    known = pad_ids([[*p, *a] for p, a in zip(material.prompts, material.answers, strict=True)], features.device)
+    state = drafter.state(rows, known.shape[1] + length)
+    with state.add(rows) as begun:
+        width = max(widths)
+        drafter.update_context(target, features[:, :width], known[:, :width], widths, begun)
+    start = torch.tensor(widths, device=known.device)
+    ends = start + torch.tensor([len(answer) for answer in material.answers], device=known.device)
+    at, ahead = start.clone(), torch.arange(1, length + 1, device=known.device)
+    rounds, accepted = 0, torch.zeros(length, dtype=torch.long, device=known.device)
+    while (going := at + 1 < ends - margin).any():
+        tokens = draft_chain(target, drafter, known.gather(1, at[:, None])[:, 0], state)  # (B, L)
+        places = at[:, None] + ahead
+        right = (tokens == known.gather(1, places.clamp(max=known.shape[1] - 1))) & (places < ends[:, None])
+        right[:, length if drafted is None else drafted :] = False
+        right = right.long().cumprod(1)  # (B, L)
+        accepted += (right * going[:, None]).sum(0)
+        rounds += int(going.sum())
+        steps = (right.sum(1) + 1) * going  # (B,)
+        counts = steps.tolist()
+        where = (at[:, None] + torch.arange(max(counts), device=at.device)).clamp(max=known.shape[1] - 1)  # (B, C)
+        context = features.gather(1, where[..., None].expand(-1, -1, features.shape[-1]))
+        drafter.update_context(target, context, known.gather(1, where), counts, state)
+        at = at + steps
+    return Acceptance(rounds, accepted.tolist())
