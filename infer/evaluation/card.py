@@ -146,14 +146,14 @@ def expected(reference: Reference, reading: Reading) -> str:
     )
     return "\n\n".join(
         [
-            f"A greedy chain of {len(counts.accepted)} drafts a round commits {1 + counts.mean:.2f} tokens; so many rounds "
-            "have their first, second, ... draft accepted:",
+            f"A greedy chain of {len(counts.accepted)} drafts a round commits {1 + counts.mean:.2f} tokens; so many "
+            "rounds have their first, second, ... draft accepted:",
             f"| draft | {' | '.join(map(str, positions))} |\n| --- |{' --- |' * len(positions)}\n"
             f"| accepted | {' | '.join(f'{100 * share:.1f} %' for share in counts.shares)} |",
             f"{counts.rounds} rounds on the {len(reference.texts)} prompts of `{FILE}`, asked {asked}; target in "
             f"{reference.dtype}. An engine that is asked the same reaches the same: "
-            "`./launch.sh doctor checkpoint=path/to/this/folder target.path=path/to/target url=http://...` compares, and "
-            "says what is wrong where it does not.",
+            "`./launch.sh doctor checkpoint=path/to/this/folder target.path=path/to/target url=http://...` compares, "
+            "and says what is wrong where it does not.",
         ]
     )
 

@@ -57,7 +57,7 @@ class Case:
         return observed.mean < LOW * expected.mean
 
 
-LOW = 0.93  # of the drafts accepted a round: what rounding and the ends of texts do not explain
+LOW = 0.95  # of the drafts accepted a round: what rounding and the ends of texts do not explain
 
 
 @dataclass(frozen=True)

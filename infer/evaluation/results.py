@@ -88,8 +88,8 @@ class KnownText:
 @dataclass(frozen=True)
 class Reference:
     """What a drafter's chains were measured to be worth, in a form that can be measured again elsewhere. A round counts
-    if it begins before the last block_size - 1 tokens of its text, so that the text's end cuts none. It is published with
-    the drafter: no names, no paths, and texts that anybody may see."""
+    if it begins before the last block_size - 1 tokens of its text, so that the text's end cuts none. It is published
+    with the drafter: no names, no paths, and texts that anybody may see."""
 
     dtype: str  # of the target
     block_size: int

@@ -37,9 +37,22 @@ def layout_for(drafter: Drafter) -> str:
         except ValueError as error:
             faults.append(str(error))
             continue
+        if name == "dflash2" and (fault := too_wide(drafter)):
+            raise ValueError(fault)
         if (name == "dspark") == bool(drafter.own.get("sample_from_anchor")):
             return name
     raise ValueError("format=gguf: llama.cpp's converter knows no layout for this drafter: " + "; ".join(faults))
+
+
+def too_wide(drafter: Drafter) -> str | None:
+    """Say where llama.cpp's selector has no room for the drafter's: it keeps a slot's pairs in one hidden state."""
+    top_k, size = drafter.conditional_head.top_k or drafter.config.vocab_size, drafter.config.hidden_size
+    if top_k * (top_k + 1) <= size:
+        return None
+    return (
+        f"format=gguf: its selector chooses among {top_k} tokens, and llama.cpp has room for "
+        f"{int((size + 0.25) ** 0.5 - 0.5)} with {size} hidden entries: train it with a smaller drafter.head.top_k"
+    )
 
 
 def convert(folder: Path, target: str, converter: Path) -> Path:

@@ -9,13 +9,14 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from infer import load_drafter
+from infer import load_drafter, save_drafter
 from infer.cli.check import CheckCommand
 from infer.cli.check import run as run_check
 from infer.cli.export import ExportCommand
 from infer.cli.export import run as run_export
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
+from infer.formats.gguf import layout_for
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 
@@ -437,3 +438,33 @@ def test_the_upload_takes_the_users_token_and_says_nothing_of_it(checkpoint, tmp
     with pytest.raises(ValueError, match="push_to_hub=me/mine: OSError; the export lies in") as error:
         push(tmp_path / "out", "me/mine")
     assert "hf_secret" not in str(error.value)
+
+
+CONVERTER = """import sys
+folder, out = sys.argv[1], sys.argv[sys.argv.index("--outfile") + 1]
+if FAILS:
+    sys.exit("NotImplementedError: BPE pre-tokenizer was not recognized")
+open(out, "w").write(" ".join(sys.argv[1:]))
+"""
+
+
+def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, make_tiny):
+    target, drafter = make_tiny()
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
+    converter, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
+    options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf", "converter": str(converter)}
+    with pytest.raises(ValueError, match="llama.cpp's own converter, and converter=.* no such file"):
+        run_export(ExportCommand(**options, out=str(out)))
+    converter.write_text(CONVERTER.replace("FAILS", "False"))
+    run_export(ExportCommand(**options, out=str(out)))
+    assert f"--target-model-dir {EMBEDDED}" in (out / "drafter.gguf").read_text()
+    assert "--spec-type draft-dflash --spec-draft-n-max" in (out / "README.md").read_text()
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+    converter.write_text(CONVERTER.replace("FAILS", "True"))
+    with pytest.raises(ValueError, match="failed: NotImplementedError: BPE pre-tokenizer"):
+        run_export(ExportCommand(**options, out=str(tmp_path / "again")))
+
+
+def test_gguf_refuses_what_llama_cpp_has_no_room_for():
+    with pytest.raises(ValueError, match="chooses among 512 tokens, and llama.cpp has room for 13"):
+        layout_for(load_drafter("embedded"))

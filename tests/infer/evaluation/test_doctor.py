@@ -1,0 +1,133 @@
+"""The doctor: replays equal decoding, engines' counters are read, and causes are named. More faults, put into engines
+one by one: tests/robustness/doctor.py."""
+
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from data.prompts import outside_prompts
+from infer import Engine, load_drafter, save_drafter
+from infer.cli.doctor import DoctorCommand
+from infer.cli.doctor import run as run_doctor
+from infer.config import EngineConfig
+from infer.evaluation.acceptance import FILE, find_reference, measure_reference
+from infer.evaluation.card import write_card
+from infer.evaluation.causes import altered, four_bits, looks_quantised, rounded, taps_of
+from infer.evaluation.doctor import examine, report
+from infer.evaluation.engines import examine_engine, open_client
+from infer.evaluation.replay import compute, replay
+from infer.evaluation.results import Acceptance, KnownText, Reference, write_result
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return load_drafter("embedded")
+
+
+@pytest.fixture(scope="module")
+def reference(embedded, drafter):
+    plain, chats = (outside_prompts(embedded.tokenizer, 48, chat) for chat in (False, True))
+    return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]], tokens=40)
+
+
+def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running):
+    material = compute(
+        embedded, [t.prompt for t in reference.texts], [t.ids for t in reference.texts], taps_of(drafter)
+    )
+    assert material.agreement == 1 and reference.acceptance.rounds > 20
+    assert replay(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1) == reference.acceptance
+    engine = Engine(embedded, drafter, EngineConfig("chain", 7, rows=2, positions=None), 300)
+    with running(engine) as (url, _), open_client(f"{url}/v1") as client:
+        served = examine_engine(client, reference)
+    assert served.acceptance == reference.acceptance and served.drafted == 7
+    found = examine(embedded, drafter, reference, served)
+    assert found.healthy and found.cause is None and "Healthy" in report(found)
+    cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, acceptance=Acceptance(60, [25])))
+    assert cut.cause.name == "drafted tokens cut by the engine's settings" and "num_speculative_tokens" in cut.mend
+    longer = examine(embedded, drafter, reference, replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]))
+    assert longer.cause.name == "another tokenizer or vocabulary"
+    chat = [n + 9 * text.chat for n, text in zip(served.prompt_tokens, reference.texts, strict=True)]
+    assert examine(embedded, drafter, reference, replace(served, prompt_tokens=chat)).cause.name == (
+        "another chat template"
+    )
+
+
+def test_a_folder_that_was_changed_is_told_what_to_write(embedded, drafter, reference, tmp_path, capsys):
+    wrong = altered(drafter, {"sample_from_anchor": True})
+    save_drafter(wrong.config, wrong.state_dict(), tmp_path)
+    write_result(tmp_path / FILE, reference)
+    assert find_reference(tmp_path) == reference
+    with pytest.raises(SystemExit):
+        run_doctor(DoctorCommand(checkpoint=str(tmp_path)))
+    said = capsys.readouterr().out
+    assert said.startswith("The anchor's slot: sample_from_anchor false explains 100 %")
+    assert "write it into config.json of the drafter's folder (sample_from_anchor false)" in said
+
+
+def test_weights_of_few_bits_are_seen(embedded, reference):
+    prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]
+    assert looks_quantised(embedded) is None
+    with rounded(embedded):
+        assert looks_quantised(embedded) == "those of 4 bits"
+        assert compute(embedded, prompts, answers, library=True).regret > 0
+    assert compute(embedded, prompts, answers, library=True).regret < 1e-5
+    weight = next(embedded.body.layers.parameters()).detach()[None].repeat(4, 1)
+    assert four_bits(weight).unique().numel() < weight.unique().numel()
+
+
+def test_the_card_says_what_to_expect_of_an_engine(reference, tmp_path):
+    drafter = load_drafter("embedded")
+    source, out = tmp_path / "source", tmp_path / "out"
+    for folder in (source, out):
+        save_drafter(drafter.config, drafter.state_dict(), folder)
+    write_result(source / FILE, reference)
+    card = write_card(source, out, None, "embedded").read_text()
+    shares = " | ".join(f"{100 * share:.1f} %" for share in reference.acceptance.shares)
+    assert f"| accepted | {shares} |" in card and "chat_template_kwargs" in card
+    assert find_reference(out) == reference
+
+
+SHORT = Reference("float32", 4, Acceptance(2, [1, 1, 0]), [KnownText("abc", False, [1, 2], [3, 4, 5, 6, 7, 8])])
+COUNTED = (
+    '{p}spec_decode_num_drafts_total{{engine="0"}} {rounds}\n{p}spec_decode_num_draft_tokens_total {drafted}\n'
+    '{p}spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {first}\n'
+    '{p}spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {second}\n'
+)
+
+
+@pytest.mark.parametrize("prefix, engine", [("vllm:", "vLLM"), ("llamacpp:", "llama.cpp")])
+def test_counters_are_read_as_differences(prefix, engine):
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            times = 1 + len(asked)
+            return httpx.Response(
+                200, text=COUNTED.format(p=prefix, rounds=10 * times, drafted=30 * times, first=6 * times, second=times)
+            )
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json={"choices": [{"text": "de"}], "usage": {"prompt_tokens": 2}})
+
+    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://here")
+    served = examine_engine(client, SHORT)
+    assert (served.engine, served.acceptance, served.drafted) == (engine, Acceptance(10, [6, 1, 0]), 3.0)
+    assert served.ids is None and asked[0]["max_tokens"] == 3 and asked[0]["ignore_eos"]
+
+
+def test_sglang_tells_beside_its_answers_and_an_engine_without_counters_is_named():
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/generate":
+            return httpx.Response(404)
+        told = {"prompt_tokens": 2, "spec_accept_histogram": [4, 3, 0, 3], "spec_draft_token_num": 30}
+        return httpx.Response(200, json={"text": "de", "output_ids": [3, 4, 5], "meta_info": told})
+
+    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://here")
+    served = examine_engine(client, SHORT)
+    assert (served.engine, served.acceptance, served.drafted) == ("SGLang", Acceptance(10, [6, 3, 3]), 3.0)
+    off = httpx.MockTransport(lambda request: httpx.Response(200, text="llamacpp:prompt_tokens_total 3\n"))
+    with pytest.raises(ValueError, match="--metrics"):
+        examine_engine(httpx.Client(transport=off, base_url="http://here"), SHORT)
