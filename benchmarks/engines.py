@@ -4,23 +4,21 @@
 
 The drafter is the one in the repository, without its selector (on a CPU no engine has one): a plain DFlash drafter.
 Engines are ours, transformers (5.23 on), vLLM for CPUs in an environment of its own, made here unless `vllm` names its
-python, and llama.cpp, of which `llama` names the folder that has convert_hf_to_gguf.py and build/bin/llama-server. What
-an engine wrote lies in the work folder, and is not asked again.
+python, and llama.cpp, of which `llama` names the folder that has convert_hf_to_gguf.py and
+build/bin/llama-speculative-simple. What an engine wrote lies in the work folder, and is not asked again.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-import httpx
 import torch
 
 from data.prompts import evaluation_prompts
@@ -29,7 +27,6 @@ from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.engines import COUNTERS, read_metrics
 from infer.evaluation.others import OTHERS
 from infer.evaluation.results import Acceptance
 from infer.formats.export import export_drafter
@@ -141,54 +138,39 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def llama_cpp(work: Path, asked: dict, folder: Path, port: int = 18117) -> dict:
-    """Convert target and drafter by llama.cpp's own converter, serve them, and ask for every text."""
+def llama_cpp(work: Path, asked: dict, folder: Path) -> dict:
+    """Convert target and drafter by llama.cpp's own converter, and let its example program continue every prompt."""
     for source, name, more in (
         (asked["target"], "target", []),
         (work / "dflash", "drafter", ["--target-model-dir", asked["target"]]),
     ):
         command = [sys.executable, "-c", CONVERT, str(folder), str(source), "--outtype", "f32"]
         subprocess.run([*command, "--outfile", work / f"{name}.gguf", *more], check=True, capture_output=True)
-    server = [folder / "build" / "bin" / "llama-server", "-m", work / "target.gguf", "-md", work / "drafter.gguf"]
-    server += ["--spec-type", "draft-dflash", "--spec-draft-n-max", str(asked["drafted"]), "--metrics"]
-    server += ["-c", "1024", "-np", "1", "-t", "1", "--host", "127.0.0.1", "--port", str(port), "-fa", "off"]
-    counters = next(row for row in COUNTERS if row.engine == "llama.cpp")
-    with (work / "llama.log").open("w") as log:
-        process = subprocess.Popen(server, stdout=log, stderr=log)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
-            wait_for(client, process)
-            before, texts = read_metrics(client, counters), []
-            options = {"n_predict": asked["tokens"], "temperature": 0, "ignore_eos": True, "return_tokens": True}
-            for prompt in asked["prompts"]:
-                answer = client.post("/completion", json={"prompt": prompt, "cache_prompt": False, **options})
-                texts.append(answer.raise_for_status().json()["tokens"])
-            after = read_metrics(client, counters)
-    finally:
-        process.terminate()
-        process.wait()
-    after = Counter({name: after[name] - before[name] for name in after})
-    counts = Acceptance(
-        round(after[counters.rounds]), [round(after[f"{counters.accepted} {k}"]) for k in range(asked["drafted"])]
-    )
-    return result("llama.cpp", texts, counts)
+    program = [folder / "build" / "bin" / "llama-speculative-simple", "-m", work / "target.gguf"]
+    program += ["-md", work / "drafter.gguf", "--spec-type", "draft-dflash"]
+    program += ["--spec-draft-n-max", str(asked["drafted"]), "-n", str(asked["tokens"]), "--temp", "0", "--ignore-eos"]
+    program += ["-c", "1024", "-t", "1", "-lv", "5", "-f", work / "prompt.txt"]
+    texts, rounds, accepted = [], 0, [0.0] * asked["drafted"]
+    for prompt in asked["texts"]:
+        (work / "prompt.txt").write_text(prompt + "\n")  # it takes one newline away
+        done = subprocess.run(program, capture_output=True, text=True, errors="replace", check=True)
+        (work / "llama.log").write_text(done.stdout + done.stderr)
+        calls = re.search(r"draft-dflash: #calls\(b,g,a\) = +\d+ +\d+ +(\d+),", done.stdout + done.stderr)
+        rates = re.search(r"#acc rate/pos = \(([^)]*)\)", done.stdout + done.stderr)
+        rounds += int(calls[1])
+        for k, rate in enumerate(rates[1].split(", ") if rates and rates[1] else []):
+            accepted[k] += float(rate) * int(calls[1])
+        texts.append(re.sub(r"\x1b\[\d+m", "", done.stdout))
+    name = f"llama.cpp {(folder / 'version').read_text().strip()}" if (folder / "version").is_file() else "llama.cpp"
+    return {"engine": name, "texts": texts, "rounds": rounds, "accepted": [round(count) for count in accepted]}
 
 
-def wait_for(client: httpx.Client, process: subprocess.Popen, seconds: float = 120.0) -> None:
-    """Wait until a server is ready. Raises RuntimeError if it ends, or takes too long."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"llama-server did not become ready (exit code {process.poll()}): see llama.log")
-
-
-def same(texts: list[list[int]], known: list[list[int]]) -> str:
-    """Say how many texts are ours, and where the first other token is."""
+def same(texts: list, known: list[list[int]], words: list[str]) -> str:
+    """Say how many texts are ours, given as ids or as what a program printed, which may go on for a round; and where
+    the first other token is."""
+    if isinstance(texts[0], str):
+        right = sum(text.replace("\ufffd", "") in said for text, said in zip(words, texts, strict=True))
+        return f"{right} of {len(texts)}"
     wrong = [
         next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
         for a, b in zip(texts, known, strict=True)
@@ -205,6 +187,7 @@ def main() -> None:
     export_drafter(drafter, "dflash", None, work / "dflash")
     prompts = [p.ids for p in evaluation_prompts(DataConfig(source="embedded"), target.tokenizer, 32, 64, 24)]
     asked = {"target": str(EMBEDDED), "prompts": prompts, "tokens": tokens, "drafted": drafter.block_size - 1}
+    asked["texts"] = [target.tokenizer.decode(ids) for ids in prompts]
     runs = {
         "ours": lambda: ours(target, drafter, prompts, tokens),
         "transformers": lambda: transformers_own(target, drafter, prompts, tokens),
@@ -224,7 +207,8 @@ def main() -> None:
         shares = [count / found["rounds"] for count in found["accepted"]]
         cells = [f"{1 + sum(shares):.3f}", *(f"{100 * share:.1f} %" for share in shares)]
         print(f"| {found['engine']} | {found['rounds']} | {' | '.join(cells)} | ", end="")
-        print(f"{same(found['texts'], told['ours']['texts'])} |")
+        words = [target.tokenizer.decode(ids) for ids in told["ours"]["texts"]]
+        print(f"{same(found['texts'], told['ours']['texts'], words)} |")
 
 
 if __name__ == "__main__":

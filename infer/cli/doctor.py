@@ -49,10 +49,10 @@ def run(config: DoctorCommand) -> None:
     if reference is None:
         if target.tokenizer is None:
             raise ValueError(f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts")
-        chats = getattr(target.tokenizer, "chat_template", None) is not None and bool(
-            getattr(drafter.config, "chat_template_kwargs", None)
-        )
-        reference = measure_reference(target, drafter, outside_prompts(target.tokenizer, 64, chats))
+        plain = outside_prompts(target.tokenizer, 64, False)
+        chats = plain if target.tokenizer.chat_template is None else outside_prompts(target.tokenizer, 64, True)
+        prompts = [(chats if i % 2 else plain)[i] for i in range(len(plain))]
+        reference = measure_reference(target, drafter, prompts)
     if config.record:
         write_result(find_folder(config.checkpoint) / FILE, reference)
         print(f"measured    {find_folder(config.checkpoint) / FILE}")

@@ -134,16 +134,18 @@ def other_anchor(target: Target, drafter: Drafter) -> Iterator[Trial]:
 
 
 def other_thetas(target: Target, drafter: Drafter) -> Iterator[Trial]:
-    own = dict(drafter.config.rope_parameters)
+    own = dict(getattr(drafter.config, "rope_parameters", None) or {})
     wanted = [float(rope(target.config).get("rope_theta", 1e4)), *THETAS]
     for theta in dict.fromkeys(wanted):
-        if theta != own["rope_theta"]:
+        if own and theta != own["rope_theta"]:
             other = altered(drafter, rope_parameters=own | {"rope_theta": theta})
             yield Trial(f"rope_theta {theta:g}", other, taps_of(drafter))
 
 
 def other_scaling(target: Target, drafter: Drafter) -> Iterator[Trial]:
-    own = dict(drafter.config.rope_parameters)
+    own = dict(getattr(drafter.config, "rope_parameters", None) or {})
+    if not own:
+        return
     plain = {"rope_type": "default", "rope_theta": own["rope_theta"]}
     ways = [("no rope_scaling", plain)]
     ways += [(f"rope_scaling linear {n}", plain | {"rope_type": "linear", "factor": float(n)}) for n in (2, 4, 8)]
@@ -185,7 +187,9 @@ def other_blocks(target: Target, drafter: Drafter) -> Iterator[Trial]:
 def in_tokens(case: Case, text: KnownText, told: dict | None = None) -> list[int]:
     """Return a reference's prompt as the target's tokenizer reads it now; `told`: the template's settings."""
     prompt = [{"role": "user", "content": text.said}] if text.chat else text.said
-    return encode(case.target, prompt, told)
+    with suppress(ValueError):  # no template, or none that knows the settings
+        return encode(case.target, prompt, told)
+    return []
 
 
 def read_otherwise(case: Case, chat: bool, told: dict | None = None) -> int:
@@ -211,7 +215,7 @@ def show_tokenizer(case: Case) -> str | None:
         decode = case.target.tokenizer.decode
         pairs = zip(case.served.ids, case.served.texts, strict=True)
         strange = sum(clean(decode(ids, skip_special_tokens=True)) != clean(text) for ids, text in pairs)
-        if strange > len(case.served.texts) // 4:
+        if strange > max(1, len(case.served.texts) // 4):
             return f"the token ids of {strange} of its answers are other words here"
     return None
 
@@ -246,8 +250,6 @@ def show_cut(case: Case) -> str | None:
 def show_block(case: Case) -> str | None:
     if case.served is not None and case.served.drafted > case.drafter.block_size - 0.5:
         return f"it drafts {case.served.drafted:.1f} tokens a round, of {case.drafter.block_size - 1}"
-    if case.served is None and case.reference.block_size != case.drafter.block_size:
-        return f"its block size is {case.drafter.block_size}, and was {case.reference.block_size} when it was measured"
     return None
 
 
@@ -255,7 +257,9 @@ def theirs(case: Case) -> Material | None:
     """Return the texts of the target that is compared with ours, seen by ours; None where they are the same."""
     material = case.material
     if case.served is not None:
-        ids = case.served.ids or [case.target.tokenizer(text)["input_ids"] for text in case.served.texts]
+        ids = case.served.ids or [
+            case.target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in case.served.texts
+        ]
         pairs = [(text.prompt, own) for text, own in zip(case.reference.texts, ids, strict=True) if own]
         material = compute(case.target, *map(list, zip(*pairs, strict=True)))
     return material if material.agreement < SAME_TARGET else None
@@ -320,7 +324,7 @@ def looks_quantised(target: Target) -> str | None:
     if weights and all(close(four_bits(weight), weight) for weight in weights):
         return "those of 4 bits"
     steps = [weight.float() / weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) * 127 for weight in weights]
-    if weights and all(close(step.round(), step, 0.01) for step in steps):
+    if weights and all((step.round() - step).abs().mean() < 0.1 for step in steps):  # of any weights: 0.25
         return "those of 8 bits"
     return None
 

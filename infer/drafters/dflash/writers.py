@@ -205,8 +205,9 @@ def write_transformers(drafter: Drafter, target: Target | None) -> tuple[dict, d
         raw["sliding_window"] = config.sliding_window - 1  # theirs counts distances, ours positions
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     names += ("head_dim", "max_position_embeddings", "rms_norm_eps", "vocab_size")
+    names += ("bos_token_id", "eos_token_id", "pad_token_id")  # null too: else its config takes another model's
     stored = {ours: theirs for theirs, ours in NATIVE_TENSORS.items()}
-    raw |= {name: getattr(config, name) for name in names}
+    raw |= {name: getattr(config, name, None) for name in names}
     return raw, {stored.get(name, name): tensor for name, tensor in weights.items()}
 
 
