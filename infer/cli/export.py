@@ -57,7 +57,7 @@ def run(config: ExportCommand) -> None:
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
     from infer.formats.export import check_base_model, check_token, export_drafter, push
-    from infer.formats.gguf import convert, find_converter, layout_for
+    from infer.formats.gguf import convert, find_converter
     from infer.targets.loading import load_config, resolve_path
 
     if config.push_to_hub is not None:
@@ -69,12 +69,11 @@ def run(config: ExportCommand) -> None:
     drafter = load_drafter(config.checkpoint, target_layers=layers)
     if config.base_model is not None and (doubt := check_base_model(config.base_model, drafter)):
         print(doubt)
-    layout = layout_for(drafter) if converter else config.format
-    if FORMATS[layout].target or drafter.embed_tokens is not None or drafter.lm_head is not None:
+    if FORMATS[config.format].target or drafter.embed_tokens is not None or drafter.lm_head is not None:
         target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
         drafter.check_target(target)
         target.name = config.base_model or resolve_path(place.path)
-    export_drafter(drafter, layout, target, out)
+    export_drafter(drafter, config.format, target, out)
     if converter:
         convert(out, place.path, converter)
     write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)

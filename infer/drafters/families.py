@@ -17,7 +17,6 @@ class Format:
     heads: tuple[str, ...] = ()  # conditional heads, rows of `infer.drafters.heads.table`
     headless: bool = True  # a drafter without a conditional head
     convolutions: bool = False
-    through: tuple[str, ...] = ()  # layouts that a converter of others reads; the first that has words for the drafter
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ _ROWS = (
             "treeflash": Format(heads=("swiglu",), headless=False),
             "speculators": Format(target=True, heads=("markov", "selector"), convolutions=True),
             "transformers": Format(),
-            "gguf": Format(heads=("selector", "markov"), convolutions=True, through=("dflash", "dflash2", "dspark")),
+            "gguf": Format(target=True, heads=("selector", "markov"), convolutions=True),
         },
         options=("sample_from_anchor", "causal", "convolutions", "head"),
     ),

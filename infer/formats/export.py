@@ -10,9 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter
-from infer.drafters.families import FORMATS, check_format
+from infer.drafters.families import check_format
 from infer.formats.checkpoint import write_folder
-from infer.formats.gguf import layout_for
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
@@ -24,8 +23,6 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     Raises ValueError for drafters that the layout has no words for.
     """
     check_format(drafter.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
-    if FORMATS[format].through:
-        format = layout_for(drafter)
     config, weights = drafter.writers[format](drafter, target)
     write_folder(config, weights, out)
 

@@ -1,4 +1,4 @@
-"""Drafters as GGUF, for llama.cpp: written in a layout that llama.cpp's own converter reads, then converted by it."""
+"""Drafters as GGUF, for llama.cpp: a folder in a layout that its own converter reads is converted by it."""
 
 import shutil
 import subprocess
@@ -7,8 +7,6 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from infer.drafters.base import Drafter
-from infer.drafters.families import FORMATS, check_format
 from infer.targets.loading import resolve_path
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -26,33 +24,6 @@ def find_converter(named: str | None) -> Path:
             f"llama.cpp>/{CONVERTER}"
         )
     return Path(found)
-
-
-def layout_for(drafter: Drafter) -> str:
-    """Return the layout that the converter is given. Raises ValueError where it knows none for this drafter."""
-    faults = []
-    for name in FORMATS["gguf"].through:
-        try:
-            check_format(drafter.family, name, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
-        except ValueError as error:
-            faults.append(str(error))
-            continue
-        if name == "dflash2" and (fault := too_wide(drafter)):
-            raise ValueError(fault)
-        if (name == "dspark") == bool(drafter.own.get("sample_from_anchor")):
-            return name
-    raise ValueError("format=gguf: llama.cpp's converter knows no layout for this drafter: " + "; ".join(faults))
-
-
-def too_wide(drafter: Drafter) -> str | None:
-    """Say where llama.cpp's selector has no room for the drafter's: it keeps a slot's pairs in one hidden state."""
-    top_k, size = drafter.conditional_head.top_k or drafter.config.vocab_size, drafter.config.hidden_size
-    if top_k * (top_k + 1) <= size:
-        return None
-    return (
-        f"format=gguf: its selector chooses among {top_k} tokens, and llama.cpp has room for "
-        f"{int((size + 0.25) ** 0.5 - 0.5)} with {size} hidden entries: train it with a smaller drafter.head.top_k"
-    )
 
 
 def convert(folder: Path, target: str, converter: Path) -> Path:

@@ -120,6 +120,7 @@ class DFlash(Drafter):
         "treeflash": writers.write_treeflash,
         "speculators": writers.write_speculators,
         "transformers": writers.write_transformers,
+        "gguf": writers.write_for_gguf,
     }
     read = staticmethod(layouts.read)
 

@@ -211,6 +211,24 @@ def write_transformers(drafter: Drafter, target: Target | None) -> tuple[dict, d
     return raw, {stored.get(name, name): tensor for name, tensor in weights.items()}
 
 
+def write_for_gguf(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
+    """Return config.json and tensors as llama.cpp's converter reads them: DeepSpec's, DFlash 2's or the public layout,
+    by what the drafter has. Raises ValueError for drafters that llama.cpp has no room for."""
+    if drafter.own.get("sample_from_anchor") or drafter.own.get("markov_rank"):
+        return write_dspark(drafter, target)
+    if drafter.head_row is None:
+        if drafter.own.get("conv_kernel_size"):
+            raise ValueError("format=gguf: llama.cpp has convolutions beside a selector only, and the drafter has none")
+        return write_public(drafter, target)
+    top_k, size = drafter.conditional_head.top_k or drafter.config.vocab_size, drafter.config.hidden_size
+    if top_k * (top_k + 1) > size:  # it keeps the pairs of a slot in one hidden state
+        raise ValueError(
+            f"format=gguf: its selector chooses among {top_k} tokens, and llama.cpp has room for "
+            f"{int((size + 0.25) ** 0.5 - 0.5)} with {size} hidden entries: train it with a smaller drafter.head.top_k"
+        )
+    return write_dflash2(drafter, target)
+
+
 def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]) -> dict:
     """Return config.json in speculators' layout, of the kind that the conditional head asks for. verifier: the target's
     name or path."""

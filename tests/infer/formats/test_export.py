@@ -14,9 +14,10 @@ from infer.cli.check import CheckCommand
 from infer.cli.check import run as run_check
 from infer.cli.export import ExportCommand
 from infer.cli.export import run as run_export
+from infer.config import DrafterConfig
+from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
-from infer.formats.gguf import layout_for
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 
@@ -448,8 +449,8 @@ open(out, "w").write(" ".join(sys.argv[1:]))
 """
 
 
-def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, make_tiny):
-    target, drafter = make_tiny()
+def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), embedded))
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     converter, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
     options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf", "converter": str(converter)}
@@ -465,6 +466,6 @@ def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, make_tiny):
         run_export(ExportCommand(**options, out=str(tmp_path / "again")))
 
 
-def test_gguf_refuses_what_llama_cpp_has_no_room_for():
+def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):
     with pytest.raises(ValueError, match="chooses among 512 tokens, and llama.cpp has room for 13"):
-        layout_for(load_drafter("embedded"))
+        export_drafter(load_drafter("embedded"), "gguf", None, tmp_path)
