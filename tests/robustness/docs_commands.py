@@ -47,6 +47,7 @@ FOREIGN = (
     "NPROC",
     "replay",
     "train=head",
+    "doctor",
 )
 STAND_INS = {  # what a reader fills in -> something real, in the order in which they are looked for
     r"checkpoints=\[\.\.\.\]": "checkpoints=[runs/a/checkpoints/best,lookup]",
