@@ -399,7 +399,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
 
 def test_export_options_are_checked():
     for options, word in (
-        ({"format": "gguf"}, "format=gguf"),
+        ({"format": "onnx"}, "format=onnx"),
         ({"out": ""}, "out="),
         ({"push_to_hub": "name"}, "push_to_hub=name"),
         ({"push_to_hub": "me/mine", "format": "speculators"}, "base_model="),  # else a path of this machine gets out
