@@ -110,7 +110,7 @@ class Engine(EngineBase):
         capacity: int,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        options = options.beside(getattr(drafter, "ngrams", None))
+        asked, options = options.continuity, options.beside(getattr(drafter, "ngrams", None))
         super().__init__(target, options, capacity, clock)
         if options.method in MASKED_METHODS:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
@@ -123,7 +123,8 @@ class Engine(EngineBase):
         self.pace: Pace | None = None
         self.ngram: NGram | None = None
         if self.method.ngrams:
-            self.ngram = NGram.open(options.continuity, target.tokenizer_digest)
+            # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
+            self.ngram = NGram.open(options.continuity, target.tokenizer_digest if asked else None)
         self.length, self.nodes, self.layers = 0, 0, ()
         self.joint = options.joint and self.drafts and options.rows > 1 and target.lean
         self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them

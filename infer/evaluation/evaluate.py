@@ -230,12 +230,9 @@ def decode_all(
 def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others: bool = False) -> list[Variant]:
     """Return plain decoding, transformers' (if `others`, also by its own ways of drafting), then the other evaluated
     rows of the table of tree methods, in its order."""
-    asked, own = config.continuity, getattr(drafter, "ngrams", None)
-    file = asked or (str(own) if own else NO_NGRAMS)
-    every = asked not in (None, NO_NGRAMS)
+    every = config.continuity not in (None, NO_NGRAMS)
+    own = config.continuity is None and getattr(drafter, "ngrams", None) is not None  # a part of the drafter
     plain, *rows = [row for row in TREES.values() if row.evaluated and (every or not row.ngrams)]
-    if asked is None and own:  # as everywhere else, a drafter's own n-grams are part of it
-        rows = [TREES[row.with_ngrams] if row.with_ngrams else row for row in rows]
     if getattr(drafter, "autoregressive", False):
         rows = [row for row in rows if row.prefixes]
     shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}
@@ -251,12 +248,12 @@ def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others:
     ]
     trees = [
         Variant(
-            row.name,
+            own and row.with_ngrams or row.name,
             budget,
             DecodeOptions(
                 method=row.name,
                 budget=max(1, budget),
-                continuity=file if row.ngrams else NO_NGRAMS,
+                continuity=None if own else config.continuity if row.ngrams else NO_NGRAMS,
                 positions=None,  # every row gets the budget that is measured
                 **shared,
             ),

@@ -25,7 +25,7 @@ def test_documents_are_the_texts_that_were_packed(rows):
     assert found == [[1, 2], [3, 1, 4, 1, 5, 9], [5, 6, 7], [5, 6, 7, 3], [5, 6, 7, 8, 9]]
 
 
-def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, tmp_path):
+def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, embedded, tmp_path):
     target, drafter = make_tiny(block_size=6)
     counted = count_ngrams(documents(rows), 97, 4, tmp_path / NGRAMS, "0" * 64, workers=1)
     assert counted.tokens == 20
@@ -39,6 +39,11 @@ def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, tmp_path):
     for method, expected in methods.items():
         assert open_engine(target, drafter, DecodeOptions(method=method), 50).method.name == expected
     assert open_engine(target, drafter, DecodeOptions(continuity="none"), 50).method.name == "ddtree"
+    target.tokenizer = embedded.tokenizer  # with another digest than the file: another template leaves the ids alone
+    assert open_engine(target, drafter, DecodeOptions(), 50).method.name == "ddtree+continuity"
+    with pytest.raises(ValueError, match="another tokenizer"):
+        open_engine(target, drafter, DecodeOptions(continuity=str(drafter.ngrams)), 50)
+    target.tokenizer = None
 
     texts = [decode(target, drafter, [[5, 6]], DecodeOptions(20, continuity=file))[0].ids for file in (None, "none")]
     assert texts[0] == texts[1] == decode(target, None, [[5, 6]], DecodeOptions(20, method="plain"))[0].ids
