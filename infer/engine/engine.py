@@ -334,8 +334,9 @@ class Engine(EngineBase):
 
     def _round(self) -> None:
         texts, began = self.writing, self.clock()
-        nodes = self._tree_positions(self.computed) - 1 if self.drafts else 0
-        nodes = nodes if self.pace is None else min(nodes, self.pace.most_nodes(len(texts)))
+        most = nodes = self._tree_positions(self.computed) - 1 if self.drafts else 0
+        if self.pace is not None:
+            nodes = min(most, self.pace.most_nodes(len(texts)))
         captured = self.captures and all(
             text.options.temperature == 0 and text.options.repetition_penalty == 1 and not text.judged for text in texts
         )
@@ -348,7 +349,7 @@ class Engine(EngineBase):
             found = self.graphs.run((rows, size), partial(self._fixed_round, rows, size))
             mark = self._lap("verify", began)
         else:
-            found = self._compute([text.options for text in texts], nodes, texts)
+            found = self._compute([text.options for text in texts], nodes, texts, self._forced(texts, most))
             mark = self.clock()
         paths = self._commit(found, captured)
         if self.pace is not None and found.drafted:
@@ -371,13 +372,18 @@ class Engine(EngineBase):
             self.bonuses[:rows] = accepted.bonus
         return found
 
-    def _compute(self, options: list[TextOptions], nodes: int, texts: abc.Sequence[Sequence] = ()) -> Round:
-        """Draft, build the trees of `nodes` nodes at most, verify them and walk. Without texts all are greedy, and
-        nothing takes time on the host."""
+    def _compute(
+        self,
+        options: list[TextOptions],
+        nodes: int,
+        texts: abc.Sequence[Sequence] = (),
+        forced: abc.Sequence[list[int]] = (),
+    ) -> Round:
+        """Draft, build the trees of `nodes` nodes at most, verify them and walk; where grammars `forced` the trees,
+        nothing is drafted. Without texts all are greedy, and nothing takes time on the host."""
         target, lap = self.target, self._lap if texts else lambda stage, mark: mark
         mark = self.clock() if texts else 0.0
         start = self.cache.ends_of(len(self.bonus))  # (B,) positions of the roots
-        forced = self._forced(texts, nodes)
         depth = max(self.length, *map(len, forced), 0) + 1
         noise = round_noise(options, start, depth, target.head_weight.shape[0])
         seen = self._seen(texts)

@@ -29,6 +29,21 @@ class Tool:
     name: str
     parameters: dict
 
+    @property
+    def properties(self) -> dict[str, dict]:
+        """Return the schemas of its parameters. Raises ValueError where there are none to be read."""
+        found = self.parameters.get("properties", {})
+        if not isinstance(found, dict) or not all(isinstance(schema, dict) for schema in found.values()):
+            raise ValueError(
+                f"tools: the parameters of {self.name} are not those of an object, as a JSON schema has them"
+            )
+        return found
+
+    @property
+    def shared(self) -> dict:
+        """Return what its schemas refer to."""
+        return {key: self.parameters[key] for key in ("$defs", "definitions") if key in self.parameters}
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -51,24 +66,22 @@ def json_rule(schema: dict) -> str:
 
 def named_object(key: str, tool: Tool, quote: Callable[[str], str]) -> str:
     """Return the grammar of a call as JSON with a name and, under `key`, arguments."""
-    properties = {"name": {"const": tool.name}, key: tool.parameters}
-    return json_rule(
-        {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
-    )
+    schema = {"type": "object", "properties": {"name": {"const": tool.name}, key: tool.parameters}}
+    return json_rule(schema | {"required": ["name", key], "additionalProperties": False} | tool.shared)
 
 
 def tagged(tool: Tool, quote: Callable[[str], str]) -> str:
     """Return the grammar of a call whose parameters stand between tags, words as they are and all else as JSON."""
     required, parts = tool.parameters.get("required", ()), []
-    for name, schema in tool.parameters.get("properties", {}).items():
-        value = "words" if of_words(schema) else f"{json_rule(schema)} {quote(TAG_END)}"
+    for name, schema in tool.properties.items():
+        value = "words" if of_words(schema) else f"{json_rule(schema | tool.shared)} {quote(TAG_END)}"
         parts.append(f"({quote(f'<parameter={name}>' + chr(10))} {value})" + "?" * (name not in required))
     return " ".join([quote(f"<function={tool.name}>\n"), *parts, quote("</function>")])
 
 
 def of_words(schema: dict) -> bool:
     """Return whether a schema is of texts."""
-    return schema.get("type") == "string" or schema.get("type") is None and "properties" not in schema
+    return schema.get("type") == "string" or not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf", "enum"}
 
 
 def arguments_behind(opening: str, tool: Tool, quote: Callable[[str], str]) -> str:
@@ -91,7 +104,7 @@ def read_object(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
 
 def read_tags(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
     """Read a call whose parameters stand between tags."""
-    properties = tools[name].parameters.get("properties", {}) if name in tools else {}
+    properties = tools[name].properties if name in tools else {}
     arguments = {}
     for key, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL):
         try:

@@ -104,9 +104,9 @@ def test_a_text_under_a_grammar_is_checked_under_it(embedded, drafter, temperatu
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_a_grammar_forces_costs_no_draft(embedded, drafter, temperature):
     """A stretch longer than a draft is verified whole, without the drafter; the text stays the target's."""
-    forced = "the quick brown fox jumps over the lazy dog, and then again over the other one"
-    options = {"regex": f"[ab]{forced}[ab]", "max_new_tokens": 90, "temperature": temperature}
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=1), 120)
+    forced = "the quick brown fox jumps over the lazy dog"
+    options = {"regex": f"[ab]{forced}[ab]", "max_new_tokens": 50, "temperature": temperature}
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=1), 80)
     drafts, propose = [], engine._propose
     engine._propose = lambda *a, **k: drafts.append(1) or propose(*a, **k)
     ids = embedded.tokenizer(PROMPTS[0])["input_ids"]
@@ -115,6 +115,19 @@ def test_what_a_grammar_forces_costs_no_draft(embedded, drafter, temperature):
         engine.step()
     assert len(drafts) < text.stats.rounds == sum(text.stats.histogram) and max(text.commits) > drafter.block_size
     assert text.ids == generate(embedded, None, ids, method="plain", **options).ids
+
+
+def test_a_forced_stretch_fits_beside_a_row_that_is_nearly_full(embedded, drafter):
+    forced = "the quick brown fox jumps over the lazy dog"
+    ids = embedded.tokenizer(PROMPTS[0] * 8)["input_ids"][:60]
+    asked = [(ids, 14), (ids[:4], 40)]  # together they look at 60 + 40 positions of rows of 74
+    engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=2), 74)
+    texts = [engine.submit(prompt, TextOptions(max_new_tokens=most, regex=forced)) for prompt, most in asked]
+    while engine.busy:
+        engine.step()
+    for text, (prompt, most) in zip(texts, asked, strict=True):
+        alone = generate(embedded, None, prompt, method="plain", max_new_tokens=most, regex=forced)
+        assert text.ids == alone.ids
 
 
 def test_going_on_costs_nothing_for_the_text_before(embedded, drafter):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from infer import Engine, load_drafter
+from infer import Engine, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.base import new_drafter
 from infer.drafters.lookup import Lookup
@@ -14,12 +14,26 @@ from infer.targets.target import Target
 OPTIONS = TextOptions(max_new_tokens=24, temperature=0.8, seed=3)
 
 
-def drafters(target):
-    yield "dflash", load_drafter("embedded")
+@pytest.fixture(scope="module")
+def target(shallow):
+    return load_target(str(shallow), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    """Untrained, but begun with the target's own layers: some drafts are accepted."""
+    drafter = new_drafter(DrafterConfig(layers=2, block_size=6), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    drafter.warm_start(target)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def drafters(target, drafter):
+    """One of every kind of memory."""
     dart = new_drafter(DrafterConfig(family="dart", layers=1, block_size=6), target)
     dart.init_weights(torch.Generator().manual_seed(0))
-    yield "dart", dart
-    yield "lookup", Lookup(6)
+    return {"dflash": drafter, "dart": dart, "lookup": Lookup(6)}
 
 
 def write(target, drafter, prompts, memory, rows=1, together=False):
@@ -38,16 +52,16 @@ def write(target, drafter, prompts, memory, rows=1, together=False):
 
 
 @pytest.fixture(scope="module")
-def prompts(embedded):
+def prompts(target):
     """A conversation of three turns; then one that leaves it, in the middle of a block."""
-    ids = embedded.tokenizer("import os\n\n\nclass Reader:\n    def read(self):\n        return\n" * 16)["input_ids"]
+    ids = target.tokenizer("import os\n\n\nclass Reader:\n    def read(self):\n        return\n" * 16)["input_ids"]
     return [ids[:150], ids[:200], ids[:260], ids[:100] + ids[:50]]
 
 
-def test_texts_and_drafts_are_the_same_and_less_is_computed(embedded, prompts):
-    for name, drafter in drafters(embedded):
-        without, every = write(embedded, drafter, prompts, 0)
-        found, computed = write(embedded, drafter, prompts, 64)
+def test_texts_and_drafts_are_the_same_and_less_is_computed(target, drafters, prompts):
+    for name, drafter in drafters.items():
+        without, every = write(target, drafter, prompts, 0)
+        found, computed = write(target, drafter, prompts, 64)
         assert [text.ids for text in found] == [text.ids for text in without], name
         assert [text.commits for text in found] == [text.commits for text in without], name  # drafts, too
         assert every == sum(map(len, prompts)) and [text.stats.reused for text in without] == [0] * 4
@@ -55,23 +69,22 @@ def test_texts_and_drafts_are_the_same_and_less_is_computed(embedded, prompts):
         assert [text.stats.reused for text in found] == reused and computed == every - sum(reused), name
 
 
-def test_an_answer_is_taken_over_with_its_prompt(embedded, prompts):
-    drafter = load_drafter("embedded")
+def test_an_answer_is_taken_over_with_its_prompt(target, drafter, prompts):
     prompt = prompts[0][:120]
-    [first], _ = write(embedded, drafter, [prompt], 0)
+    [first], _ = write(target, drafter, [prompt], 0)
     turns = [prompt, prompt + first.ids + prompts[0][:9]]  # the answer ends behind position 128
-    without, _ = write(embedded, drafter, turns, 0)
-    found, _ = write(embedded, drafter, turns, 64)
+    without, _ = write(target, drafter, turns, 0)
+    found, _ = write(target, drafter, turns, 64)
     assert [text.ids for text in found] == [text.ids for text in without]
     assert [text.commits for text in found] == [text.commits for text in without]
     assert found[1].stats.reused == 2 * BLOCK > len(prompt)
 
 
-def test_what_several_share_is_computed_once(embedded, prompts):
+def test_what_several_share_is_computed_once(target, drafter, prompts):
     shared = prompts[2][:200]
     asked = [[*shared, *prompts[0][i : i + 5 + i]] for i in range(6)]
-    without, _ = write(embedded, load_drafter("embedded"), asked, 0, rows=6, together=True)
-    found, computed = write(embedded, load_drafter("embedded"), asked, 64, rows=6, together=True)
+    without, _ = write(target, drafter, asked, 0, rows=6, together=True)
+    found, computed = write(target, drafter, asked, 64, rows=6, together=True)
     assert [text.ids for text in found] == [text.ids for text in without]
     assert [text.stats.reused for text in found] == [0] + [3 * BLOCK] * 5
     assert computed < len(shared) + 6 * (200 - 3 * BLOCK + 10)

@@ -5,9 +5,12 @@ import json
 
 import httpx
 import pytest
+import torch
+from llguidance.hf import from_tokenizer
 
-from infer import Engine, load_drafter
-from infer.config import EngineConfig
+from infer import Engine, load_target
+from infer.config import DrafterConfig, EngineConfig
+from infer.drafters.base import new_drafter
 from infer.engine.grammar import _tokenizer as guidance_tokenizer
 from infer.engine.grammar import compile_grammar
 from infer.serving.calls import FORMATS, Answer, Reading, Tool, Wish, reading_of, response_parser
@@ -119,13 +122,41 @@ def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, n
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right, words
 
 
+def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
+    """As pydantic makes schemas, and as gpt-oss writes calls."""
+    day = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+    parameters = {"type": "object", "properties": {"day": {"$ref": "#/$defs/Day"}}, "required": ["day"]}
+    tool = Tool("plan", parameters | {"$defs": {"Day": day}, "additionalProperties": False})
+    tokenizer = copy.deepcopy(embedded.tokenizer)
+    marks = ("channel", "message", "end", "start", "constrain", "call")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{mark}|>" for mark in marks]})
+    guidance = from_tokenizer(tokenizer)
+    texts = {
+        "hermes": '<tool_call>\n{"name": "plan", "arguments": {"day": {"n": 3}}}\n</tool_call>',
+        "tags": '<tool_call>\n<function=plan>\n<parameter=day>\n{"n": 3}\n</parameter>\n</function>\n</tool_call>',
+        "llama3": '{"name": "plan", "parameters": {"day": {"n": 3}}}',
+        "harmony": '<|channel|>commentary to=functions.plan <|constrain|>json<|message|>{"day": {"n": 3}}',
+    }
+    for name, text in texts.items():
+        reading = Reading(tokenizer, FORMATS[name])
+        grammar = reading.grammar(Wish((tool,), several=False), False)
+        for words, right in ((text, True), (text.replace("3", "true"), False)):
+            matcher = compile_grammar("grammar", grammar, guidance).deep_copy()
+            ids = tokenizer(words)["input_ids"]
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right, words
+        assert reading.special == (name == "harmony")
+    with pytest.raises(ValueError, match="parameters of plan"):
+        Reading(tokenizer, FORMATS["tags"]).grammar(Wish((Tool("plan", {"properties": [1]}),), False), False)
+
+
 @pytest.fixture(scope="module")
-def served(running, embedded):
-    """The embedded target with a chat template that shows tools."""
-    target = copy.copy(embedded)
-    target.tokenizer = copy.deepcopy(embedded.tokenizer)
+def served(running, shallow):
+    """Four layers of the embedded target, with a chat template that shows tools."""
+    target = load_target(str(shallow), device="cpu")
     target.tokenizer.chat_template = TEMPLATE
-    engine = Engine(target, load_drafter("embedded"), EngineConfig("ddtree", 16, rows=2, prefix_memory=64), 1600)
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=6), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    engine = Engine(target, drafter, EngineConfig("ddtree", 16, rows=2, prefix_memory=64), 1600)
     with running(engine) as (url, service):
         yield url, service
 
