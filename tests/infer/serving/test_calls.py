@@ -5,12 +5,10 @@ import json
 
 import httpx
 import pytest
-import torch
 from llguidance.hf import from_tokenizer
 
-from infer import Engine, load_target
-from infer.config import DrafterConfig, EngineConfig
-from infer.drafters.base import new_drafter
+from infer import Engine, load_drafter
+from infer.config import EngineConfig
 from infer.engine.grammar import _tokenizer as guidance_tokenizer
 from infer.engine.grammar import compile_grammar
 from infer.serving.calls import FORMATS, Answer, Reading, Tool, Wish, reading_of, response_parser
@@ -150,13 +148,12 @@ def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
 
 
 @pytest.fixture(scope="module")
-def served(running, shallow):
-    """Four layers of the embedded target, with a chat template that shows tools."""
-    target = load_target(str(shallow), device="cpu")
+def served(running, embedded):
+    """The embedded target with a chat template that shows tools."""
+    target = copy.copy(embedded)
+    target.tokenizer = copy.deepcopy(embedded.tokenizer)
     target.tokenizer.chat_template = TEMPLATE
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=6), target)
-    drafter.init_weights(torch.Generator().manual_seed(0))
-    engine = Engine(target, drafter, EngineConfig("ddtree", 16, rows=2, prefix_memory=64), 1600)
+    engine = Engine(target, load_drafter("embedded"), EngineConfig("ddtree", 16, rows=2, prefix_memory=64), 1600)
     with running(engine) as (url, service):
         yield url, service
 
