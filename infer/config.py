@@ -384,7 +384,7 @@ class EvaluationConfig:
     prompts: int = 32
     outside: int = 24
     prompt_tokens: int = 96
-    max_new_tokens: int = 64
+    max_new_tokens: int = 48
     budgets: list[int] = field(default_factory=lambda: [4, 8, 16])
     repeats: int = 1
     temperature: float = 0.0
