@@ -46,7 +46,7 @@ from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 BEHIND = 32  # rounds that draft nothing after which the drafter is given their features
-FEW = 16  # candidates of a position that every tree considers; a large one, two for each of its nodes
+FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
 PIECE = 65  # nodes of a row whose logits are in memory at a time
 
 
@@ -481,7 +481,9 @@ class Engine(EngineBase):
             block = drafter.draft_block(self.target, self.bonus, self.state)
             marginals = block.marginals  # (B, L, V)
             judge = judge_on_noise(options, None if self.method.draws else noise, before)
-            considered = min(self.options.candidates, max(FEW, 2 * nodes))
+            considered = self.options.candidates
+            if self.method.by_budget:
+                considered = min(considered, max(FEW, 2 * nodes))
             steps = drafter.conditional_draft(self.target, self.bonus, block, judge, considered)
             conditional = None if steps.recurrent else steps
         else:

@@ -35,4 +35,6 @@ def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path) -> None:
         return
     vocabulary = len(target.head_weight)
     order = min(ORDER, 64 // vocabulary.bit_length())
-    count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, target.tokenizer_digest, threshold=THRESHOLD)
+    digest = target.tokenizer_digest
+    # in this process: others are spawned, and would run a user's script anew that trains
+    count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, workers=1, threshold=THRESHOLD)
