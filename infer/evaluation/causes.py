@@ -248,7 +248,7 @@ def show_cut(case: Case) -> str | None:
 
 
 def show_block(case: Case) -> str | None:
-    if case.served is not None and case.served.drafted > case.drafter.block_size - 0.5:
+    if case.served is not None and case.served.drafted > case.drafter.block_size + 0.5:  # one more: the anchor's slot
         return f"it drafts {case.served.drafted:.1f} tokens a round, of {case.drafter.block_size - 1}"
     return None
 
