@@ -39,7 +39,7 @@ infer.evaluation.report._png = lambda figure: b"a picture"  # drawing takes long
 
 sys.stdout.reconfigure(line_buffering=True)
 if os.fork() == 0:  # training leaves its process by os._exit
-    main(["train", *{TRAIN + DATA!r}])
+    main(["train", f"target.path={{sys.argv[1]}}", *{TRAIN + DATA!r}])
 assert os.wait()[1] == 0
 best = "runs/toys/checkpoints/best"
 main(["eval", f"checkpoint={{best}}", "out=evaluation", *{DATA + SMALL!r}])
@@ -89,10 +89,10 @@ def copy(repo, page, tmp_path_factory) -> Path:
     return root
 
 
-def run(root: Path, program: str) -> str:
+def run(root: Path, program: str, *arguments: str) -> str:
     """Run Python in the copy; return what it printed."""
     environment = os.environ | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -105,12 +105,12 @@ def test_a_toy_is_as_few_files_as_the_page_says(page):
         assert len(code) < 45, title
 
 
-def test_toys_go_through_training_eval_compare_and_export(copy):
+def test_toys_go_through_training_eval_compare_and_export(copy, shallow):
     rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
     (copy / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (copy / "riddles").mkdir()
     (copy / "riddles" / "riddles.jsonl").write_text(json.dumps({"riddle": "What has keys?"}) + "\n")
-    printed = run(copy, PROGRAM)
+    printed = run(copy, PROGRAM, str(shallow))
     evaluation = json.loads((copy / "evaluation" / "evaluation.json").read_text())
     assert [method["name"] for method in evaluation["methods"]].count("comb") == 1
     assert all(method["identical"] for method in evaluation["methods"])

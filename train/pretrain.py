@@ -205,22 +205,55 @@ def deepen(model: PreTrainedModel, times: int) -> PreTrainedModel:
 def pretrain(config: PretrainConfig) -> dict:
     """Train tokenizer and model, save both (bf16 safetensors) to `config.out`, and return the figures."""
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
+    earlier = None if config.init is None else continued(config)  # before texts are read, since it may be refused
+    out.mkdir(parents=True, exist_ok=True)
     code = {split: [document.text for document in stdlib_documents(split)] for split in SPLITS}
     prose = {split: [document.text for document in stdlib_prose(split)] for split in SPLITS}
-    if config.init:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(config.init)
-        model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32)
-        model = deepen(model, config.deepen)
-    else:
-        tokenizer = train_tokenizer(code["train"] + prose["train"], config.vocab_size)
-        model = new_model(config, tokenizer)
+    model, tokenizer = earlier or begun(config, code["train"] + prose["train"])
     tokenizer.save_pretrained(out)
     stream = token_stream(code["train"] + prose["train"], tokenizer, config.seed)
     held_code, held_prose = (token_stream(texts["held_out"], tokenizer, config.seed) for texts in (code, prose))
     held_bytes = sum(len(text.encode()) for text in code["held_out"])
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens", flush=True)
+    began = time.time()
+    with going_on(f"{out} is as it was last saved, if it was; the same command begins anew"):
+        for step in trained(model, stream, config):
+            if step % config.save_every == 0 or step == config.steps:
+                loss = held_out_loss(model, held_code, config.length)
+                figures = {
+                    "step": step,
+                    "held_out_loss": loss,
+                    "held_out_bits_per_byte": loss * len(held_code) / held_bytes / math.log(2),
+                    "held_out_loss_of_prose": held_out_loss(model, held_prose, config.length),
+                    "minutes": (time.time() - began) / 60,
+                    "train_tokens": len(stream),
+                    "recipe": asdict(config),
+                }
+                print(figures, flush=True)
+                half = type(model)(model.config).to(torch.bfloat16)
+                half.load_state_dict(model.state_dict())
+                half.save_pretrained(out)
+                write_json(out / "pretraining.json", figures)
+    with going_on(f"the model in {out} is finished, its answers are not; the same command begins anew"):
+        write_answers(config, out)
+    return figures
+
+
+def continued(config: PretrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return model and tokenizer of the folder to go on from. Raises ValueError where it cannot be deepened."""
+    model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32)
+    return deepen(model, config.deepen), PreTrainedTokenizerFast.from_pretrained(config.init)
+
+
+def begun(config: PretrainConfig, texts: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return a model with random weights and a tokenizer of these texts."""
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    return new_model(config, tokenizer), tokenizer
+
+
+def trained(model: PreTrainedModel, stream: torch.Tensor, config: PretrainConfig) -> Iterator[int]:
+    """Train the model on the token stream; yield how many steps are taken, after each."""
     optimizer = make_optimizer(model, OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay))
     body = torch.compile(model.model) if config.compile else model.model
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)
@@ -240,28 +273,8 @@ def pretrain(config: PretrainConfig) -> dict:
         (loss + leaving).backward()
         return loss.item()
 
-    began = time.time()
-    with going_on(f"{out} is as it was last saved, if it was; the same command begins anew"):
-        for taken in take_steps(model, optimizer, config, 0, backward):
-            if taken.step % config.save_every == 0 or taken.step == config.steps:
-                loss = held_out_loss(model, held_code, config.length)
-                figures = {
-                    "step": taken.step,
-                    "held_out_loss": loss,
-                    "held_out_bits_per_byte": loss * len(held_code) / held_bytes / math.log(2),
-                    "held_out_loss_of_prose": held_out_loss(model, held_prose, config.length),
-                    "minutes": (time.time() - began) / 60,
-                    "train_tokens": len(stream),
-                    "recipe": asdict(config),
-                }
-                print(figures, flush=True)
-                half = type(model)(model.config).to(torch.bfloat16)
-                half.load_state_dict(model.state_dict())
-                half.save_pretrained(out)
-                write_json(out / "pretraining.json", figures)
-    with going_on(f"the model in {out} is finished, its answers are not; the same command begins anew"):
-        write_answers(config, out)
-    return figures
+    for taken in take_steps(model, optimizer, config, 0, backward):
+        yield taken.step
 
 
 def write_answers(config: PretrainConfig, out: Path) -> None:

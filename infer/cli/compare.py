@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from data.rows import DataConfig
-from infer.cli.models import load
+from infer.cli.models import load_all
 from infer.config import EvaluationConfig, TargetConfig
 from infer.utils.checks import check_parts
 from infer.utils.progress import Progress
@@ -57,11 +57,9 @@ def run(config: CompareCommand) -> None:
     from infer.utils.files import atomic_write
 
     options, evaluations = config.evaluation, {}
-    loaded = {run_name(checkpoint): load(config.target, checkpoint) for checkpoint in config.checkpoints}
-    for name, (target, drafter) in loaded.items():
-        prompts = evaluation_prompts(
-            config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside
-        )
+    target, drafters = load_all(config.target, config.checkpoints)
+    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
+    for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
         evaluations[name] = evaluate(target, drafter, prompts, options, Progress(f"evaluating {name}", "prompts"), True)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

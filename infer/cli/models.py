@@ -10,14 +10,11 @@ def check_together(target: TargetConfig, decoding: EngineConfig) -> None:
 
 
 def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
-    """Load target and drafter, the drafter in the target's dtype. The drafter is opened first, because a mistake in it
-    costs less time; how its target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
-    target's options say otherwise. An n-gram file is a drafter too, of its pairs; a masked diffusion model has none.
-    Raises ValueError, before weights are loaded, if the method is for the other kind of model."""
-    from infer import load_masked, load_target
-    from infer.formats.checkpoint import open_drafter
+    """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no checkpoint, or a
+    masked diffusion model. Raises ValueError, before weights are loaded, if the method is for the other kind of model;
+    else as `load_all`."""
+    from infer import load_masked
     from infer.masked.model import is_masked
-    from infer.targets.loading import load_config
 
     if place.tp_plan and (method in MASKED_METHODS or is_masked(place.path)):
         raise ValueError("target.tp_plan=auto is for causal targets, not for masked diffusion models")
@@ -28,15 +25,41 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
             f"target.path={place.path}: a masked diffusion model has no drafter, and method={method} cannot decode it: "
             "use decoding.method=ssd"
         )
-    drafter = None
-    if checkpoint is not None:
+    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint])
+    return target, next(iter(drafters), None)
+
+
+def load_all(place: TargetConfig, checkpoints: list[str]):
+    """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
+    costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
+    target's options say otherwise. An n-gram file is a drafter too, of its pairs. Raises ValueError for a drafter that
+    does not fit, and for several that were trained with a target asked in different ways."""
+    from infer import load_target
+    from infer.formats.checkpoint import open_drafter
+    from infer.targets.loading import load_config
+
+    drafters = []
+    if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
-        drafter = open_drafter(checkpoint, layers)
-    told = place.chat_template_kwargs or getattr(getattr(drafter, "config", None), "chat_template_kwargs", None)
+        drafters = [open_drafter(checkpoint, layers) for checkpoint in checkpoints]
+    told = [place.chat_template_kwargs] if place.chat_template_kwargs else []
+    configs = [drafter.config for drafter in drafters if hasattr(drafter, "config")]
+    told = told or [getattr(config, "chat_template_kwargs", None) or None for config in configs]
+    if any(way != told[0] for way in told):
+        raise ValueError(
+            f"chat_template_kwargs={told}: the drafters were trained with a target that was asked in different ways; "
+            "say by target.chat_template_kwargs how it is asked here"
+        )
     model = load_target(
-        place.path, place.dtype, place.device, place.trust_remote_code, None, place.adapter, told, place.tp_plan
+        place.path,
+        place.dtype,
+        place.device,
+        place.trust_remote_code,
+        None,
+        place.adapter,
+        next(iter(told), None),
+        place.tp_plan,
     )
-    if drafter is None:
-        return model, None
-    drafter.check_target(model)
-    return model, drafter.to(model.device, model.dtype)
+    for drafter in drafters:
+        drafter.check_target(model)
+    return model, [drafter.to(model.device, model.dtype) for drafter in drafters]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -139,6 +139,7 @@ def refuse_hydra_settings(arguments: list[str]) -> None:
             raise ValueError(f"{argument.split('=')[0]}: Hydra's own settings have no effect here, leave it out")
 
 
+@cache
 def prepare(name: str, schema: type) -> None:
     """Tell Hydra what has no file: the schema, the options with its defaults, and model=NAME for every target, which is
     the bundle conf/model/hf.yaml with that target. Hide the environment: it holds keys, and configurations are logged.

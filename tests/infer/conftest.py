@@ -1,9 +1,12 @@
-"""Shared by the tests of infer/: a scripted drafter, transformers' own greedy text, and a running server."""
+"""Shared by the tests of infer/: a scripted drafter, transformers' own greedy text, running servers."""
 
+import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -100,6 +103,41 @@ def _running(engine: Engine, **options):
         assert not thread.is_alive() and not app.state.service.worker.is_alive()
 
 
+@contextmanager
+def _answering(reply: Callable[[BaseHTTPRequestHandler, dict | None], tuple[int, dict] | None]):
+    """A server of others: `reply(request, its JSON body, None for GET)` is the status and the JSON that it answers, or
+    None where it hangs up and refuses whoever asks from then on. Yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.say(reply(self, None))
+
+        def do_POST(self):
+            self.say(reply(self, json.loads(self.rfile.read(int(self.headers["content-length"])))))
+
+        def say(self, answer):
+            if answer is None:
+                here.socket.close()
+                return
+            content = json.dumps(answer[1]).encode()
+            self.send_response(answer[0])
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    here = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    here.daemon_threads = True
+    here.handle_error = lambda *_: None
+    threading.Thread(target=here.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{here.server_port}/v1"
+    finally:
+        threading.Thread(target=here.shutdown, daemon=True).start()
+
+
 def _idle(service, seconds: float = 20) -> bool:
     """Return whether nothing is in work any more, waiting for it up to `seconds`."""
     end = time.monotonic() + seconds
@@ -132,6 +170,12 @@ def free_port() -> int:
 def running():
     """(engine, **server options) -> a context manager that serves the engine; see `_running`."""
     return _running
+
+
+@pytest.fixture(scope="session")
+def answering():
+    """(reply) -> a context manager that runs a server of others; see `_answering`."""
+    return _answering
 
 
 @pytest.fixture(scope="session")

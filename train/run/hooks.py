@@ -74,7 +74,8 @@ def evaluate_checkpoint(
                     (out / "failed.txt").unlink(missing_ok=True)
                     print_evaluation(result, out, progress)
                     tracker.summary(result)
-                update_report(run)
+                if not last:  # behind the last one comes `finish_report`
+                    update_report(run)
             except OSError:
                 raise  # the disk's
             except Exception as error:  # noqa: BLE001

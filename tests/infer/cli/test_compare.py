@@ -11,7 +11,7 @@ from infer import load_target, save_drafter
 from infer.api import decode
 from infer.cli.compare import CompareCommand, run_name
 from infer.cli.compare import run as run_compare
-from infer.cli.models import load
+from infer.cli.models import load, load_all
 from infer.cli.ngram import NgramCommand
 from infer.cli.ngram import run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
@@ -23,6 +23,12 @@ from infer.ngrams.model import NGram
 
 HELD_OUT = "the first row of every ten is kept for evaluation, and not counted"
 TEXTS = ["import os\n\ndef read(path):\n    return os.stat(path)\n", "class A:\n    def read(self): pass\n", "x = 1\n"]
+
+
+@pytest.fixture(scope="module")
+def embedded(shallow_target):
+    """The embedded target's first layers: enough for what is counted, drafted and compared here."""
+    return shallow_target
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +55,19 @@ def test_the_command_counts_what_training_would_read(counted, embedded):
     assert (model.order, model.vocabulary) == (4, 512)
 
 
-def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded, ngrams):
+def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded, shallow, ngrams):
     drafter = new_drafter(DrafterConfig(layers=1), embedded)
     drafter.init_weights(torch.Generator().manual_seed(0))
     options = DecodeOptions(4, continuity=str(counted))
     assert len(decode(embedded, drafter, [[1, 2, 3]], options)[0].ids) == 4
     with pytest.raises(ValueError, match=r"tiny\.ngrams: counted with another tokenizer"):
         decode(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, continuity=str(ngrams)))
-    assert isinstance(load(TargetConfig(), str(counted))[1], Bigram)
+    assert isinstance(load(TargetConfig(str(shallow)), str(counted))[1], Bigram)
 
 
-def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, tmp_path, capsys):
-    checkpoints, target = [], load_target(str(shallow))
+def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded, tmp_path, monkeypatch, capsys):
+    checkpoints, target, loaded = [], embedded, []
+    monkeypatch.setattr("infer.load_target", lambda *options: loaded.append(options) or load_target(*options))
     for family in ("dflash", "dart"):
         drafter = new_drafter(DrafterConfig(family=family, layers=1, block_size=5), target)
         drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
@@ -74,6 +81,7 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, tmp_path,
     command = CompareCommand(checkpoints, str(tmp_path / "out"), TargetConfig(str(shallow)), data, evaluation)
     command.check()
     run_compare(command)
+    assert len(loaded) == 1  # for all drafters
     table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert table[0] in capsys.readouterr().out
     assert [line.split("|")[1:3] for line in table[2:10]] == [
@@ -97,6 +105,15 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, tmp_path,
         assert all(method["identical"] for method in result["methods"])
         assert len(result["accuracy"]) == result["block_size"] - 1
         assert all(0 <= share <= 1 for share in result["accuracy"])
+
+
+def test_drafters_whose_targets_were_asked_in_different_ways_are_not_compared(embedded, shallow, tmp_path):
+    for name, told in (("a", {"enable_thinking": False}), ("b", {})):
+        drafter = new_drafter(DrafterConfig(layers=1), embedded)
+        drafter.config.chat_template_kwargs = told
+        save_drafter(drafter.config, drafter.state_dict(), tmp_path / name / "drafter")
+    with pytest.raises(ValueError, match="enable_thinking.*asked in different ways"):
+        load_all(TargetConfig(str(shallow)), [str(tmp_path / "a"), str(tmp_path / "b")])
 
 
 def test_checkpoints_are_called_by_their_runs():

@@ -150,7 +150,7 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head, ngrams, kind):
-    target, drafter = with_head(kind, sample_from_anchor=kind in ("gated", "gru", "selector"))
+    target, drafter = with_head(kind, depth=3, sample_from_anchor=kind in ("gated", "gru", "selector"))
     prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
     for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
         wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))]

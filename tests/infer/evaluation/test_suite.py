@@ -19,28 +19,12 @@ from infer.evaluation.suite import ask, evaluate_suite
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, embedded):
+def place(tmp_path_factory, embedded, random_qwen3):
     """A folder with a random target called Qwen3-4B, a drafter for it, and two questions of every set."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from infer.targets.target import Target
 
     folder = tmp_path_factory.mktemp("suite")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = random_qwen3(vocab_size=512, num_hidden_layers=4)
     model.save_pretrained(folder / "Qwen3-4B")
     embedded.tokenizer.save_pretrained(folder / "Qwen3-4B")
     target = Target(model, embedded.tokenizer)

@@ -4,10 +4,9 @@ import hashlib
 import json
 import random
 import time
+import zlib
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
-from threading import Thread
 
 import pytest
 
@@ -43,47 +42,35 @@ def reply(body: dict) -> dict:
     return {"choices": [{"message": message, "finish_reason": finish, "token_ids": [number % 97, 5]}]}
 
 
-@contextmanager
-def server(pause: float = 0.0, dies_after: int | None = None, fails: int = 0):
-    """A server of that model: slow, one that dies, or one whose every `fails`-th request fails."""
-    asked = []
+@pytest.fixture(scope="module")
+def server(answering):
+    """(...) -> a server of that model: slow, one that dies, or one where one of `fails` requests fails at first."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.say(200, {"data": [{"id": "model", "owned_by": "vllm"}]})
+    @contextmanager
+    def run(pause: float = 0.0, dies_after: int | None = None, fails: int = 0):
+        asked, failed = [], set()
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        def say(request, body: dict | None):
+            if body is None:
+                return 200, {"data": [{"id": "model", "owned_by": "vllm"}]}
             asked.append(body)
             time.sleep(pause)
             if dies_after is not None and len(asked) > dies_after:
-                here.socket.close()  # who asks from now on is refused
-                return
-            failed = fails and len(asked) % fails == 0
-            self.say(503 if failed else 200, {} if failed else reply(body))
+                return None
+            said = json.dumps(body)
+            if fails and said not in failed and zlib.crc32(said.encode()) % fails == 0:
+                failed.add(said)
+                return 503, {}
+            return 200, reply(body)
 
-        def say(self, status, body):
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+        with answering(say) as url:
+            yield url, asked
 
-        def log_message(self, *_):
-            pass
-
-    here = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    here.daemon_threads = True
-    here.handle_error = lambda *_: None
-    Thread(target=here.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{here.server_port}/v1", asked
-    finally:
-        Thread(target=here.shutdown, daemon=True).start()
+    return run
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def expected(tmp_path_factory, server):
     """What one server that nothing happens to writes."""
     out = tmp_path_factory.mktemp("once") / "a.jsonl"
     with server() as (url, _):
@@ -108,7 +95,7 @@ def test_every_answer_follows_those_written_before_it(expected):
     assert 100 < whole < 190 and thoughts > 100
 
 
-def test_three_servers_of_which_one_dies_and_one_is_slow(expected, tmp_path):
+def test_three_servers_of_which_one_dies_and_one_is_slow(expected, server, tmp_path):
     """Stopped twice, the second time within a line: the same file."""
     out = tmp_path / "a.jsonl"
     with server(fails=13) as (good, asked), server(pause=0.03) as (slow, few), server(dies_after=60) as (dying, died):
@@ -128,7 +115,7 @@ def test_three_servers_of_which_one_dies_and_one_is_slow(expected, tmp_path):
         assert len(asked) > len(few) > 0 and len(died) > 60
 
 
-def test_shards_and_batch_files_give_the_same_file(expected, tmp_path):
+def test_shards_and_batch_files_give_the_same_file(expected, server, tmp_path):
     shards = []
     with server() as (url, _):
         for part in range(3):
@@ -154,7 +141,7 @@ def test_shards_and_batch_files_give_the_same_file(expected, tmp_path):
     assert (tmp_path / "batch.jsonl").read_text() == expected.read_text()
 
 
-def test_a_run_ends_where_no_server_is_left(tmp_path, monkeypatch):
+def test_a_run_ends_where_no_server_is_left(server, tmp_path, monkeypatch):
     """Rows do not fail for it: the same command goes on when one is back."""
     monkeypatch.setattr("infer.serving.clients.PATIENCE", 0.3)
     out = tmp_path / "a.jsonl"

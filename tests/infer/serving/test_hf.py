@@ -85,7 +85,7 @@ def allowed(row: int, ids: torch.Tensor) -> list[int]:
 
 @pytest.fixture(scope="module")
 def unprocessed(tiny):
-    return tiny[0].model.generate(**batch(), max_new_tokens=40, do_sample=False)
+    return tiny[0].model.generate(**batch(), max_new_tokens=24, do_sample=False)
 
 
 @pytest.mark.parametrize("first", [0, 1])  # three rows, or the two that are padded
@@ -107,7 +107,7 @@ def unprocessed(tiny):
 def test_what_processors_know_of_each_row_of_a_padded_batch(tiny, unprocessed, first, settings):
     target, drafter = tiny
     inputs = {name: value[first:] for name, value in batch().items()}
-    settings = {"max_new_tokens": 40, "do_sample": False, **settings}
+    settings = {"max_new_tokens": 24, "do_sample": False, **settings}
     expected = target.model.generate(**inputs, **settings)
     assert first or not torch.equal(expected, unprocessed)  # they do something
     for method in ("plain", "ddtree"):

@@ -3,9 +3,8 @@
 import json
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
-from threading import Lock, Thread
+from threading import Lock
 
 import pytest
 import torch
@@ -74,60 +73,41 @@ def test_a_file_of_others_is_not_touched(tmp_path):
     assert out.read_text() == "precious"
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers with the prompt's length; every third prompt fails once, prompts with "f5(" always."""
-
-    lock, failed, at_once, most = Lock(), set(), 0, 0
-
-    def do_GET(self):
-        self.reply(200, {"data": [{"id": "big"}]})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-        cls = type(self)
-        with cls.lock:
-            cls.at_once += 1
-            cls.most = max(cls.most, cls.at_once)
-            first = prompt not in cls.failed
-            cls.failed.add(prompt)
-        time.sleep(0.01)
-        with cls.lock:
-            cls.at_once -= 1
-        if "f5(" in prompt or self.headers["authorization"] != "Bearer secret":
-            return self.reply(400, {"error": "never"})
-        if first and len(prompt) % 3 == 0:
-            return self.reply(503, {"error": "later"})
-        text = {"text": str(len(prompt))} if "prompt" in body else {"message": {"content": str(len(prompt))}}
-        self.reply(200, {"choices": [text | {"finish_reason": "stop"}]})
-
-    def reply(self, status, body):
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
-def test_answers_from_a_server(tmp_path, monkeypatch):
+def test_answers_from_a_server(answering, tmp_path, monkeypatch):
+    """It answers with the prompt's length; every third prompt fails once, prompts with "f5(" always."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/v1"
+    lock, failed, at_once, most = Lock(), set(), [], []
+
+    def say(request, body: dict | None) -> tuple[int, dict]:
+        if body is None:
+            return 200, {"data": [{"id": "big"}]}
+        prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        with lock:
+            at_once.append(prompt)
+            most.append(len(at_once))
+            first = prompt not in failed
+            failed.add(prompt)
+        time.sleep(0.01)
+        with lock:
+            at_once.remove(prompt)
+        if "f5(" in prompt or request.headers["authorization"] != "Bearer secret":
+            return 400, {"error": "never"}
+        if first and len(prompt) % 3 == 0:
+            return 503, {"error": "later"}
+        text = {"text": str(len(prompt))} if "prompt" in body else {"message": {"content": str(len(prompt))}}
+        return 200, {"choices": [text | {"finish_reason": "stop"}]}
+
     wanted = rows() + [Row(30, [{"role": "user", "content": "hello"}])]
     out = tmp_path / "a.jsonl"
-    counts = regenerate(wanted, by_server(url, None, OPTIONS, at_once=5), out, {}, 3)
-    server.shutdown()
+    with answering(say) as url:
+        counts = regenerate(wanted, by_server(url, None, OPTIONS, at_once=5), out, {}, 3)
     assert counts == {"answers": 30, "failed": 1}
     written = lines(out)
     assert [line["index"] for line in written] == [i for i in range(31) if i != 5]
     assert all(line["response"] == str(len(line["prompt"])) for line in written[:-1])
     assert [turn["content"] for turn in written[-1]["messages"]] == ["hello", "5"]
     assert "status 400" in lines(tmp_path / "a.jsonl.failed")[0]["error"]
-    assert 2 <= Server.most <= 5
+    assert 2 <= max(most) <= 5
     assert "secret" not in "".join(path.read_text() for path in tmp_path.iterdir())
 
 
@@ -144,39 +124,36 @@ def test_settings_that_cannot_be_read_are_a_sentence(tmp_path):
         regenerate(rows(), lambda rows: iter(()), out, {"a": 1}, 0)
 
 
-class Echo(Server):
-    """Refuses, and says what it was sent."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["content-length"])).decode()
-        self.reply(400, {"url": "http://me:hunter2hunter2@here/v1?token=hunter2hunter2", "sent": body, **self.headers})
-
-
-def test_no_secret_of_an_address_reaches_a_file(tmp_path, monkeypatch):
-    """All that `regenerate` writes, with a password and tokens in every option that can hold them; settings of an
-    earlier version, which had them, are gone on with."""
+def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch):
+    """All that `regenerate` writes where a server refuses and repeats what it was sent, with a password and tokens in
+    every option that can hold them; settings of an earlier version, which had them, are gone on with."""
     from infer.cli.regenerate import RegenerateCommand, run
     from infer.utils.entry import composed
 
     monkeypatch.setenv("OPENAI_API_KEY", "wrong-key-of-mine")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    Thread(target=server.serve_forever, daemon=True).start()
+    url = "http://me:hunter2hunter2@here/v1?token=hunter2hunter2"
+
+    def say(request, body: dict | None) -> tuple[int, dict]:
+        if body is None:
+            return 200, {"data": [{"id": "big"}]}
+        return 400, {"url": url, "sent": json.dumps(body), **request.headers}
+
     secrets = ("hunter2hunter2", "wrong-key-of-mine", "hf_" + "Q" * 30)
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:4]))
-    address = f"http://me:{secrets[0]}@127.0.0.1:{server.server_port}/v1"
-    options = [f"server={address}", "data=jsonl", f"data.path={source}"]
-    command = composed("regenerate", RegenerateCommand, [*options, "decoding=plain", f"out={tmp_path}/out/a.jsonl"])
-    command.model = secrets[2]
-    run(command)
-    written = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
-    assert len(lines(tmp_path / "out" / "a.jsonl.failed")) == 4 and "a.jsonl.settings.json" in written
-    assert not [name for name, text in written.items() for secret in secrets if secret in text]
-    settings = tmp_path / "out" / "a.jsonl.settings.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"server": address}))
-    run(command)
+    with answering(say) as there:
+        address = there.replace("http://", f"http://me:{secrets[0]}@")
+        options = [f"server={address}", "data=jsonl", f"data.path={source}"]
+        command = composed("regenerate", RegenerateCommand, [*options, "decoding=plain", f"out={tmp_path}/out/a.jsonl"])
+        command.model = secrets[2]
+        run(command)
+        written = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+        assert len(lines(tmp_path / "out" / "a.jsonl.failed")) == 4 and "a.jsonl.settings.json" in written
+        assert not [name for name, text in written.items() for secret in secrets if secret in text]
+        settings = tmp_path / "out" / "a.jsonl.settings.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"server": address}))
+        run(command)
     assert secrets[0] not in settings.read_text()
-    server.shutdown()
 
 
 SAMPLED = DecodeOptions(max_new_tokens=8, temperature=1.0, method="plain", rows=32, ignore_eos=True, seed=3)

@@ -194,12 +194,12 @@ def test_windows_matter(tiny, name, monkeypatch):
 
 def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face, target):
     texts = prompts(5, 16)
-    expected = [hugging_face(target, text, 12) for text in texts]
+    expected = [hugging_face(target, text, 9) for text in texts]
     whole = [[*text, *more] for text, more in zip(texts, expected, strict=True)]
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, target_layer_ids=[1], mask_token_id=96), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     for guess in (drafter, scripted_drafter(whole, 5, V)):
-        options = DecodeOptions(method="ddtree", budget=7, max_new_tokens=12, rows=2, ignore_eos=True)
+        options = DecodeOptions(method="ddtree", budget=7, max_new_tokens=9, rows=2, ignore_eos=True)
         written = decode(target, guess, texts, options)
         assert [text.ids for text in written] == expected
     assert sum(text.stats.tau for text in written) > 3  # of the scripted drafter: whole paths were committed
