@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows that tests pack are nobody else's
-os.environ["HF_DATASETS_CACHE"] = CACHE.name
+if "PYTEST_XDIST_WORKER" not in os.environ:  # pytest's processes share the rows that they pack, and nobody else
+    CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
+    os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: pytest itself runs twice side by side
 os.environ["WANDB_MODE"] = "offline"
@@ -45,22 +46,35 @@ def repo() -> Path:
 
 
 class ForkServer:
-    """The client of fork_server.py: starts processes of the project's commands."""
+    """The client of fork_server.py, which starts processes of the project's commands: one server for all of pytest's
+    processes, started by the first of them."""
 
-    def __init__(self, repo: Path) -> None:
-        self.repo, self.environment = repo, os.environ | {"PYTHONPATH": str(repo)}
-        command = [sys.executable, str(repo / "tests" / "fork_server.py")]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=self.environment, text=True, **pipes)
+    def __init__(self, repo: Path, folder: Path) -> None:
+        self.repo, self.socket = repo, socket.socket(socket.AF_UNIX)
+        path, deadline = folder / "forks", time.monotonic() + 600
+        with (folder / "forks.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            started = None
+            while True:
+                try:
+                    self.socket.connect(str(path))
+                    break
+                except OSError:  # nobody has started it, or it has just been, or it has just ended
+                    assert time.monotonic() < deadline and (started is None or started.poll() is None)
+                if started is None:
+                    command = [sys.executable, str(repo / "tests" / "fork_server.py"), str(path)]
+                    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+                    started = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(repo)}, **quiet)
+                time.sleep(0.02)
+        self.lines = self.socket.makefile("rw")
 
     def ask(self, **request) -> int | None:
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        print(json.dumps(request), file=self.lines, flush=True)
+        return json.loads(self.lines.readline())
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.lines.close()
+        self.socket.close()
 
 
 class Command:
@@ -123,7 +137,7 @@ class Command:
 
 
 @pytest.fixture(scope="session")
-def start_command(repo, tmp_path_factory) -> Iterator:
+def start_command(repo, tmp_path_factory, shared_folder) -> Iterator:
     """(script, arguments, processes=1, pictures=False, **environment) -> a running `Command`: as `python script
     arguments`, but already imported, and without the pictures of reports, which take longer than all else of a small
     run."""
@@ -133,7 +147,7 @@ def start_command(repo, tmp_path_factory) -> Iterator:
         script: str, arguments: list[str], processes: int = 1, pictures: bool = False, **environment: str
     ) -> Command:
         if not servers:
-            servers.append(ForkServer(repo))
+            servers.append(ForkServer(repo, shared_folder))
         output = folder / f"{len(commands)}.txt"
         commands.append(Command(servers[0], output, script, arguments, processes, pictures, environment))
         return commands[-1]
@@ -146,10 +160,16 @@ def start_command(repo, tmp_path_factory) -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def make_once(tmp_path_factory):
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder of all of pytest's processes together."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def make_once(shared_folder):
     """(name, make) -> a folder that `make(folder)` has filled, once for all of pytest's processes: the others wait."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    shared = shared_folder
 
     def once(name: str, make) -> Path:
         folder = shared / f"once-{name}"
@@ -216,11 +236,22 @@ def shallow_target(shallow):
 
 
 @pytest.fixture(scope="session")
-def make_tiny():
-    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, depth of
-    the target, family) -> (target, drafter)."""
+def random_qwen3():
+    """A factory of small Qwen3 models with random weights, sharp enough that tokens differ: (seed, **what differs)."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    def make(seed: int = 0, **sizes) -> Qwen3ForCausalLM:
+        torch.manual_seed(seed)
+        usual = {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 512, "initializer_range": 0.2}
+        return Qwen3ForCausalLM(Qwen3Config(**TINY | usual | sizes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_tiny(random_qwen3):
+    """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, depth of
+    the target, family) -> (target, drafter)."""
     from infer.config import DrafterConfig
     from infer.drafters.base import new_drafter
     from infer.targets.target import Target
@@ -233,15 +264,7 @@ def make_tiny():
         depth: int = 6,
         **options,
     ):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=97,
-            num_hidden_layers=depth,
-            max_position_embeddings=512,
-            initializer_range=0.2,
-            **TINY,
-        )
-        target = Target(Qwen3ForCausalLM(config).to(dtype))
+        target = Target(random_qwen3(seed, num_hidden_layers=depth).to(dtype))
         dart = options.get("family") == "dart"
         layers = 1 if dart else layers
         if depth < 6:  # the public formulas are for more layers
@@ -295,22 +318,13 @@ def ngrams(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_masked():
+def make_masked(random_qwen3):
     """A factory of random bidirectional models of 64 tokens, sharp enough that positions differ in confidence."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from infer.masked.model import MaskedModel
 
     def make(shifted: bool = False, seed: int = 2) -> MaskedModel:
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=64,
-            num_hidden_layers=2,
-            max_position_embeddings=128,
-            initializer_range=0.4,
-            **TINY,
-        )
-        body = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+        sizes = {"vocab_size": 64, "max_position_embeddings": 128, "initializer_range": 0.4}
+        body = random_qwen3(seed, **sizes).eval().requires_grad_(False)
         for layer in body.model.layers:
             layer.self_attn.o_proj.weight *= 0.25  # what stands elsewhere matters, but not so much that no draft holds
         return MaskedModel(body, None, 60, shifted, "tiny")

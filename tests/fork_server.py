@@ -1,6 +1,7 @@
 """Starts the project's commands as forks of one process that has imported everything: tests do not wait for imports.
 
-Run by the fixture `start_command` in conftest.py, with which it speaks JSON, one request and one answer a line:
+Run as `python fork_server.py SOCKET` by the fixture `start_command` in conftest.py; pytest's processes share it. With
+each it speaks JSON over the Unix socket, one request and one answer a line, and it ends when the last of them has gone:
 
     {"script": path, "arguments": [...], "environment": {...}, "output": path, "pictures": bool}
                                                                     answer: the process id
@@ -14,11 +15,15 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import sys
 
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what imports print is no answer
+if __name__ == "__main__":  # before the imports: who comes meanwhile waits
+    DOOR = socket.socket(socket.AF_UNIX)
+    DOOR.bind(sys.argv[1])
+    DOOR.listen()
 
 # What a run imports before its last step, later than at its start too. It starts no thread and no process group.
 import datasets  # noqa: E402, F401
@@ -59,16 +64,32 @@ def poll(process: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
+def answer(request: dict) -> int | str | None:
+    """Do what a request says; return the answer, in a forked process the script to run."""
+    return poll(request["poll"]) if "poll" in request else fork(request) or request["script"]
+
+
 def serve() -> str | None:
-    """Answer requests until there are no more. In a forked process, return the script to run."""
-    for line in iter(sys.stdin.readline, ""):
-        request = json.loads(line)
-        if "poll" in request:
-            answer = poll(request["poll"])
-        elif (answer := fork(request)) == 0:
-            return request["script"]
-        print(json.dumps(answer), file=ANSWERS, flush=True)
-    return None
+    """Answer requests until nobody is left. In a forked process, return the script to run."""
+    clients, left = {}, False
+    while True:
+        for ready in select.select([DOOR, *clients], [], [])[0]:
+            if ready is DOOR:
+                client = DOOR.accept()[0]
+                clients[client] = client.makefile("rw")
+            elif line := clients[ready].readline():
+                said = answer(json.loads(line))
+                if isinstance(said, str):
+                    return said
+                print(json.dumps(said), file=clients[ready], flush=True)
+            else:
+                clients.pop(ready).close()
+                ready.close()
+        if not clients and not left:
+            os.unlink(sys.argv[1])  # from now on nobody comes; who came just now is served
+            left = True
+        if not clients and not select.select([DOOR], [], [], 0)[0]:
+            return None
 
 
 gc.collect()
