@@ -19,7 +19,7 @@ from infer.trees.ddtree import ddtree
 from infer.trees.methods import TREES
 from infer.trees.tree import Proposal
 
-D, V, HEADS, GROUPS, E, LAYERS = 32, 97, 4, 2, 8, 3  # of `make_tiny`'s targets
+D, V, HEADS, GROUPS, E, LAYERS = 32, 97, 4, 2, 8, 6  # of `make_tiny`'s targets
 IDS = torch.randint(90, (9,), generator=torch.Generator().manual_seed(9))  # the last one is the bonus token
 KINDS = {  # what config.json says
     "eagle3": {"transformer_layer_config": {"model_type": "llama"}, "norm_before_residual": True},
@@ -80,7 +80,7 @@ def folder_of(kind: str, folder, length: int = 3) -> tuple[dict, dict]:
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": "x/y", "architectures": ["Qwen3ForCausalLM"]},
         },
-        **({} if mtp else {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}),
+        **({} if mtp else {"draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": [2, 3, 5]}),
         **changes,
         "transformer_layer_config": inner,
     }
@@ -149,7 +149,7 @@ def plain_forward(config: dict, w: dict, target, path: list[int]) -> torch.Tenso
 
 @pytest.fixture(scope="module")
 def target(make_tiny):
-    return make_tiny(torch.float64, depth=LAYERS)[0]
+    return make_tiny(torch.float64)[0]
 
 
 def begun(target, drafter):
@@ -207,9 +207,7 @@ def test_texts_are_the_targets_own(kind, target, tmp_path):
     for sampling in ({}, {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2}):
         options = {"max_new_tokens": 10, "compile": False, **sampling}
         plain = [answer.ids for answer in generate(target, None, prompts, method="plain", **options)]
-        ways = [("chain", 3), ("ddtree", 1), ("ddtree", 20)]
-        ways += [("ddtree", "auto")] * (kind in ("eagle3", "mtp") and not sampling)
-        for method, budget in ways:
+        for method, budget in (("chain", 3), ("ddtree", 1), ("ddtree", 20), *((("ddtree", "auto"),) * (not sampling))):
             done = generate(target, drafter, prompts, method=method, budget=budget, **options)
             assert [answer.ids for answer in done] == plain, (method, budget)
 
