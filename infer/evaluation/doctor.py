@@ -61,7 +61,8 @@ def examine(
             return found
     if not carded and (found := find_better(target, drafter, material, ours, tried, rows, names)):
         return found
-    compared = " and ".join(["its card"] * carded + [served.engine] * (served is not None)) or "no card, and no engine"
+    others = ["its card"] * carded + ([] if served is None else [served.engine])
+    compared = " and ".join(others) or "no card, and no engine"
     return Diagnosis(True, f"Healthy: {ours.mean + 1:.2f} tokens a round here, compared with {compared}.", rows)
 
 

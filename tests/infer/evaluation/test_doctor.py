@@ -42,6 +42,8 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     with running(engine) as (url, _), open_client(f"{url}/v1") as client:
         served = examine_engine(client, reference)
     assert served.acceptance == reference.acceptance and served.drafted == 7
+    for other, compared in ((served, "its card and"), (None, "with its card.")):
+        assert compared in examine(embedded, drafter, reference, other, carded=True).verdict
     found = examine(embedded, drafter, reference, served)
     assert found.healthy and found.cause is None and "Healthy" in report(found)
     cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, acceptance=Acceptance(60, [25])))
