@@ -168,7 +168,7 @@ MUTANTS = [
     (
         "a path's probability is not normalised",
         "infer/trees/guided.py",
-        ("return highest + np.log(np.exp(step - highest).sum()) - min(np.log(np.exp(log_q).sum()), 0.0)", "return 0.0"),
+        ("return highest + np.log(judged) - min(np.log(drafted), 0.0)", "return 0.0"),
         CONTINUITY,
     ),
     (
