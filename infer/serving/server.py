@@ -211,7 +211,7 @@ class Worker(threading.Thread):
         ticket, pieces = self.open[text]
         new, rounds = text.ids[ticket.tokens :], text.drafted[ticket.rounds :]
         rejected = text.rejected[-1] if text.rejected else None
-        ticket.tell(Piece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected))
+        piece = Piece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected)
         if ticket.tokens == 0 and new:
             self.metrics.prompt_tokens.inc(len(text.prompt))
             self.metrics.reused.inc(text.stats.reused)
@@ -222,6 +222,7 @@ class Worker(threading.Thread):
             for position in range(accepted):
                 self.metrics.accepted.labels(position).inc()
         ticket.tokens, ticket.rounds = len(text.ids), len(text.drafted)
+        ticket.tell(piece)  # who has an answer finds it counted
         if text.finish is not None:
             del self.open[text]
             tree = self.engine.options.tree
