@@ -20,24 +20,26 @@ def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
         raise ValueError("target.tp_plan=auto is for causal targets, not for masked diffusion models")
     if method in MASKED_METHODS:
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
+    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], method)
+    return target, next(iter(drafters), None)
+
+
+def load_all(place: TargetConfig, checkpoints: list[str], method: str = "ddtree"):
+    """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
+    costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
+    target's options say otherwise. An n-gram file is a drafter too, of its pairs. Raises ValueError for a drafter that
+    does not fit, for several that were trained with a target asked in different ways, and, before weights are loaded,
+    for a masked diffusion model, which has none and which `method` cannot decode."""
+    from infer import load_target
+    from infer.formats.checkpoint import open_drafter
+    from infer.masked.model import is_masked
+    from infer.targets.loading import load_config
+
     if is_masked(place.path):
         raise ValueError(
             f"target.path={place.path}: a masked diffusion model has no drafter, and method={method} cannot decode it: "
             "use decoding.method=ssd"
         )
-    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint])
-    return target, next(iter(drafters), None)
-
-
-def load_all(place: TargetConfig, checkpoints: list[str]):
-    """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
-    costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
-    target's options say otherwise. An n-gram file is a drafter too, of its pairs. Raises ValueError for a drafter that
-    does not fit, and for several that were trained with a target asked in different ways."""
-    from infer import load_target
-    from infer.formats.checkpoint import open_drafter
-    from infer.targets.loading import load_config
-
     drafters = []
     if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers

@@ -18,7 +18,7 @@ from infer.cli.eval import EvalCommand
 from infer.cli.eval import run as run_eval
 from infer.cli.generate import GenerateCommand
 from infer.cli.generate import run as run_generate
-from infer.cli.models import load
+from infer.cli.models import load, load_all
 from infer.config import DecodeOptions, EngineConfig, EvaluationConfig, MaskedConfig, TargetConfig, TextOptions
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel, is_masked, load_masked
@@ -174,6 +174,8 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
     (folder / "model.safetensors").unlink()  # both before weights are looked at
     with pytest.raises(ValueError, match="a masked diffusion model has no drafter, and method=plain cannot"):
         load(TargetConfig(str(folder)), "no/such/drafter", "plain")
+    with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
+        load_all(TargetConfig(str(folder)), ["no/such/drafter"])
     with pytest.raises(ValueError, match="^target.path=embedded: a qwen3 model that was not trained to fill masks"):
         load(TargetConfig("embedded"), "no/such/drafter", "ssd")
 
