@@ -54,8 +54,9 @@ def run(config: DoctorCommand) -> None:
         prompts = [(chats if i % 2 else plain)[i] for i in range(len(plain))]
         reference = measure_reference(target, drafter, prompts)
     if config.record:
-        write_result(find_folder(config.checkpoint) / FILE, reference)
-        print(f"measured    {find_folder(config.checkpoint) / FILE}")
+        file = find_folder(config.checkpoint) / FILE
+        write_result(file, reference)
+        print(f"measured    {file}")
     served = None
     if config.url is not None:
         from infer.evaluation.engines import examine_engine, open_client

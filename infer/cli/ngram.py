@@ -39,7 +39,7 @@ class NgramCommand:
 
 def run(config: NgramCommand) -> None:
     from data.packing import token_documents
-    from infer.ngrams.count import count_ngrams
+    from infer.ngrams.count import count_ngrams, usual_order
     from infer.ngrams.trie import convert_trie
     from infer.targets.loading import load_config, load_tokenizer
     from infer.targets.target import tokenizer_digest
@@ -56,7 +56,7 @@ def run(config: NgramCommand) -> None:
     if config.trie is not None:
         model = convert_trie(Path(config.trie), vocabulary, out, digest, config.order, *making)
     else:
-        order = config.order or min(6, 64 // vocabulary.bit_length())
+        order = config.order or usual_order(vocabulary)
         model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, *making)
     counted.close()
     nodes = sum(model.nodes)

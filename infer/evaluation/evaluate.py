@@ -248,7 +248,7 @@ def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others:
     ]
     trees = [
         Variant(
-            own and row.with_ngrams or row.name,
+            row.with_ngrams if own and row.with_ngrams else row.name,
             budget,
             DecodeOptions(
                 method=row.name,

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from infer.ngrams.model import NGram
 
 
+def usual_order(vocabulary: int) -> int:
+    """Return the order that is counted unless another is asked for: the tokens that a 64-bit key holds, at most 6."""
+    return min(6, 64 // vocabulary.bit_length())
+
+
 def count_ngrams(
     documents: Iterable[Sequence[int]],
     vocabulary: int,

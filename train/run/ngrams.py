@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from infer.formats.checkpoint import NGRAMS
-from infer.ngrams.count import count_ngrams
+from infer.ngrams.count import count_ngrams, usual_order
 from infer.targets.target import Target
 from train.features import StoredRows
 from train.run.sources import column_parts
@@ -16,7 +16,6 @@ from train.run.sources import column_parts
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ORDER = 6  # at most
 THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
 
 
@@ -34,7 +33,6 @@ def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path) -> None:
     if (run / NGRAMS).exists():
         return
     vocabulary = len(target.head_weight)
-    order = min(ORDER, 64 // vocabulary.bit_length())
-    digest = target.tokenizer_digest
+    order, digest = usual_order(vocabulary), target.tokenizer_digest
     # in this process: others are spawned, and would run a user's script anew that trains
     count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, workers=1, threshold=THRESHOLD)
