@@ -22,6 +22,7 @@ from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, calibrate
 from infer.engine.capture import Graphs
+from infer.engine.controls import Columns, FixedRows, Kind, sampled_rows
 from infer.engine.grammar import asked_grammar
 from infer.engine.prefixes import BLOCK, Block, Prefixes
 from infer.engine.rejection import children_noise, decide
@@ -32,7 +33,6 @@ from infer.engine.sampling import (
     condition_on_noise,
     judge_on_noise,
     round_noise,
-    sampled_rows,
     seen_at_nodes,
     seen_tokens,
 )
@@ -97,9 +97,9 @@ class Engine(EngineBase):
     """Decodes with a causal target: every row with its own tree and acceptance.
 
     A text does not depend on what is written beside it (float32; lower precisions round differently in other batch
-    shapes). The drafter may be None for methods that draft nothing. On CUDA, rounds of greedy texts are graphs, one for
-    every power of two of rows and every number of nodes; the first two rounds of each take longer. Raises ValueError
-    where options do not fit the drafter or the target.
+    shapes). The drafter may be None for methods that draft nothing. On CUDA, rounds of texts without logits
+    processors are graphs, one for every power of two of rows, every number of nodes and every `Kind` of sampling; the
+    first two rounds of each take longer. Raises ValueError where options do not fit the drafter or the target.
     """
 
     def __init__(
@@ -152,6 +152,9 @@ class Engine(EngineBase):
         self.state = self.drafter.state(self.rows, self.capacity + self.nodes) if self.drafts else None
         self.bonuses = torch.zeros(self.rows, dtype=torch.long, device=self.target.device)
         self.graphs = Graphs(self.target.device)  # the old ones work on memory that is gone
+        self.columns = Columns(self.rows, self.target.head_weight.shape[0], self.target.device)
+        self.tokens_seen: torch.Tensor | None = None  # (rows, V) of captured rounds of texts with a penalty
+        self.noted: list[tuple[Sequence, int]] = []  # texts, and how long they were, that the device knows as they are
         self.fresh: list[Committed] = []  # what the drafter has not seen yet
         self.prefill: Prefill | None = None
         memory = self.options.prefix_memory * 2**20
@@ -170,7 +173,8 @@ class Engine(EngineBase):
         return min(joint.MOST * nodes, most or joint.MOST * self.nodes)
 
     def _on_device(self) -> bool:
-        """Return whether a round of greedy texts asks the host for nothing between its start and its end."""
+        """Return whether a round of texts without processors asks the host for nothing between its start and its
+        end."""
         return (
             (not self.drafts or getattr(self.drafter, "on_device", False))
             and not self.method.ngrams
@@ -192,7 +196,7 @@ class Engine(EngineBase):
         for done, (rows, nodes) in enumerate(sizes):
             report(done, len(sizes))
             for _ in range(2):
-                self.graphs.run((rows, nodes), partial(self._fixed_round, rows, nodes))
+                self.graphs.run((rows, nodes, Kind()), partial(self._fixed_round, rows, nodes, Kind()))
         report(len(sizes), len(sizes))
 
     def _sizes(self, rows: int) -> list[int]:
@@ -307,10 +311,11 @@ class Engine(EngineBase):
             text.stats.reused = min(text.reused, len(text.prompt))
         start = torch.tensor([len(ids) - 1 for ids in known], device=last.device)
         tree = root_only(torch.tensor([ids[-1] for ids in known], device=last.device))
-        noise = round_noise([text.options for text in texts], start, 1, self.target.head_weight.shape[0])
+        options = [text.options for text in texts]
+        noise = round_noise(options, start, 1, self.target.head_weight.shape[0])
         seen = self._seen(texts)
         within = None if seen is None else partial(seen_at_nodes, seen, tree.tokens, tree.ancestors())
-        chosen = self._choose(tree, within, last, texts, noise)  # (B, 1)
+        chosen = self._choose(tree, within, last, options, texts, noise)  # (B, 1)
         if any(text.options.logprobs is not None for text in texts):
             self._note_logprobs(self._logprobs(last, chosen, texts).tolist(), [1] * len(texts), texts)
         self.bonuses[len(self.writing) :][: len(texts)] = chosen[:, 0]
@@ -334,37 +339,54 @@ class Engine(EngineBase):
 
     def _round(self) -> None:
         texts, began = self.writing, self.clock()
+        options = [text.options for text in texts]
         most = nodes = self._tree_positions(self.computed) - 1 if self.drafts else 0
         if self.pace is not None:
             nodes = min(most, self.pace.most_nodes(len(texts)))
-        captured = self.captures and all(
-            text.options.temperature == 0 and text.options.repetition_penalty == 1 and not text.judged for text in texts
-        )
+        captured = self.captures and not any(text.judged for text in texts)
         if nodes or captured:
             self._update_context()
         if captured:
             rows = min(1 << (len(texts) - 1).bit_length(), self.rows)
             size = nodes if self.pace is None or not nodes else self.pace.nodes_ahead(len(texts), nodes)
-            size = self._graph_size(size)
-            found = self.graphs.run((rows, size), partial(self._fixed_round, rows, size))
+            size, kind = self._graph_size(size), Kind.of(options, self.columns.vocabulary)
+            self._note_rows(texts, kind)
+            found = self.graphs.run((rows, size, kind), partial(self._fixed_round, rows, size, kind))
             mark = self._lap("verify", began)
         else:
-            found = self._compute([text.options for text in texts], nodes, texts, self._forced(texts, most))
+            found = self._compute(options, nodes, texts, self._seen(texts), self._forced(texts, most))
             mark = self.clock()
         paths = self._commit(found, captured)
+        self.noted = [(text, len(text.ids)) for text in texts] if captured else []
         if self.pace is not None and found.drafted:
             self.pace.note(self.clock() - began, found.nodes, paths)
         self._lap("commit", mark)
 
-    def _fixed_round(self, rows: int, nodes: int) -> Round:
-        """Compute and commit a round of greedy texts on the device alone, in shapes that depend on nothing but `rows`,
-        of which the used ones are the first, and nodes: what a CUDA graph can hold."""
+    def _note_rows(self, texts: list[Sequence], kind: Kind) -> None:
+        """Write to the device what captured rounds of a kind read there, where it is not what the last one left."""
+        if kind == Kind() or self.noted == [(text, len(text.ids)) for text in texts]:
+            return
+        self.columns.write([text.options for text in texts])
+        if kind.penalised:
+            if self.tokens_seen is None:
+                shape = self.rows, self.columns.vocabulary
+                self.tokens_seen = torch.zeros(shape, dtype=torch.bool, device=self.target.device)
+            self.tokens_seen[: len(texts)] = self._seen(texts)
+
+    def _fixed_round(self, rows: int, nodes: int, kind: Kind) -> Round:
+        """Compute and commit a round of texts on the device alone, in shapes that depend on nothing but `rows`, of
+        which the used ones are the first, nodes and the kind: what a CUDA graph can hold."""
         with ExitStack() as fixed:
             fixed.enter_context(self.cache.fixed(rows))
             if self.drafts:
                 fixed.enter_context(self.state.cache.fixed(rows))
-            found = self._compute([], nodes)
+            options = [] if kind == Kind() else FixedRows(rows, kind, self.columns)
+            seen = self.tokens_seen[:rows] if kind.penalised else None
+            found = self._compute(options, nodes, (), seen)
             accepted = found.accepted
+            if seen is not None:
+                seen.scatter_(1, found.tree.tokens.gather(1, accepted.path), True)
+                seen.scatter_(1, accepted.bonus[:, None], True)
             self.cache.commit(accepted.path, None, accepted.lengths)
             if self.drafts:
                 context, tokens = self._along(found, accepted.path)
@@ -374,19 +396,20 @@ class Engine(EngineBase):
 
     def _compute(
         self,
-        options: list[TextOptions],
+        options: abc.Sequence[TextOptions],
         nodes: int,
-        texts: abc.Sequence[Sequence] = (),
+        texts: abc.Sequence[Sequence],
+        seen: torch.Tensor | None,
         forced: abc.Sequence[list[int]] = (),
     ) -> Round:
         """Draft, build the trees of `nodes` nodes at most, verify them and walk; where grammars `forced` the trees,
-        nothing is drafted. Without texts all are greedy, and nothing takes time on the host."""
+        nothing is drafted; `seen` (B, V) are the tokens of every row, needed for a penalty only. Without options all
+        rows are greedy, without texts nothing takes time on the host."""
         target, lap = self.target, self._lap if texts else lambda stage, mark: mark
         mark = self.clock() if texts else 0.0
         start = self.cache.ends_of(len(self.bonus))  # (B,) positions of the roots
         depth = max(self.length, *map(len, forced), 0) + 1
         noise = round_noise(options, start, depth, target.head_weight.shape[0])
-        seen = self._seen(texts)
         proposal, build, found = Proposal(self.bonus, None), self.build, nodes
         if forced:
             build = partial(forced_chains, forced)
@@ -411,7 +434,7 @@ class Engine(EngineBase):
         if tree.draws is not None and tree.draws.q is not None:
             accepted, chosen = decide(tree, target.head(features.last), options, start, noise, within)
         else:
-            chosen = self._choose(tree, within, features.last, texts, noise)  # (B, M)
+            chosen = self._choose(tree, within, features.last, options, texts, noise)  # (B, M)
             accepted = walk(tree, chosen, ancestors)
         drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
         needed = accepted.path if cut.sizes is None else cut.sizes.gather(1, accepted.path)
@@ -467,7 +490,7 @@ class Engine(EngineBase):
 
     def _propose(
         self,
-        options: list[TextOptions],
+        options: abc.Sequence[TextOptions],
         start: torch.Tensor,
         noise: torch.Tensor | None,
         seen: torch.Tensor | None,
@@ -606,12 +629,13 @@ class Engine(EngineBase):
         tree: DraftTree,
         within: SeenAt | None,
         last: torch.Tensor,
+        options: abc.Sequence[TextOptions],
         texts: abc.Sequence[Sequence],
         noise: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for PIECE
         nodes at a time, unless processors want to see them."""
-        options, pieces = [text.options for text in texts], []
+        pieces = []
         if tree.part is not None and within is None and noise is None and not any(text.judged for text in texts):
             packed, rows = tree.part.packed, len(last)
             states = last.flatten(0, 1)[packed].split(PIECE * rows)  # (n, D) each

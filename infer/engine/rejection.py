@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infer.config import TextOptions
-from infer.engine.sampling import SeenAt, adjust, gumbel_noise, sampled_rows, to_device
+from infer.engine.controls import column, index, sampled_rows
+from infer.engine.sampling import SeenAt, adjust, gumbel_noise, rows_noise
 from infer.engine.verify import Accepted
 from infer.trees.tree import DraftTree
 
@@ -40,9 +41,7 @@ def acceptance_uniforms(seed: torch.Tensor, positions: torch.Tensor, width: int)
 def children_noise(texts: Sequence[TextOptions], start: torch.Tensor, depth: int, vocabulary: int) -> torch.Tensor:
     """Return Gumbel noise (B, D, V) to draw the children of sampled texts with, in trees whose roots are at positions
     start (B,); 0 for greedy texts, whose children are the likeliest tokens."""
-    sampled = sampled_rows(texts)
-    positions = start[to_device(sampled, start.device), None] + 1 + torch.arange(depth, device=start.device)
-    return _for_all(texts, draft_noise(_seeds([texts[i] for i in sampled], start.device), positions, vocabulary))
+    return _for_all(texts, rows_noise(draft_noise, texts, start, depth, vocabulary))
 
 
 def _for_all(texts: Sequence[TextOptions], noise: torch.Tensor) -> torch.Tensor:
@@ -50,7 +49,7 @@ def _for_all(texts: Sequence[TextOptions], noise: torch.Tensor) -> torch.Tensor:
     if len(noise) == len(texts):
         return noise
     everything = noise.new_zeros(len(texts), *noise.shape[1:])
-    everything[to_device(sampled_rows(texts), noise.device)] = noise
+    everything[index(texts, sampled_rows(texts), noise.device)] = noise
     return everything
 
 
@@ -65,7 +64,7 @@ def decide(
     """Return what a round of drawn trees commits, and the committed token behind every node of the path, (B, M), 0
     elsewhere: from the target's logits (B, M, V), the round's noise (S, > depth, V), and the tokens of every node's
     prefix, needed for a penalty only. Only logits behind nodes that the walk comes to are adjusted."""
-    depth, greedy = tree.max_depth, _greedy(texts, logits.device)
+    depth, greedy = tree.max_depth, ~column(texts, "sampled", logits.device)  # (B, 1, 1)
     rows = torch.arange(len(logits), device=logits.device)[:, None]
 
     def log_p(nodes: torch.Tensor) -> torch.Tensor:
@@ -75,22 +74,13 @@ def decide(
         return torch.where(greedy, certain, scores).log_softmax(-1)[:, 0]
 
     positions = start[:, None] + 1 + torch.arange(depth, device=start.device)
-    uniforms = acceptance_uniforms(_seeds(texts, start.device), positions, tree.draws.width)
+    seeds = column(texts, "seed", start.device).flatten()
+    uniforms = acceptance_uniforms(seeds, positions, tree.draws.width)
     accepted = rejection_walk(tree, log_p, uniforms, _for_all(texts, noise[:, : depth + 1]))
     following = tree.tokens.gather(1, accepted.path).roll(-1, dims=1)
     steps = torch.arange(depth + 1, device=logits.device)
     following = torch.where(steps >= accepted.lengths[:, None] - 1, accepted.bonus[:, None], following)
     return accepted, torch.zeros_like(tree.tokens).scatter_(1, accepted.path, following)
-
-
-def _seeds(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
-    """(B,) int64."""
-    return to_device([text.seed for text in texts], device)
-
-
-def _greedy(texts: Sequence[TextOptions], device: torch.device) -> torch.Tensor:
-    """(B, 1, 1) bool."""
-    return to_device([text.temperature == 0 for text in texts], device)[:, None, None]
 
 
 def rejection_walk(

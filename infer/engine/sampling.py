@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from infer.config import TextOptions
+from infer.engine.controls import FixedRows, column, index, pick, sampled_rows, to_device
 
 SLAB = 1 << 18  # numbers that one step of sampling works on at least
 ON_DEVICE = 1 << 24  # the same elsewhere than on the CPU, where the number of steps is what takes time
@@ -41,13 +42,13 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 31)
 
 
-def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of text number `index` (from 0) of those that are asked for with one seed: the seed itself for
+def derived_seed(seed: int, number: int) -> int:
+    """Return the seed of text `number` (from 0) of those that are asked for with one seed: the seed itself for
     the first, else 53 bits of its own, which every reader of JSON keeps exactly. Texts that share a seed share their
     noise, and with it much of what they say."""
-    if index == 0:
+    if number == 0:
         return seed
-    return int(_shift(_mix(_mix(torch.tensor(seed) * _GOLDEN + 2) + torch.tensor(index) * _GOLDEN), 11))
+    return int(_shift(_mix(_mix(torch.tensor(seed) * _GOLDEN + 2) + torch.tensor(number) * _GOLDEN), 11))
 
 
 def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -70,26 +71,27 @@ def slabs(count: int, width: int, device: torch.device) -> Iterator[slice]:
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
-def to_device(values: Sequence, device: torch.device) -> torch.Tensor:
-    """Return values of the host as a tensor on a device, without waiting for the device."""
-    tensor = torch.tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def sampled_rows(rows: Sequence[TextOptions]) -> list[int]:
-    """Return which rows are sampled."""
-    return [i for i, row in enumerate(rows) if row.temperature > 0]
-
-
 def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
     """Return the noise of one round's positions start + 1 .. start + steps, start (B,), for the S sampled rows
     in their order: (S, steps, V); None when there are none. It belongs to positions, not to nodes."""
+    return rows_noise(gumbel_noise, rows, start, steps, vocabulary)
+
+
+def rows_noise(
+    noise: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
+    rows: Sequence[TextOptions],
+    start: torch.Tensor,
+    steps: int,
+    vocabulary: int,
+) -> torch.Tensor | None:
+    """Return a stream of noise as `round_noise` does; in a captured round of all rows, 0 for greedy ones."""
     sampled = sampled_rows(rows)
     if not sampled:
         return None
-    seeds = to_device([rows[i].seed for i in sampled], start.device)
-    places = start[to_device(sampled, start.device), None] + 1 + torch.arange(steps, device=start.device)
-    return gumbel_noise(seeds, places, vocabulary)
+    drawn, device = pick(rows, sampled), start.device
+    places = start[index(rows, sampled, device), None] + 1 + torch.arange(steps, device=device)
+    found = noise(column(drawn, "seed", device).flatten(), places, vocabulary)
+    return found * column(drawn, "sampled", device) if isinstance(rows, FixedRows) else found
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,16 +101,13 @@ def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor
     token."""
     logits = logits.float()
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return to_device(values, logits.device).view(-1, 1, 1)
-
     if seen is not None:
-        penalty = column([row.repetition_penalty for row in rows])
+        penalty = column(rows, "repetition_penalty", logits.device)
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     sampled = sampled_rows(rows)
     if not sampled:
         return logits
-    logits = logits / column([row.temperature if row.temperature > 0 else 1.0 for row in rows])
+    logits = logits / column(rows, "temperature", logits.device)
     for asked, lowest in (
         ([i for i in sampled if 0 < rows[i].top_k < logits.shape[-1]], lowest_of_top_k),
         ([i for i in sampled if rows[i].top_p < 1], lowest_of_top_p),
@@ -116,19 +115,20 @@ def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor
     ):
         if asked:
             every = len(asked) == len(rows)
-            index = None if every else to_device(asked, logits.device)
-            part = logits if every else logits[index]
-            filtered = part.masked_fill_(part < lowest(part, [rows[i] for i in asked]), -math.inf)
+            which = None if every else to_device(asked, logits.device)
+            part = logits if every else logits[which]
+            filtered = part.masked_fill_(part < lowest(part, pick(rows, asked)), -math.inf)
             if not every:
-                logits[index] = filtered
+                logits[which] = filtered
     return logits
 
 
 def lowest_of_top_k(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
-    """Return the k-th highest logit, (B, Q, 1): what is lower is not among the row's k likeliest."""
-    most = max(row.top_k for row in rows)
-    k = to_device([row.top_k for row in rows], logits.device).view(-1, 1, 1)
-    return logits.topk(most).values.gather(-1, (k - 1).expand(*logits.shape[:2], 1))
+    """Return the k-th highest logit, (B, Q, 1): what is lower is not among the row's k likeliest; for k = 0 minus
+    infinity."""
+    k = column(rows, "top_k", logits.device)
+    highest = logits.topk(max(row.top_k for row in rows)).values
+    return highest.gather(-1, (k - 1).clamp(min=0).expand(*logits.shape[:2], 1)).masked_fill(k == 0, -math.inf)
 
 
 def lowest_of_top_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
@@ -136,8 +136,9 @@ def lowest_of_top_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.
 
     The NUCLEUS likeliest tokens are put in order. Where their mass does not reach top_p the edge is searched for among
     the others; no more of them is put in order. What comes out for one place is the same whatever stands beside it.
+    For a top_p of 1 it is minus infinity.
     """
-    p = to_device([row.top_p for row in rows], logits.device).view(-1, 1, 1).expand(*logits.shape[:2], 1)
+    p = column(rows, "top_p", logits.device).expand(*logits.shape[:2], 1)
     p, flat = p.reshape(-1, 1), logits.flatten(0, 1)  # (B Q, 1), (B Q, V)
     shares = flat.softmax(-1)
     order, ids = flat.topk(min(NUCLEUS, flat.shape[-1]))
@@ -150,7 +151,7 @@ def lowest_of_top_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.
         left = inside[:, -1].nonzero()[:, 0]
         if len(left):
             lowest[left] = search_edge(flat[left], shares[left], p[left], order[left])
-    return lowest.view(*logits.shape[:2], 1)
+    return lowest.masked_fill(p >= 1, -math.inf).view(*logits.shape[:2], 1)
 
 
 def search_edge(logits: torch.Tensor, shares: torch.Tensor, p: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -167,8 +168,7 @@ def search_edge(logits: torch.Tensor, shares: torch.Tensor, p: torch.Tensor, ord
 
 def lowest_of_min_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
     """Return the lowest logit that is kept, (B, Q, 1): min_p of the likeliest token's probability."""
-    least = to_device([math.log(row.min_p) for row in rows], logits.device).view(-1, 1, 1)
-    return logits.amax(-1, keepdim=True) + least
+    return logits.amax(-1, keepdim=True) + column(rows, "log_min_p", logits.device)
 
 
 def choose(
@@ -188,16 +188,16 @@ def choose(
     sampled = sampled_rows(rows)
     penalised = [i for i, row in enumerate(rows) if row.temperature == 0 and row.repetition_penalty != 1]
     for group in filter(None, (sampled, penalised)):
-        index = to_device(group, logits.device)[:, None]  # (b, 1)
-        options = [rows[i] for i in group]
+        which = index(rows, group, logits.device)[:, None]  # (b, 1)
+        options = pick(rows, group)
         prefixes = seen if any(row.repetition_penalty != 1 for row in options) else None
         for part in slabs(logits.shape[1], len(group) * logits.shape[2], logits.device):
             nodes = torch.arange(part.start, part.stop, device=logits.device)[None]  # (1, q)
-            within = None if prefixes is None else prefixes(index, nodes)
-            scores = adjust(logits[index, nodes], options, within)  # (b, q, V)
+            within = None if prefixes is None else prefixes(which, nodes)
+            scores = adjust(logits[which, nodes], options, within)  # (b, q, V)
             if group is sampled:
-                scores += noise[torch.arange(len(group), device=logits.device)[:, None], depths[index, nodes]]
-            chosen[index, nodes] = scores.argmax(-1)
+                scores += noise[torch.arange(len(group), device=logits.device)[:, None], depths[which, nodes]]
+            chosen[which, nodes] = scores.argmax(-1)
     return chosen
 
 
@@ -211,7 +211,7 @@ def condition_on_noise(
         return marginals
     scores = adjust(marginals, rows, seen)
     if noise is not None:
-        scores[to_device(sampled_rows(rows), scores.device)] += noise[:, : marginals.shape[1]]
+        scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, : marginals.shape[1]]
     return scores.log_softmax(-1)
 
 
@@ -224,7 +224,7 @@ def judge_on_noise(rows: Sequence[TextOptions], noise: torch.Tensor | None, seen
     def judge(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         scores = adjust(scores.log_softmax(-1), rows, seen)
         if noise is not None:
-            scores[to_device(sampled_rows(rows), scores.device)] += noise[:, slots]
+            scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, slots]
         return scores
 
     return judge

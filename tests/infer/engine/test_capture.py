@@ -63,20 +63,35 @@ def graphs(monkeypatch):
     monkeypatch.setattr(compiled, "available", lambda tensor: False)
 
 
+GREEDY = [{}]
+MIXED = [
+    {"temperature": 0.9, "seed": 3},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "top_k": 5, "repetition_penalty": 0.8, "seed": 4},
+    {},
+    {"temperature": 0.8, "top_p": 0.7, "min_p": 0.02, "seed": 5},
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "budget", "family", "head"),
+    ("method", "budget", "family", "head", "options"),
     [
-        ("plain", 1, "dflash", "none"),
-        ("chain", 5, "dflash", "none"),
-        ("ddtree", 9, "dflash", "none"),
-        ("ddtree", 70, "dflash", "selector"),
-        ("static", 6, "dart", "none"),
-        ("ddtree", "auto", "dart", "none"),
-        ("joint ddtree", 4, "dflash", "none"),
+        ("plain", 1, "dflash", "none", GREEDY),
+        ("chain", 5, "dflash", "none", GREEDY),
+        ("ddtree", 9, "dflash", "none", GREEDY),
+        ("ddtree", 70, "dflash", "selector", GREEDY),
+        ("static", 6, "dart", "none", GREEDY),
+        ("ddtree", "auto", "dart", "none", GREEDY),
+        ("joint ddtree", 4, "dflash", "none", GREEDY),
+        ("plain", 1, "dflash", "none", MIXED),
+        ("ddtree", 9, "dflash", "none", MIXED),
+        ("ddtree", 9, "dart", "selector", MIXED),
+        ("static", 6, "dflash", "none", MIXED),
     ],
 )
-def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, method, budget, family, head):
-    """Texts of several lengths come and go; a graph serves all lengths, and one is made for each bucket alone."""
+def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, method, budget, family, head, options):
+    """Texts of several lengths come and go; a graph serves all lengths, and one is made for each bucket alone, and for
+    each kind of sampling that is beside each other in it."""
     target, drafter = make_tiny(seed=3, block_size=6, family=family, head=HeadConfig(name=head))
     dice = random.Random(1)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
@@ -89,7 +104,8 @@ def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, met
         engine.warm()
         prepared, texts[compile] = set(engine.graphs.graphs), []
         for i, prompt in enumerate(prompts):
-            texts[compile].append(engine.submit(prompt, TextOptions(max_new_tokens=8 + 5 * i, logprobs=i % 2)))
+            asked = TextOptions(max_new_tokens=8 + 5 * i, logprobs=i % 2, **options[i % len(options)])
+            texts[compile].append(engine.submit(prompt, asked))
             engine.step()
         while engine.busy:
             engine.step()
@@ -97,6 +113,8 @@ def test_replayed_rounds_write_what_plain_decoding_writes(make_tiny, graphs, met
         assert eager.ids == replayed.ids
         for ours, theirs in zip(replayed.logprobs, eager.logprobs, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    assert engine.graphs.replays > 20 and engine.graphs.works
-    assert set(engine.graphs.graphs) == prepared and {rows for rows, _ in prepared} == {1, 2, 3}
-    assert budget == "auto" or len(prepared) == 3
+    assert engine.graphs.replays > (10 if options is MIXED else 20) and engine.graphs.works
+    assert {rows for rows, *_ in prepared} == {1, 2, 3} and (budget == "auto" or len(prepared) == 3)
+    used = set(engine.graphs.graphs)
+    assert {key[:2] for key in used} == {key[:2] for key in prepared} and (options is MIXED or used == prepared)
+    assert options is GREEDY or len({kind for *_, kind in used}) > 3

@@ -8,7 +8,8 @@ import torch
 
 from infer import generate
 from infer.config import TextOptions
-from infer.engine.sampling import adjust, choose, gumbel_noise, lowest_of_top_p, round_noise, sampled_rows
+from infer.engine.controls import sampled_rows
+from infer.engine.sampling import adjust, choose, gumbel_noise, lowest_of_top_p, round_noise
 
 
 def sorted_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
