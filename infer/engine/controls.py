@@ -39,6 +39,7 @@ class Kind:
     top_p: bool = False
     min_p: bool = False
     penalised: bool = False
+    logprobs: int | None = None  # how many alternatives are told; None: no log-probabilities
 
     @classmethod
     def of(cls, rows: Sequence[TextOptions], vocabulary: int) -> "Kind":
@@ -51,6 +52,7 @@ class Kind:
             any(row.top_p < 1 for row in drawn),
             any(row.min_p > 0 for row in drawn),
             any(row.repetition_penalty != 1 for row in rows),
+            most_logprobs(rows),
         )
 
     @property
@@ -62,7 +64,13 @@ class Kind:
             top_p=0.5 if self.top_p else 1.0,
             min_p=0.5 if self.min_p else 0.0,
             repetition_penalty=2.0 if self.penalised else 1.0,
+            logprobs=self.logprobs,
         )
+
+
+def most_logprobs(rows: Sequence[TextOptions]) -> int | None:
+    """Return how many alternatives the rows want to know the log-probabilities of at most; None where no row asks."""
+    return max((row.logprobs for row in rows if row.logprobs is not None), default=None)
 
 
 class Columns:

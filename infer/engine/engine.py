@@ -22,7 +22,7 @@ from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, calibrate
 from infer.engine.capture import Graphs
-from infer.engine.controls import Columns, FixedRows, Kind, sampled_rows
+from infer.engine.controls import Columns, FixedRows, Kind, most_logprobs, sampled_rows
 from infer.engine.grammar import asked_grammar
 from infer.engine.prefixes import BLOCK, Block, Prefixes
 from infer.engine.rejection import children_noise, decide
@@ -90,6 +90,7 @@ class Round:
     accepted: Accepted
     packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, what sizes of trees
     #                       these need; then, for budget=auto, the bits of float32 log-probabilities of all nodes found
+    logprobs: torch.Tensor | None = None  # (B, W, 1 + 2 k) float64, see `_logprobs`, where a text asks for them
     drafted: bool = True  # false: grammars forced the trees
 
 
@@ -316,8 +317,8 @@ class Engine(EngineBase):
         seen = self._seen(texts)
         within = None if seen is None else partial(seen_at_nodes, seen, tree.tokens, tree.ancestors())
         chosen = self._choose(tree, within, last, options, texts, noise)  # (B, 1)
-        if any(text.options.logprobs is not None for text in texts):
-            self._note_logprobs(self._logprobs(last, chosen, texts).tolist(), [1] * len(texts), texts)
+        if (most := most_logprobs(options)) is not None:
+            self._note_logprobs(self._logprobs(last, chosen, most).tolist(), [1] * len(texts), texts)
         self.bonuses[len(self.writing) :][: len(texts)] = chosen[:, 0]
         for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
             text.append([token], self.target)
@@ -441,8 +442,12 @@ class Engine(EngineBase):
         columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, needed]
         if self.pace is not None and not texts:
             columns.append(cut.log_probs.float().view(torch.int32).long())
+        most, logprobs = most_logprobs(options), None
+        if most is not None:
+            along = features.last.gather(1, accepted.path[..., None].expand(-1, -1, features.last.shape[-1]))
+            logprobs = self._logprobs(along, chosen.gather(1, accepted.path), most)
         lap("verify", mark)
-        return Round(tree, cut.nodes, features, chosen, accepted, torch.cat(columns, 1), not forced)
+        return Round(tree, cut.nodes, features, chosen, accepted, torch.cat(columns, 1), logprobs, not forced)
 
     def _cut(self, whole: DraftTree, nodes: int, chooses: bool) -> Cut:
         """Return what is verified of the trees found, `nodes` in a row on average, or if it `chooses` at most so many,
@@ -539,11 +544,9 @@ class Engine(EngineBase):
         trees their nodes need, the root left out. The only copy to the host of a greedy round."""
         tree, accepted, texts = found.tree, found.accepted, self.writing
         width = accepted.path.shape[1]  # W
-        packet, logprobs = found.packet[: len(texts)], None
-        if any(text.options.logprobs is not None for text in texts):
-            whole, last = accepted.path[: len(texts)], found.features.last[: len(texts)]
-            along = last.gather(1, whole[..., None].expand(-1, -1, last.shape[-1]))
-            logprobs = self._logprobs(along, found.chosen[: len(texts)].gather(1, whole), texts)
+        packet, logprobs = found.packet[: len(texts)], found.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[: len(texts)]
             packet = torch.cat([packet.double(), logprobs.flatten(1)], 1)  # whole numbers below 2^53 stay what they are
         host = self._to_host(packet)
         if logprobs is not None:
@@ -687,11 +690,11 @@ class Engine(EngineBase):
             node, depth = next(children, None), depth + 1
         return chosen
 
-    def _logprobs(self, last: torch.Tensor, chosen: torch.Tensor, texts: list[Sequence]) -> torch.Tensor:
+    def _logprobs(self, last: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
         """Return the target's own log-probabilities at places with final states (B, W, D): of the token that was chosen
-        there, (B, W), then of the k likeliest, then their ids: (B, W, 1 + 2 k) float64."""
+        there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k) float64."""
         log_probs = self.target.head(last).float().log_softmax(-1)
-        top, ids = log_probs.topk(max(text.options.logprobs or 0 for text in texts), dim=-1)
+        top, ids = log_probs.topk(most, dim=-1)
         return torch.cat([log_probs.gather(2, chosen[..., None]), top, ids.double()], -1)
 
     def _note_logprobs(self, numbers: list[list[list[float]]], lengths: list[int], texts: list[Sequence]) -> None:

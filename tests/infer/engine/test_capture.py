@@ -66,9 +66,9 @@ def graphs(monkeypatch):
 GREEDY = [{}]
 MIXED = [
     {"temperature": 0.9, "seed": 3},
-    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 1.3, "logprobs": 0},
     {"temperature": 1.0, "top_k": 5, "repetition_penalty": 0.8, "seed": 4},
-    {},
+    {"logprobs": 2},
     {"temperature": 0.8, "top_p": 0.7, "min_p": 0.02, "seed": 5},
 ]
 
@@ -104,13 +104,13 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
         engine.warm()
         prepared, texts[compile] = set(engine.graphs.graphs), []
         for i, prompt in enumerate(prompts):
-            asked = TextOptions(max_new_tokens=8 + 5 * i, logprobs=i % 2, **options[i % len(options)])
+            asked = TextOptions(max_new_tokens=8 + 5 * i, **options[i % len(options)])
             texts[compile].append(engine.submit(prompt, asked))
             engine.step()
         while engine.busy:
             engine.step()
     for eager, replayed in zip(*texts.values(), strict=True):
-        assert eager.ids == replayed.ids
+        assert eager.ids == replayed.ids and len(eager.logprobs) == len(replayed.logprobs)
         for ours, theirs in zip(replayed.logprobs, eager.logprobs, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert engine.graphs.replays > (10 if options is MIXED else 20) and engine.graphs.works
