@@ -261,7 +261,7 @@ class EngineConfig(MaskedConfig):
         More let new texts begin sooner, and texts in work wait longer
     prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that begins as one of them
         did is computed from there on; 0: nothing is kept. Masked models keep nothing
-    compile: on CUDA, rounds of greedy texts are CUDA graphs, unless it is false; elsewhere it changes nothing
+    compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
     order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
         guided, the same with what the text has shown of itself so far: docs/methods.md
@@ -374,7 +374,7 @@ class EvaluationConfig:
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no sampled texts
     seed: seed of sampling
     rows: prompts decoded side by side
-    compile: on CUDA, rounds of greedy texts are CUDA graphs, unless it is false; elsewhere it changes nothing
+    compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     samples: decoded texts shown in the report
     continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too. null: the one that lies beside
         the drafter's weights, if there is one, joined to DDTree's trees; none: no file
