@@ -85,7 +85,7 @@ MIXED = [
         ("joint ddtree", 4, "dflash", "none", GREEDY),
         ("plain", 1, "dflash", "none", MIXED),
         ("ddtree", 9, "dflash", "none", MIXED),
-        ("ddtree", 9, "dart", "selector", MIXED),
+        ("ddtree", 9, "dflash", "selector", MIXED),
         ("static", 6, "dflash", "none", MIXED),
     ],
 )
