@@ -86,6 +86,7 @@ MIXED = [
         ("plain", 1, "dflash", "none", MIXED),
         ("ddtree", 9, "dflash", "none", MIXED),
         ("ddtree", 9, "dflash", "selector", MIXED),
+        ("joint ddtree", 4, "dflash", "none", MIXED),
         ("static", 6, "dflash", "none", MIXED),
     ],
 )
@@ -98,8 +99,8 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
     texts = {}
     joint, method = method.startswith("joint "), method.removeprefix("joint ")
     for compile in (False, True):
-        options = EngineConfig(method, budget, joint=joint, rows=3, positions=None, compile=compile)
-        engine = Engine(target, drafter, options, 90)
+        config = EngineConfig(method, budget, joint=joint, rows=3, positions=None, compile=compile)
+        engine = Engine(target, drafter, config, 90)
         engine.captures = compile
         engine.warm()
         prepared, texts[compile] = set(engine.graphs.graphs), []
