@@ -39,20 +39,21 @@ class Kind:
     top_p: bool = False
     min_p: bool = False
     penalised: bool = False
-    logprobs: int | None = None  # how many alternatives are told; None: no log-probabilities
+    logprobs: int | None = None  # alternatives that are told, up to the next power of two; None: none, nor the token's
 
     @classmethod
     def of(cls, rows: Sequence[TextOptions], vocabulary: int) -> "Kind":
         """Return the kind of these rows."""
         drawn = [row for row in rows if row.temperature > 0]
         most = max((row.top_k for row in drawn if row.top_k < vocabulary), default=0)
+        told = most_logprobs(rows)
         return cls(
             bool(drawn),
-            min(1 << (most - 1).bit_length(), vocabulary - 1) if most else 0,
+            min(_bucket(most), vocabulary - 1),
             any(row.top_p < 1 for row in drawn),
             any(row.min_p > 0 for row in drawn),
             any(row.repetition_penalty != 1 for row in rows),
-            most_logprobs(rows),
+            None if told is None else min(_bucket(told), vocabulary),
         )
 
     @property
@@ -66,6 +67,11 @@ class Kind:
             repetition_penalty=2.0 if self.penalised else 1.0,
             logprobs=self.logprobs,
         )
+
+
+def _bucket(count: int) -> int:
+    """Return the next power of two, of 0 itself."""
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def most_logprobs(rows: Sequence[TextOptions]) -> int | None:

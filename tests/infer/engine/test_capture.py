@@ -68,7 +68,7 @@ MIXED = [
     {"temperature": 0.9, "seed": 3},
     {"repetition_penalty": 1.3, "logprobs": 0},
     {"temperature": 1.0, "top_k": 5, "repetition_penalty": 0.8, "seed": 4},
-    {"logprobs": 2},
+    {"logprobs": 3},
     {"temperature": 0.8, "top_p": 0.7, "min_p": 0.02, "seed": 5},
 ]
 
@@ -113,6 +113,7 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
     for eager, replayed in zip(*texts.values(), strict=True):
         assert eager.ids == replayed.ids and len(eager.logprobs) == len(replayed.logprobs)
         for ours, theirs in zip(replayed.logprobs, eager.logprobs, strict=True):
+            assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert engine.graphs.replays > (10 if options is MIXED else 20) and engine.graphs.works
     assert {rows for rows, *_ in prepared} == {1, 2, 3} and (budget == "auto" or len(prepared) == 3)
