@@ -30,6 +30,8 @@ from infer.trees.methods import TREES
 SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile", "continuity_weight")  # with DecodeOptions
 ROWS = 8  # texts side by side when right guesses are counted
 BRIEF = 4  # a brief evaluation decodes every fourth prompt
+SLOW = 1.25  # plain decoders that take so many times as long as the fastest are measured on the first part alone
+OTHER_DRAFTER = "target's own drafter"
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
 
 
@@ -121,7 +123,7 @@ class Measured:
 
     @staticmethod
     def joined(shares: "abc.Sequence[Measured]") -> "Measured":
-        """Join what was measured in turn, or by several processes, each on its share of the prompts."""
+        """Join what was measured of one variant in turn, or by several processes, each on its share of the prompts."""
         result = Measured(shares[0].variant)
         for share in shares:
             result.texts += share.texts
@@ -133,6 +135,12 @@ class Measured:
         return result
 
 
+def join(shares: abc.Sequence[list[Measured]]) -> list[Measured]:
+    """Join what several processes measured of a part: the variants that none of them found too slow."""
+    of_one = [{(one.variant.name, one.variant.budget): one for one in share} for share in shares]
+    return [Measured.joined([each[key] for each in of_one]) for key in of_one[0] if all(key in each for each in of_one)]
+
+
 @dataclass(frozen=True)
 class Part:
     """The prompts of an evaluation that are reported together, and how they are decoded."""
@@ -141,6 +149,7 @@ class Part:
     prompts: list[Prompt]
     numbers: list[int]  # of the prompts among all
     config: EvaluationConfig
+    drafter: Drafter | None = None  # None: the one that is evaluated
 
 
 def evaluate(
@@ -176,9 +185,9 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
     return replace(result, methods=methods)
 
 
-def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig) -> list[Part]:
-    """Return what an evaluation decodes: its prompts; once, those beside them; once, if greedy, every second
-    of its own sampled."""
+def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig, other: Drafter | None = None) -> list[Part]:
+    """Return what an evaluation decodes: its prompts; once, those beside them; once, every second of its own sampled,
+    if the others are greedy, and with the `other` drafter."""
     groups: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt.beside, []).append(number)
@@ -187,10 +196,15 @@ def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig) -> list[Pa
         Part(what, [prompts[i] for i in numbers], numbers, once if what else config) for what, numbers in groups.items()
     ]
     if config.temperature == 0 and config.sampled is not None:
-        warm = replace(once, temperature=config.sampled)
-        own = parts[0]
-        parts.append(Part(f"temperature {config.sampled:g}", own.prompts[::2], own.numbers[::2], warm))
+        parts.append(half(f"temperature {config.sampled:g}", parts[0], replace(once, temperature=config.sampled)))
+    if other is not None:
+        parts.append(half(OTHER_DRAFTER, parts[0], once, other))
     return parts
+
+
+def half(what: str, part: Part, config: EvaluationConfig, drafter: Drafter | None = None) -> Part:
+    """Return a part with every second prompt of another."""
+    return Part(what, part.prompts[::2], part.numbers[::2], config, drafter)
 
 
 def brief(part: Part) -> Part:
@@ -207,16 +221,20 @@ def decode_all(
     others: bool = False,
 ) -> list[list[Measured]]:
     """Decode the prompts of every part with every method, plain decoding first; of the first part, also count how often
-    the drafter guesses right along what plain decoding wrote, and keep what a report shows of the texts."""
-    total, before, results = sum(len(part.prompts) * part.config.repeats for part in parts), 0, []
+    the drafter guesses right along what plain decoding wrote, and keep what a report shows of the texts. Plain decoders
+    that are `SLOW` there are left out of the other parts."""
+    slow, total, before, results = set(), sum(len(part.prompts) * part.config.repeats for part in parts), 0, []
     for part in parts:
         config, prompts = part.config, [prompt.ids for prompt in part.prompts]
 
         def onwards(done: int, _: int, before: int = before) -> None:
             progress(before + done, total)
 
-        every = variants(target, drafter, config, others)
-        results.append(measure(target, drafter, every, prompts, onwards, part.numbers, config.repeats))
+        used = part.drafter or drafter
+        every = [one for one in variants(target, used, config, others) if one.name not in slow]
+        results.append(measure(target, used, every, prompts, onwards, part.numbers, config.repeats))
+        if len(results) == 1:
+            slow = slow_decoders(results[0])
         before += len(prompts) * config.repeats
     plain = results[0][0]
     length = max((len(text.prompt) for text in plain.texts), default=0) + parts[0].config.max_new_tokens
@@ -225,6 +243,13 @@ def decode_all(
     best = max((one for one in results[0] if one.by_budget), key=lambda one: tau(one.texts))
     plain.shown = show_texts(target, drafter, best.texts, best.variant.options, parts[0].config.samples)
     return results
+
+
+def slow_decoders(measured: abc.Sequence[Measured]) -> set[str]:
+    """Return the names of transformers' plain decoders that are much slower than the fastest plain one."""
+    theirs = [one for one in measured if one.variant.name in OTHERS and not OTHERS[one.variant.name].row.drafts]
+    limit = SLOW * min(one.seconds for one in (measured[0], *theirs))
+    return {one.variant.name for one in theirs if one.seconds > limit}
 
 
 def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others: bool = False) -> list[Variant]:
@@ -377,7 +402,7 @@ def reference_among(
 
 def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[Measured]) -> Evaluation:
     """Return the figures of one part."""
-    plain, config = measured[0], part.config
+    plain, config, drafter = measured[0], part.config, part.drafter or drafter
     kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
     fastest = fastest_plain(measured)
     return Evaluation(

@@ -119,14 +119,14 @@ def kinds_of(evaluation: Evaluation) -> dict[str, tuple[Evaluation, str | None]]
 
 def beside(evaluation: Evaluation, groups: dict[str, tuple[Evaluation, str | None]]):
     """Yield every method of the evaluation with a cell a column: τ and the speedup with its mark."""
-    for i, method in enumerate(evaluation.methods):
+    for method in evaluation.methods:
         cells = []
         for one, kind in groups.values():
             if kind is None:
-                cells.append(f"{one.methods[i].tau:.2f} {speed(one.methods[i])}")
-                continue
-            found = of_kind(method, one.plain, kind)
-            cells.append(f"{found.tau:.2f} {speed(found)}")
+                found = next((other for other in one.methods if other.label == method.label), None)
+            else:
+                found = of_kind(method, one.plain, kind)
+            cells.append(DASH if found is None else f"{found.tau:.2f} {speed(found)}")
         yield method, cells
 
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
-from infer.evaluation.evaluate import Measured, Part, brief, decode_all, parts_of, summarise
+from infer.evaluation.evaluate import Measured, Part, brief, decode_all, join, parts_of, summarise
 from infer.evaluation.report import Run, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
 from infer.evaluation.ruler import best_of
 from infer.evaluation.tables import headline, table
 from infer.formats.checkpoint import load_drafter
+from infer.formats.folders import drafter_beside
 from infer.targets.target import Target
 from infer.utils.entry import Stopped, command_line
 from infer.utils.files import atomic_write
@@ -50,7 +51,7 @@ def evaluate_checkpoint(
     try:
         model = target()
         drafter = load_drafter(folder, dtype=model.dtype, device=model.device)
-        parts = parts_to_decode(model, config, last)
+        parts = parts_to_decode(model, config, last, progress.say)
         measured, problem = decode_share(model, drafter, step_of(folder), config, parts, progress, alive), None
     except Exception as error:  # noqa: BLE001
         measured, problem = None, describe_error(error)
@@ -95,17 +96,32 @@ def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
     )
 
 
-def parts_to_decode(target: Target, config: TrainConfig, last: bool) -> list[Part]:
-    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts, of others a
-    quarter of the first."""
+def parts_to_decode(target: Target, config: TrainConfig, last: bool, say: Callable[[str], None]) -> list[Part]:
+    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts, also with the
+    drafter that lies in the target's folder, if there is one; of others a quarter of the first."""
     options = config.evaluation
     if config.target.shard:
         options = replace(options, compile=False)
     prompts = evaluation_prompts(
         config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside if last else 0
     )
-    parts = parts_of(prompts, options)
-    return parts if last else [brief(parts[0])]
+    if not last:
+        return [brief(parts_of(prompts, options)[0])]
+    return parts_of(prompts, options, own_drafter(target, config.target.path, say))
+
+
+def own_drafter(target: Target, path: str, say: Callable[[str], None]) -> Drafter | None:
+    """Return the drafter that lies in the target's folder, None where there is none, or none that fits."""
+    folder = drafter_beside(path)
+    if folder is None:
+        return None
+    try:
+        drafter = load_drafter(folder, dtype=target.dtype, device=target.device)
+        drafter.check_target(target)
+        return drafter
+    except ValueError as error:
+        say(f"{folder} is not evaluated beside the new drafter: {error}")
+        return None
 
 
 def decode_share(
@@ -142,9 +158,7 @@ def write_evaluation(
     """Join what the processes measured; write and return the evaluation."""
     if config.target.shard:
         shares = shares[:1]  # all measured the same
-    measured = [
-        [Measured.joined(of_one) for of_one in zip(*of_part, strict=True)] for of_part in zip(*shares, strict=True)
-    ]
+    measured = [join(of_part) for of_part in zip(*shares, strict=True)]
     result = summarise(target, drafter, parts, measured)
     result = replace(result, step=step_of(out.parent), checkpoint=str(out.parent), drafter=config.name)
     write_result(out / "evaluation.json", result)

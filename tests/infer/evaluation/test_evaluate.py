@@ -1,11 +1,15 @@
 """What an evaluation decodes."""
 
+from dataclasses import replace
+
 import torch
 
+from data.prompts import Prompt
 from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.engine.sampling import derived_seed
-from infer.evaluation.evaluate import Variant, measure, variants
+from infer.evaluation import evaluate
+from infer.evaluation.evaluate import Variant, decode_all, join, measure, parts_of, summarise, variants
 from infer.evaluation.masked import evaluate_masked
 from infer.evaluation.suite import ask
 
@@ -32,6 +36,28 @@ def test_sampled_prompts_have_noise_of_their_own_in_any_batch_and_on_any_process
 
 def options_of(options: DecodeOptions, number: int) -> DecodeOptions:
     return DecodeOptions(**(vars(options) | {"seed": derived_seed(5, number)}))
+
+
+def test_another_drafter_and_slow_plain_decoders_beside_an_evaluation(make_tiny, monkeypatch):
+    """The other drafter decodes every second prompt; what is too slow on the first part is left out of the others, by
+    all processes where one of them found it so."""
+    target, drafter = make_tiny()
+    other = make_tiny(seed=1)[1]
+    prompts = [Prompt(ids, "starts") for ids in PROMPTS[:4]]
+    parts = parts_of(prompts, EvaluationConfig(max_new_tokens=4, budgets=[2], sampled=None), other)
+    monkeypatch.setattr(evaluate, "SLOW", 1e9)
+    patient = decode_all(target, drafter, parts)
+    monkeypatch.setattr(evaluate, "SLOW", 0.0)
+    hasty = decode_all(target, drafter, parts)
+    names = [[[one.variant.name for one in part] for part in every] for every in (patient, hasty)]
+    assert names[0] == [["plain", "generate", "chain", "ddtree"]] * 2
+    assert names[1] == [["plain", "generate", "chain", "ddtree"], ["plain", "chain", "ddtree"]]
+    own = generate(target, other, PROMPTS[0], options=replace(patient[1][2].variant.options, seed=0))
+    assert patient[1][2].numbers == [0, 2] and patient[1][2].texts[0].stats.rounds == own.stats.rounds
+    joined = [join(of_part) for of_part in zip(patient, hasty, strict=True)]
+    assert [one.variant.name for one in joined[1]] == names[1][1] and len(joined[1][0].texts) == 4
+    column = summarise(target, drafter, parts, hasty).beside[0]
+    assert column.what == evaluate.OTHER_DRAFTER and column.prompts == 2 and column.baseline == "plain"
 
 
 def test_a_suites_turns_have_noise_of_their_own(embedded, make_tiny):
