@@ -12,6 +12,7 @@ import pytest
 
 from infer import generate
 from infer.config import DecodeOptions
+from infer.serving import ray_batches
 from infer.serving.clients import by_server
 from infer.serving.dialogue import Dialogue, Row, Turn
 from infer.serving.regenerate import Batches, by_batches, by_engine, merge, regenerate, write_requests
@@ -139,6 +140,39 @@ def test_shards_and_batch_files_give_the_same_file(expected, server, tmp_path):
     assert len(results) == 6
     regenerate(chats(), by_batches(Batches(results)), tmp_path / "batch.jsonl", {}, 0)
     assert (tmp_path / "batch.jsonl").read_text() == expected.read_text()
+
+
+def test_what_ray_writes_is_read_as_our_engines_answers(embedded, tmp_path):
+    """Requests to rows for Ray's engines to results, with our engine in the place of vLLM's; begun again in the middle
+    of a line."""
+    asks = ("class A:", [{"role": "user", "content": "def f(x):"}], [{"role": "user", "content": "import os"}])
+    rows = [Row(i, prompt) for i, prompt in enumerate(asks)]
+    options = DecodeOptions(max_new_tokens=12, method="plain", rows=3, stop=["):"])
+    regenerate(rows, by_engine(embedded, None, options, 60), tmp_path / "ours", {}, 0)
+    requests, out = tmp_path / "requests", tmp_path / "results"
+    write_requests(rows, Batches([]), requests, "model", options)
+
+    def results() -> list[str]:
+        found = []
+        for line in ray_batches.missing(requests, out):
+            row = ray_batches.asked(embedded.tokenizer, {"item": line})
+            assert row["sampling_params"]["stop"] == ["):"] and row["sampling_params"]["max_tokens"] == 12
+            text = generate(embedded, None, row.pop("tokenized_prompt"), options)
+            row |= {"generated_tokens": text.ids, "generated_text": text.text}
+            found.append(ray_batches.result_line(row, embedded.end_ids) + "\n")
+        return found
+
+    out.write_text("".join(results())[:-40])
+    (last,) = results()
+    with out.open("a") as file:
+        file.write(last)
+    assert not ray_batches.missing(requests, out)
+    regenerate(rows, by_batches(Batches([out])), tmp_path / "theirs", {}, 0)
+    assert (tmp_path / "theirs").read_text() == (tmp_path / "ours").read_text()
+    failed = json.loads(
+        ray_batches.result_line({"line": requests.read_text().splitlines()[0], "__inference_error__": "no"}, {})
+    )
+    assert failed["error"] == {"message": "no"} and failed["response"] is None
 
 
 def test_a_run_ends_where_no_server_is_left(server, tmp_path, monkeypatch):
