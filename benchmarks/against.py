@@ -1,6 +1,7 @@
-"""Decoding by this checkout, by another one, and by transformers, with the same weights and prompts, by turns.
+"""Decoding by this checkout, by another, by transformers and by DDTree's authors, same weights and prompts, by turns.
 
     python benchmarks/against.py runs/embedded-dflash/checkpoints/best/drafter --other ../at-8ca1fa3
+    python benchmarks/against.py --authors ../ddtree       # a checkout of the authors' code; a drafter without a head
 
 Every checkout decodes in a process of its own, whose only API are `load_target`, `load_drafter` and `generate`; prompt
 by prompt the ways take turns, so that a noisy machine is equally noisy for all. Times are the processor's for a
@@ -10,32 +11,71 @@ of the ratio to the first way with its interval of 95% (bootstrap), and whether 
 
 import argparse
 import json
+import logging
 import os
 import random
 import statistics
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
+AUTHORS = ("authors chain", "authors 16", "authors 64")
 
 
-def work(drafter: str, new_tokens: int, threads: int) -> None:
+def authors_code(checkout: Path, drafter: str) -> tuple[Callable, Callable, object]:
+    """Return the chain and the tree decoder of DDTree's authors and their drafter with our weights, on the CPU."""
+    import torch
+    from transformers import DynamicCache
+
+    sys.path.insert(0, str(checkout))
+    sys.modules.setdefault("loguru", types.SimpleNamespace(logger=logging.getLogger()))
+    torch.cuda.synchronize = lambda device=None: None
+    import ddtree
+    import dflash
+
+    class Cache(DynamicCache):
+        """Is cut to a length, as it was in the transformers of the authors."""
+
+        def crop(self, length: int) -> None:
+            if length < self.get_seq_length():
+                super().crop(length - self.get_seq_length())
+
+    ddtree.DynamicCache = dflash.DynamicCache = Cache
+    model = dflash.DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32, attn_implementation="sdpa")
+    return dflash.dflash_generate, ddtree.ddtree_generate, model.eval()
+
+
+def work(args: argparse.Namespace) -> None:
     """Answer lines `[way, prompt]` of standard input with `[seconds, ids]`."""
     import torch
 
     from infer import generate, load_drafter, load_target
 
+    threads, new_tokens = args.threads, args.new_tokens
     torch.set_num_threads(max(1, threads))
     clock = time.perf_counter if threads else time.thread_time
-    target, drafter = load_target("embedded", device="cpu"), load_drafter(drafter)
-    theirs = None
+    target, drafter = load_target(args.target, device="cpu", dtype="float32"), load_drafter(args.drafter)
+    theirs = authors = None
     for line in sys.stdin:
         way, prompt = json.loads(line)
         method, _, budget = way.partition(" ")
-        if method == "transformers":
+        if method == "authors":
+            chain, tree, model = authors = authors or authors_code(args.authors, args.drafter)
+            decode = chain if budget == "chain" else partial(tree, tree_budget=int(budget))
+            settings = {"mask_token_id": drafter.mask_token_id, "block_size": drafter.block_size}
+            inputs = torch.tensor([prompt])
+            began = clock()
+            done = decode(
+                model, target.model, inputs, max_new_tokens=new_tokens, stop_token_ids=list(target.end_ids), **settings
+            )
+            ids = done.output_ids[0, len(prompt) :].tolist()
+        elif method == "transformers":
             inputs = torch.tensor([prompt])
             settings = {}
             if budget == "DFlash":
@@ -55,7 +95,8 @@ def work(drafter: str, new_tokens: int, threads: int) -> None:
 
 def start(checkout: Path, args: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, __file__, str(Path(args.drafter).resolve()), "--work", f"--threads={args.threads}"]
-    command += [f"--new-tokens={args.new_tokens}"]
+    command += [f"--new-tokens={args.new_tokens}", f"--target={args.target}"]
+    command += [f"--authors={args.authors.resolve()}"] if args.authors else []
     count = str(max(1, args.threads))
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
     pipe = subprocess.PIPE
@@ -79,7 +120,9 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter")
+    parser.add_argument("--target", default=str(HERE / "data/embedded"), help="folder of the target")
     parser.add_argument("--other", type=Path, help="another checkout of this repository")
+    parser.add_argument("--authors", type=Path, help="a checkout of DDTree's authors' code")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
@@ -87,16 +130,17 @@ def main() -> None:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        return work(args.drafter, args.new_tokens, args.threads)
+        return work(args)
+    args.ways += AUTHORS if args.authors else ()
 
     sys.path.insert(0, str(HERE))
     from data.prompts import held_out_prompts
     from data.rows import DataConfig
     from infer import load_target
 
-    prompts = held_out_prompts(DataConfig(), load_target("embedded").tokenizer, args.prompts, 96)
+    prompts = held_out_prompts(DataConfig(), load_target(args.target).tokenizer, args.prompts, 96)
     workers = {"": start(HERE, args)} | ({"other: ": start(args.other, args)} if args.other else {})
-    rows = [(side, way) for side in workers for way in args.ways if not (side and way.startswith("transformers"))]
+    rows = [(side, way) for side in workers for way in args.ways if not side or way in WAYS]
     for side, way in rows:
         ask(workers[side], way, prompts[0])  # warms up
     done: dict[tuple[str, str], list[tuple[float, list[int]]]] = {row: [] for row in rows}

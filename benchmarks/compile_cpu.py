@@ -3,10 +3,11 @@
     python benchmarks/compile_cpu.py                       # a minute
 
 For every number of rows and room in the cache: the median of compile=true's seconds over compile=false's, and how many
-graphs and compiled programs there were. Fails where there was one.
+graphs and compiled programs there were; then the same of 50 texts of mixed lengths. Fails where there was one.
 """
 
 import itertools
+import random
 import statistics
 import time
 
@@ -40,10 +41,21 @@ def main() -> None:
                 engines[which].step()
                 seconds[which].append(time.process_time() - began)
         ratio = statistics.median(with_it / without for without, with_it in zip(*seconds, strict=True))
-        graphs, programs = len(engines[1].graphs.graphs), sum(counters["stats"].values())
-        print(f"{rows:>5}{room:>7}{ratio:>8.3f}{graphs:>8}{programs:>10}", flush=True)
-        check(graphs == programs == 0, f"{rows} rows, room {room}: {graphs} graphs, {programs} programs", faults)
+        report(f"{rows:>5}{room:>7}{ratio:>8.3f}", engines[1], faults)
+    dice, engine = random.Random(0), Engine(target, drafter, EngineConfig("ddtree", 16, rows=8, compile=True), 1000)
+    for _ in range(50):
+        prompt = [2 + dice.randrange(400) for _ in range(dice.randrange(1, 600))]
+        engine.submit(prompt, TextOptions(max_new_tokens=dice.randrange(1, 60)))
+    while engine.busy:
+        engine.step()
+    report(f"{'50 texts of mixed':<20}", engine, faults)
     finish(faults)
+
+
+def report(what: str, engine: Engine, faults: list[str]) -> None:
+    graphs, programs = len(engine.graphs.graphs), sum(counters["stats"].values())
+    print(f"{what}{graphs:>8}{programs:>10}", flush=True)
+    check(graphs == programs == 0, f"{what}: {graphs} graphs, {programs} programs", faults)
 
 
 if __name__ == "__main__":

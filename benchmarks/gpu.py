@@ -60,6 +60,7 @@ def pretend() -> None:
     attend.kernel_error = lambda *sizes, **kinds: 0.0
     # its results have as many entries as the device says
     torch.Tensor.unique_consecutive = lambda ids, return_inverse=False: (ids, torch.arange(len(ids), device=ids.device))
+    torch.Tensor.nonzero = lambda flags: torch.arange(len(flags), device=flags.device)[:, None]
     to_host, rounds = Engine._to_host, iter(range(1 << 60))
 
     def some(engine: Engine, packet: torch.Tensor) -> list[list[int]]:

@@ -5,14 +5,17 @@
 For every number of clients the ways take turns; each turn writes one text a client, as many side by side as the
 server's default has rows, and all rows of one way keep their engine, so that `auto` goes on from what it knows. Times
 are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second of every
-way, and of `auto` the median ratio to the best of the others in the same turn.
+way; of `auto` the median ratio to the best of the others, turn by turn, with its interval of 95% (bootstrap); and of
+`auto` and plain decoding the milliseconds to a text's first piece and between two pieces, the 50th and 99th percentile.
 """
 
 import argparse
 import statistics
 import time
+from itertools import pairwise
 
 import torch
+from against import interval
 
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
@@ -37,32 +40,43 @@ def main() -> None:
     prompts = held_out_prompts(DataConfig(), target.tokenizer, 64, 64)
     options = TextOptions(max_new_tokens=args.new_tokens, ignore_eos=True)
 
-    def write(engine: Engine, clients: int) -> tuple[float, list[list[int]]]:
+    def write(engine: Engine, clients: int) -> tuple[float, list[list[int]], list[list[float]]]:
+        """Return tokens a second, the texts, and when pieces of them came."""
         began = clock()
         texts = [engine.submit(prompts[i % len(prompts)], options) for i in range(clients)]
+        times = {text: [began] for text in texts}
         while engine.busy:
-            engine.step()
-        return clients * args.new_tokens / (clock() - began), [text.ids for text in texts]
+            for text in engine.step():
+                times[text].append(clock())
+        return clients * args.new_tokens / (clock() - began), [text.ids for text in texts], list(times.values())
 
     ways = WAYS | {"auto": ("ddtree", "auto")}
-    print(f"{'clients':<8}" + "".join(f"{way:>11}" for way in ways) + f"{'auto / best':>13}{'same':>6}")
+    columns = [*ways, "auto / best", "95%", "same"]
+    columns += [f"{way}, {what}" for what in ("first", "pause") for way in ("plain", "auto")]
+    print(f"{'clients':<8}" + "".join(f"{name:>14}" for name in columns))
     for clients in args.clients:
         engines = {
             way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), 64 + args.new_tokens, clock)
             for way, (method, budget) in ways.items()
         }
-        speeds, texts = {way: [] for way in ways}, {}
+        speeds, texts, firsts, pauses = ({way: [] for way in ways} for _ in range(4))
         for turn in range(args.turns + 1):
             for way, engine in engines.items():
-                speed, texts[way] = write(engine, clients)
+                speed, texts[way], times = write(engine, clients)
                 if turn:  # the first warms up
                     speeds[way].append(speed)
+                    firsts[way] += [1000 * (time[1] - time[0]) for time in times]
+                    pauses[way] += [1000 * (after - before) for time in times for before, after in pairwise(time[1:])]
         medians = {way: statistics.median(found) for way, found in speeds.items()}
         best = max(WAYS, key=medians.get)
-        ratio = statistics.median(a / b for a, b in zip(speeds["auto"], speeds[best], strict=True))
+        ratios = [a / b for a, b in zip(speeds["auto"], speeds[best], strict=True)]
+        between = "{:.2f} to {:.2f}".format(*interval(ratios))
         same = "yes" if all(found == texts["plain"] for found in texts.values()) else "NO"
-        line = f"{clients:<8}" + "".join(f"{medians[way]:>11.0f}" for way in ways)
-        print(line + f"{ratio:>13.2f}{same:>6}", flush=True)
+        cells = [f"{medians[way]:.0f}" for way in ways] + [f"{statistics.median(ratios):.2f}", between, same]
+        for found in (firsts, pauses):
+            cuts = [statistics.quantiles(found[way], n=100) for way in ("plain", "auto")]
+            cells += [f"{cut[49]:.0f}, {cut[98]:.0f}" for cut in cuts]
+        print(f"{clients:<8}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":
