@@ -140,7 +140,9 @@ def check_round(name: str, seen: Seen, faults: list[str]) -> None:
 def options_table(target, drafter, args, faults: list[str]) -> None:
     print(f"\n{'ddtree 64':<12}{'launches':>10}{'graphs':>8}{'waits':>7}{'memory':>8}")
     for name, text in {**OPTIONS, "static": {}, "static sampled": {"temperature": 1.0}}.items():
-        method, before = "static" if name.startswith("static") else "ddtree", reserved()
+        method = "static" if name.startswith("static") else "ddtree"
+        reserved()
+        before = torch.cuda.memory_allocated()  # what it kept for the engines before may be used again
         engine = begin(make(target, drafter, method, 14 if method == "static" else 64, args), args, **text)
         with watch() as seen:
             engine.step()

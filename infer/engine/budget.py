@@ -16,11 +16,11 @@ from infer.trees.ddtree import ddtree
 from infer.trees.joint import expected
 from infer.trees.tree import DraftTree, Proposal, root_only
 
-SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
 FIRST = 16  # nodes of the first round at most, before anything is known
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
-OTHER = 64  # rounds between two of the kind that seems slower, more where it is much slower
+OTHER = 64  # rounds between two of the kind that seems slower, more where it is much slower; at first BESIDE
 BESIDE = 12  # rounds between two whose trees are a size larger or smaller than seems best
 SHARE = 0.1  # of a round in the averages
 
@@ -83,15 +83,16 @@ class Pace:
         """Return how many tokens a row commits with so many nodes; beyond what was tried, no more."""
         return max((length for size, length in self.lengths.items() if size <= nodes), default=1.0)
 
-    def most_nodes(self, rows: int) -> int:
-        """Return how many nodes the next round drafts at most; 0: none."""
+    def most_nodes(self, rows: int, most: int) -> int:
+        """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none."""
         self.rounds += 1
-        sizes = [size for size in self.sizes if rows * (size + 1) <= POSITIONS] or self.sizes[:1]
+        sizes = [size for size in self._up_to(most) if rows * (size + 1) <= POSITIONS] or self.sizes[:1]
         if not self.lengths:
             return next((size for size in reversed(sizes) if size <= FIRST), sizes[0])
         best = max(sizes, key=lambda size: self.length(size) / self.cost(rows, size))
         gain = self.length(best) / self.cost(rows, best) * self.cost(rows, 0)  # over a round that drafts nothing
-        other = self.alike >= OTHER * max(gain, 1 / gain)
+        tried = any(bits == rows.bit_length() and bool(nodes) != (gain > 1) for bits, nodes in self.ratios)
+        other = self.alike >= (OTHER * max(gain, 1 / gain) if tried else BESIDE)
         self.alike = 0 if other else self.alike + 1
         if (gain > 1) == other:
             return 0
@@ -116,6 +117,10 @@ class Pace:
         were those of the last ones."""
         return self._best(rows, min(most, max(len(self._expected) - 1, self.sizes[0])))
 
+    def _up_to(self, most: int) -> list[int]:
+        """Return the sizes to choose among where so many nodes are the most."""
+        return [*(size for size in self.sizes if size < most), most]
+
     def grown(self, nodes: int) -> int:
         """Return how many nodes are to be found where so many are verified: what more would be worth shows so."""
         return next((size for size in self.sizes if size >= 2 * nodes), self.sizes[-1])
@@ -129,7 +134,7 @@ class Pace:
         """Return the best size of at most so many nodes by what is expected of each."""
         expected = self._expected + self._expected[-1:] * (most + 1 - len(self._expected))  # by nodes and the root
         trust = self.drafted / self.expected
-        sizes = sorted({size for size in self.sizes if size < most} | {most})
+        sizes = self._up_to(most)
         best = max(range(len(sizes)), key=lambda i: (1 + (expected[sizes[i]] - 1) * trust) / self.cost(rows, sizes[i]))
         turn, last = divmod(self.rounds, BESIDE)
         if last == BESIDE - 1:  # what the sizes beside it cost is found out by taking them

@@ -215,7 +215,7 @@ class Engine(EngineBase):
 
     def _graph_size(self, nodes: int) -> int:
         """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all there may be."""
-        return nodes if nodes in (0, self.nodes) else max(size for size in (1, *SIZES) if size <= nodes)
+        return nodes if nodes in (0, self.nodes) else max(size for size in SIZES if size <= nodes)
 
     def _new_sequence(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> Sequence:
         judged = processors or asked_grammar(options) is not None
@@ -343,7 +343,7 @@ class Engine(EngineBase):
         options = [text.options for text in texts]
         most = nodes = self._tree_positions(self.computed) - 1 if self.drafts else 0
         if self.pace is not None:
-            nodes = min(most, self.pace.most_nodes(len(texts)))
+            nodes = self.pace.most_nodes(len(texts), most)
         captured = self.captures and not any(text.judged for text in texts)
         if nodes or captured:
             self._update_context()

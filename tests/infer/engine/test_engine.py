@@ -213,7 +213,7 @@ def test_the_budget_follows_the_load():
     for rows in (1, 64, 8, 2, 64, 1):
         spent = tokens = 0.0
         for turn in range(500):
-            nodes = pace.most_nodes(rows)
+            nodes = pace.most_nodes(rows, 64)
             if nodes:
                 chances = torch.tensor([0.0, *(0.7 ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, nodes + 1))])
                 chances[0] = 1.0
@@ -225,7 +225,7 @@ def test_the_budget_follows_the_load():
                 spent, tokens = spent + seconds(rows, nodes), tokens + rows * commits(nodes)
         best = max(rows * commits(size) / seconds(rows, size) for size in (0, *SIZES))
         assert tokens / spent > 0.95 * best
-        assert (pace.most_nodes(rows) == 0) == (rows == 64)
+        assert (pace.most_nodes(rows, 64) == 0) == (rows == 64)
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])
@@ -238,7 +238,7 @@ def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch
     for auto in (False, True):
         engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
         if auto:
-            monkeypatch.setattr(engine.pace, "most_nodes", lambda rows: dice.choice([0, 0, 0, 0, 9]))
+            monkeypatch.setattr(engine.pace, "most_nodes", lambda rows, most: dice.choice([0, 0, 0, 0, 9]))
         written = [engine.submit(prompt, options) for prompt, options in zip(prompts(4), texts, strict=True)]
         while engine.busy:
             engine.step()
