@@ -5,6 +5,7 @@ B rows, M tree nodes.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,9 +21,11 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts t
 CONTEXT = 128  # positions in the cache while measuring
 FIRST = 16  # nodes of the first round at most, before anything is known
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
-OTHER = 64  # rounds between two of the kind that seems slower, more where it is much slower; at first BESIDE
+TRIAL = 8  # rounds that draft before it is asked whether to
+OTHER = 100  # of rounds of the kind that seems slower, what is lost is one in so many
+SOON = 4  # rounds between two of that kind at least
 BESIDE = 12  # rounds between two whose trees are a size larger or smaller than seems best
-SHARE = 0.1  # of a round in the averages
+SHARE = 0.1  # of a round in the averages, once there are enough
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,20 @@ class Pace:
     Where rows share their budgets (`joint`), nodes are those that a row has on average.
 
     Averages are exponential, over about 1 / SHARE rounds. Costs are kept as ratios to the rule's, by rows (to the next
-    power of two) and nodes, so that they carry over to rows and nodes of about the same number.
+    power of two) and nodes, so that they carry over to rows and nodes of about the same number. The first round of each
+    does not count once there is a second: it may have waited for what is made once.
     """
 
     def __init__(self, rule: BudgetRule, most: int, joint: bool = False) -> None:
         self.rule, self.joint = rule, joint
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
         self.ratios: dict[tuple[int, int], float] = {}  # (bits of rows, nodes) -> seconds over the rule's
+        self.known: Counter[tuple[int, int]] = Counter()  # how many rounds these are of
         self.lengths: dict[int, float] = {}  # nodes -> tokens that a row commits
         self.drafted = self.expected = 1.0  # tokens that were committed and expected beside the bonus token
         self._expected = [1.0]  # of the tree that was chosen last, by nodes
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
+        self.texts = 0  # rows of all rounds that drafted
 
     def cost(self, rows: int, nodes: int) -> float:
         """Return the seconds of a round of so many rows and drafted nodes; without nodes nothing is drafted."""
@@ -83,20 +89,29 @@ class Pace:
         """Return how many tokens a row commits with so many nodes; beyond what was tried, no more."""
         return max((length for size, length in self.lengths.items() if size <= nodes), default=1.0)
 
-    def most_nodes(self, rows: int, most: int) -> int:
-        """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none."""
+    def most_nodes(self, rows: int, most: int, full: int | None = None) -> int:
+        """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none. `full`:
+        how many rows there would soon be if nothing was drafted, where texts wait and those in work end too soon for
+        prompts to keep up."""
         self.rounds += 1
         sizes = [size for size in self._up_to(most) if rows * (size + 1) <= POSITIONS] or self.sizes[:1]
-        if not self.lengths:
+        if self.rounds <= TRIAL or not self.lengths:
             return next((size for size in reversed(sizes) if size <= FIRST), sizes[0])
         best = max(sizes, key=lambda size: self.length(size) / self.cost(rows, size))
-        gain = self.length(best) / self.cost(rows, best) * self.cost(rows, 0)  # over a round that drafts nothing
-        tried = any(bits == rows.bit_length() and bool(nodes) != (gain > 1) for bits, nodes in self.ratios)
-        other = self.alike >= (OTHER * max(gain, 1 / gain) if tried else BESIDE)
+        full, drafting, plain = full or rows, self.cost(rows, best), self.cost(rows, 0)
+        gain = rows * self.length(best) / drafting * self.cost(full, 0) / full  # over drafting nothing
+        other = self.alike >= self._patience(rows, gain, plain / drafting if gain > 1 else drafting / plain)
         self.alike = 0 if other else self.alike + 1
         if (gain > 1) == other:
             return 0
         return next((size for size in sizes if size >= 2 * best), sizes[-1])  # this round's tree may deserve more
+
+    def _patience(self, rows: int, gain: float, cost: float) -> float:
+        """Return how many rounds of the better kind come between two of the other, of which one costs so much more;
+        few where nothing is known of it."""
+        rounds = max(SOON, OTHER * cost * (1 - min(gain, 1 / gain)))
+        tried = any(bits == rows.bit_length() and bool(nodes) != (gain > 1) for bits, nodes in self.ratios)
+        return rounds if tried else min(rounds, BESIDE)
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
         """Return the size, at most so many nodes, whose expected tokens per second are highest, for ranked trees with
@@ -146,11 +161,14 @@ class Pace:
         rows share their budgets, the size that each of them needs."""
         rows = len(paths)
         key, ratio = (rows.bit_length(), nodes), seconds / self._by_rule(rows, nodes)
-        known = self.ratios.get(key, ratio)
-        self.ratios[key] = known + SHARE * (min(ratio, 3 * known) - known)  # a pause is not the machine's pace
+        self.known[key] += 1
+        known = ratio if self.known[key] < 3 else self.ratios[key]
+        share = max(SHARE, 1 / self.known[key])
+        self.ratios[key] = known + share * (min(ratio, 3 * known) - known)  # a pause is not the machine's pace
         if not nodes:
             return
-        share = rows / (rows + 1 / SHARE - 1)  # many rows say more
+        self.texts += rows
+        share = rows / min(rows + 1 / SHARE - 1, self.texts + 1)  # many rows say more
         for size in (size for size in self.sizes if size <= nodes):
             length = 1 + sum(node <= size for path in paths for node in path) / rows
             known = self.lengths.get(size, self._expected[size])

@@ -343,7 +343,8 @@ class Engine(EngineBase):
         options = [text.options for text in texts]
         most = nodes = self._tree_positions(self.computed) - 1 if self.drafts else 0
         if self.pace is not None:
-            nodes = self.pace.most_nodes(len(texts), most)
+            full = min(self.most, len(texts) + len(self.entering) + len(self.waiting))
+            nodes = self.pace.most_nodes(len(texts), most, full)
         captured = self.captures and not any(text.judged for text in texts)
         if nodes or captured:
             self._update_context()

@@ -16,7 +16,7 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, TextOptions
-from infer.engine.budget import SIZES, BudgetRule, Pace, calibrate
+from infer.engine.budget import BESIDE, SIZES, TRIAL, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
@@ -228,6 +228,38 @@ def test_the_budget_follows_the_load():
         assert (pace.most_nodes(rows, 64) == 0) == (rows == 64)
 
 
+def test_an_unlucky_first_round_is_soon_forgotten():
+    """The first round waits for what is made once, and nothing of its unlikely tree is accepted: drafting, worth 1.4
+    times plain rounds, is not given up for it."""
+    dice = random.Random(0)
+    rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.3, 3.0, 9.0), other=0.4)
+    pace, spent, tokens = Pace(rule, 64), 0.0, 0
+    for turn in range(150):
+        likely, path = 0.6 if turn else 0.1, []
+        if nodes := pace.most_nodes(1, 64):
+            chances = torch.tensor([1.0, *(likely ** min(i, 7) / (1 if i < 8 else 50) for i in range(1, nodes + 1))])
+            nodes = pace.nodes(chances.log()[None], nodes)
+        while turn and len(path) < min(nodes, 7) and dice.random() < likely:
+            path.append(len(path) + 1)
+        seconds = (rule.cost(nodes + 1) if nodes else 1.0) * (1 if turn else 4)
+        pace.note(seconds, nodes, [path])
+        if turn >= 20:
+            spent, tokens = spent + seconds, tokens + 1 + len(path)
+    assert tokens / spent > 1.25
+
+
+def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
+    """Where prompts enter beside many rows, a round has room for a node or two alone; plain rounds, of which nothing is
+    known yet, are soon tried."""
+    rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), other=0.5)
+    pace = Pace(rule, 64)
+    pace.lengths, pace.rounds = {2: 1.2, 8: 2.5}, TRIAL
+    assert pace.most_nodes(4, 64) >= 8 and pace.most_nodes(4, 2) == 0
+    assert [pace.most_nodes(4, 64) for _ in range(BESIDE)].count(0) == 1
+    # where texts wait for rows, plain rounds would soon have all of them
+    assert pace.most_nodes(4, 64, 16) == 0
+
+
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch):
     """Rows come and go while drafting stops and begins again: the drafter is given what it missed."""
@@ -238,7 +270,7 @@ def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch
     for auto in (False, True):
         engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
         if auto:
-            monkeypatch.setattr(engine.pace, "most_nodes", lambda rows, most: dice.choice([0, 0, 0, 0, 9]))
+            monkeypatch.setattr(engine.pace, "most_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9]))
         written = [engine.submit(prompt, options) for prompt, options in zip(prompts(4), texts, strict=True)]
         while engine.busy:
             engine.step()
