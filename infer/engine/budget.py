@@ -130,7 +130,8 @@ class Pace:
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
         were those of the last ones."""
-        return self._best(rows, min(most, max(len(self._expected) - 1, self.sizes[0])))
+        known = len(self._expected) - 1
+        return self._best(rows, min(most, known)) if known else min(most, FIRST)
 
     def _up_to(self, most: int) -> list[int]:
         """Return the sizes to choose among where so many nodes are the most."""
