@@ -148,7 +148,9 @@ def main() -> None:
         for side, way in rows:
             done[side, way].append(ask(workers[side], way, prompt))
     first = done[rows[0]]
-    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {args.threads or 'processor time of one'} threads")
+    print(
+        f"{len(prompts)} prompts, {args.new_tokens} new tokens, {f'{args.threads} threads' if args.threads else 'processor time of one thread'}"
+    )
     print(f"{'':<22}{'tokens/s':>9}{'ratio':>7}{'95%':>14}{'other':>7}{'95%':>14}{'same':>6}")
     for side, way in rows:
         found = done[side, way]

@@ -7,7 +7,7 @@
 
 First table: greedy rounds by method and nodes, each a CUDA graph; milliseconds of the whole and of its stages, captured
 one by one; kernels launched outside the graph, graphs replayed, waits; memory of caches and graphs over that of
-the caches alone. Second: counts and memory of rounds with other options. Third: rounds of
+the caches alone. Second: the counts of rounds with other options. Third: rounds of
 texts that come and go with mixed lengths, after all sizes were prepared: what was still made.
 
 Fails where a round is not one graph with at most 25 launches beside it and one wait; where, with 16 rows, memory is
@@ -63,10 +63,6 @@ def reserved() -> int:
     return torch.cuda.memory_reserved()
 
 
-def cache_bytes(engine: Engine) -> int:
-    return sum(part.cache.buffer.nbytes for part in (engine, engine.state) if part is not None)
-
-
 def build(engine: Engine, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
     tree = engine.build(proposal)
     return tree, tree.ancestors()
@@ -103,9 +99,10 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
     print(f"{'launches':>10}{'graphs':>8}{'waits':>7}{'memory':>8}{'same':>6}")
     for method, nodes in METHODS:
         engine = make(target, drafter, method, nodes, args)
+        cache = sum(part.cache.buffer.nbytes for part in (engine, engine.state) if part is not None)
         before = reserved()
         engine.warm()
-        memory = 1 + (reserved() - before) / cache_bytes(engine)  # the graphs' own memory comes on top of the cache
+        memory = 1 + (reserved() - before) / cache  # the graphs' own memory comes on top of the cache
         begin(engine, args)
         with watch() as seen:
             engine.step()
@@ -138,18 +135,14 @@ def check_round(name: str, seen: Seen, faults: list[str]) -> None:
 
 
 def options_table(target, drafter, args, faults: list[str]) -> None:
-    print(f"\n{'ddtree 64':<12}{'launches':>10}{'graphs':>8}{'waits':>7}{'memory':>8}")
+    print(f"\n{'ddtree 64':<12}{'launches':>10}{'graphs':>8}{'waits':>7}")
     for name, text in {**OPTIONS, "static": {}, "static sampled": {"temperature": 1.0}}.items():
         method = "static" if name.startswith("static") else "ddtree"
-        reserved()
-        before = torch.cuda.memory_allocated()  # what it kept for the engines before may be used again
         engine = begin(make(target, drafter, method, 14 if method == "static" else 64, args), args, **text)
         with watch() as seen:
             engine.step()
-        memory = (reserved() - before) / cache_bytes(engine)
-        print(f"{name:<15}{seen.launches:>7}{seen.graphs:>8}{len(seen.waits):>7}{memory:>8.3f}", flush=True)
+        print(f"{name:<15}{seen.launches:>7}{seen.graphs:>8}{len(seen.waits):>7}", flush=True)
         check_round(name, seen, faults)
-        del engine
 
 
 def programs() -> int:
