@@ -148,9 +148,8 @@ def main() -> None:
         for side, way in rows:
             done[side, way].append(ask(workers[side], way, prompt))
     first = done[rows[0]]
-    print(
-        f"{len(prompts)} prompts, {args.new_tokens} new tokens, {f'{args.threads} threads' if args.threads else 'processor time of one thread'}"
-    )
+    clock = f"{args.threads} threads" if args.threads else "processor time of one thread"
+    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {clock}")
     print(f"{'':<22}{'tokens/s':>9}{'ratio':>7}{'95%':>14}{'other':>7}{'95%':>14}{'same':>6}")
     for side, way in rows:
         found = done[side, way]
