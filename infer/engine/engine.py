@@ -484,15 +484,17 @@ class Engine(EngineBase):
 
     def _constrained(self, tree: DraftTree, proposal: Proposal) -> DraftTree:
         """Return the tree with the rows built anew whose texts follow a grammar, where there are
-        marginals; the tree of an autoregressive drafter stays, and the target follows the grammar all the same."""
+        marginals; an autoregressive drafter has heard of the grammar while it drafted."""
         if proposal.marginals is None or not self.method.ranked or not tree.budget:
             return tree
-        rows = {
-            row: Rule(partial(text.grammar.allowed, text.ids), text.grammar.forced(text.ids))
-            for row, text in enumerate(self.writing)
-            if text.grammar is not None
-        }
+        texts = self.writing
+        rows = {row: Rule(may, texts[row].grammar.forced(texts[row].ids)) for row, may in self._allowed().items()}
         return constrain(tree, proposal, rows, self.method.by_budget) if rows else tree
+
+    def _allowed(self) -> dict[int, abc.Callable]:
+        """Return for the rows that follow a grammar what says which tokens may follow drafted ones."""
+        texts = enumerate(self.writing)
+        return {row: partial(text.grammar.allowed, text.ids) for row, text in texts if text.grammar is not None}
 
     def _propose(
         self,
@@ -515,6 +517,8 @@ class Engine(EngineBase):
                 considered = min(considered, max(FEW, 2 * nodes))
             steps = drafter.conditional_draft(self.target, self.bonus, block, judge, considered)
             conditional = None if steps.recurrent else steps
+            if marginals is None:
+                steps.narrow(self._allowed())
         else:
             marginals = drafter.draft(self.target, self.bonus, self.state)
         if marginals is None:

@@ -32,27 +32,29 @@ def reference_of(target: Target, drafter: Drafter, prompts: Sequence[Asked], tex
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
     if not pairs:
         return None
-    drafted = drafter.block_size - 1
+    counts = [count_accepted(text.commits, len(text.ids), drafter.block_size - 1) for _, text in pairs]
     return Reference(
         dtype=str(target.dtype).removeprefix("torch."),
         block_size=drafter.block_size,
-        acceptance=count_accepted(((text.commits, len(text.ids)) for _, text in pairs), drafted),
-        texts=[KnownText(prompt.said, prompt.chat, list(text.prompt), list(text.ids)) for prompt, text in pairs],
+        acceptance=Acceptance.of_all(counts),
+        texts=[
+            KnownText(prompt.said, prompt.chat, list(text.prompt), list(text.ids), count)
+            for (prompt, text), count in zip(pairs, counts, strict=True)
+        ],
     )
 
 
-def count_accepted(texts: Iterable[tuple[list[int], int]], drafted: int) -> Acceptance:
-    """Count the accepted drafts of texts, given as commits (the prefill's first) and length, by the rule of
-    `Reference`."""
+def count_accepted(commits: Iterable[int], length: int, drafted: int) -> Acceptance:
+    """Count the accepted drafts of a text of so many tokens, given what was committed round by round (the prefill's
+    first), by the rule of `Reference`."""
+    written, *later = commits
     rounds, accepted = 0, [0] * drafted
-    for commits, length in texts:
-        written = commits[0]
-        for commit in commits[1:]:
-            if written >= length - drafted:
-                break
-            rounds, written = rounds + 1, written + commit
-            for k in range(commit - 1):
-                accepted[k] += 1
+    for commit in later:
+        if written >= length - drafted:
+            break
+        rounds, written = rounds + 1, written + commit
+        for k in range(commit - 1):
+            accepted[k] += 1
     return Acceptance(rounds, accepted)
 
 

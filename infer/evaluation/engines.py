@@ -7,6 +7,7 @@ engine meanwhile: counters are for all requests.
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import httpx
 
@@ -51,30 +52,39 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
         if counters is None:
             return examine_sglang(client, reference)
         model = client.get("/v1/models").json()["data"][0]["id"]
-        before = read_metrics(client, counters)
-        answers = [ask(client, model, text, tokens_of(text, reference)) for text in reference.texts]
-        after = read_metrics(client, counters)
+        answers, counts = [], [read_metrics(client, counters)]
+        for text in reference.texts:
+            answers.append(ask(client, model, text, tokens_of(text, reference)))
+            counts.append(read_metrics(client, counters))
     except (httpx.HTTPError, LookupError, TypeError) as wrong:
         raise ValueError(
             f"url={client.base_url}: no engine that this command knows answers there ({wrong!r})"
         ) from wrong
-    after.subtract(before)
-    rounds = round(after[counters.rounds])
+    parts = [read_part(counters, *pair, reference) for pair in pairwise(counts)]
+    rounds = sum(part.rounds for part in parts)
     if not rounds:
         raise ValueError(
             f"url={client.base_url}: {counters.engine} counted no round of drafts: is it serving a drafter? "
             f"{counters.switch}"
         )
-    accepted = [round(after[f"{counters.accepted} {k}"]) for k in range(reference.block_size + 64)]
     ids = [answer.get("token_ids") for answer in answers]
     return Served(
         engine=counters.engine,
         texts=[answer["said"] for answer in answers],
         ids=None if None in ids else ids,
         prompt_tokens=[answer["prompt_tokens"] for answer in answers],
-        acceptance=Acceptance(rounds, trimmed(accepted, reference)),
-        drafted=after[counters.drafted] / rounds,
+        by_text=parts,
+        drafted=(counts[-1][counters.drafted] - counts[0][counters.drafted]) / rounds,
     )
+
+
+def read_part(counters: Counters, before: Counter[str], after: Counter[str], reference: Reference) -> Acceptance:
+    """Return what was accepted between two readings of an engine's counters."""
+    accepted = [
+        round(after[name] - before[name])
+        for name in (f"{counters.accepted} {k}" for k in range(reference.block_size + 64))
+    ]
+    return Acceptance(round(after[counters.rounds] - before[counters.rounds]), trimmed(accepted, reference))
 
 
 def tokens_of(text: KnownText, reference: Reference) -> int:
@@ -136,7 +146,7 @@ def ask(client: httpx.Client, model: str, text: KnownText, tokens: int) -> dict:
 def examine_sglang(client: httpx.Client, reference: Reference) -> Served:
     """Ask SGLang, which tells with an answer how many rounds accepted 0, 1, 2, ... drafts. A chat's tokens are sent as
     the reference has them, and the chat itself for the number of its tokens."""
-    texts, ids, prompts, histogram, drafted = [], [], [], Counter(), 0
+    texts, ids, prompts, parts, drafted = [], [], [], [], 0
     for text in reference.texts:
         sampling = {"max_new_tokens": tokens_of(text, reference), "temperature": 0, "ignore_eos": True}
         asked = {"input_ids": text.prompt} if text.chat else {"text": text.said}
@@ -151,13 +161,13 @@ def examine_sglang(client: httpx.Client, reference: Reference) -> Served:
         counts = told.get("spec_correct_drafts_histogram") or told.get("spec_accept_histogram")
         if not counts:
             raise ValueError(f"url={client.base_url}: SGLang counted no drafts: start it with --speculative-algorithm")
-        histogram.update(dict(enumerate(counts)))
+        accepted = [sum(counts[k + 1 :]) for k in range(len(counts) - 1)]
+        accepted += [0] * (reference.block_size - 1 - len(accepted))
+        parts.append(Acceptance(sum(counts), accepted))
         drafted += told.get("spec_num_proposed_drafts") or told.get("spec_draft_token_num") or 0
         texts.append(found["text"])
         ids.append(found.get("output_ids"))
         prompts.append(ask(client, "default", text, 1)["prompt_tokens"] if text.chat else told["prompt_tokens"])
-    rounds = sum(histogram.values())
-    accepted = [sum(count for many, count in histogram.items() if many > k) for k in range(max(histogram))]
-    accepted += [0] * (reference.block_size - 1 - len(accepted))
+    rounds = sum(part.rounds for part in parts)
     many = drafted / rounds if drafted else reference.block_size - 1
-    return Served("SGLang", texts, None if None in ids else ids, prompts, Acceptance(rounds, accepted), many)
+    return Served("SGLang", texts, None if None in ids else ids, prompts, parts, many)

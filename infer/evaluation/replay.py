@@ -101,9 +101,9 @@ def draft_chain(target: Target, drafter: Drafter, bonus: torch.Tensor, state: ob
 @torch.inference_mode()
 def replay(
     target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int, drafted: int | None = None
-) -> Acceptance:
-    """Draft chains along the answers. A round counts if it begins before a text's last `margin` tokens; `drafted`: of
-    a block's drafts, so many are checked."""
+) -> list[Acceptance]:
+    """Draft chains along the answers; return what was accepted, text by text. A round counts if it begins before a
+    text's last `margin` tokens; `drafted`: of a block's drafts, so many are checked."""
     length, rows = drafter.block_size - 1, len(material.answers)
     features, widths = material.features(taps), [len(prompt) for prompt in material.prompts]
     known = pad_ids([[*p, *a] for p, a in zip(material.prompts, material.answers, strict=True)], features.device)
@@ -114,19 +114,19 @@ def replay(
     start = torch.tensor(widths, device=known.device)
     ends = start + torch.tensor([len(answer) for answer in material.answers], device=known.device)
     at, ahead = start.clone(), torch.arange(1, length + 1, device=known.device)
-    rounds, accepted = 0, torch.zeros(length, dtype=torch.long, device=known.device)
+    rounds, accepted = torch.zeros_like(at), torch.zeros_like(at)[:, None].repeat(1, length)  # (B,), (B, L)
     while (going := at + 1 < ends - margin).any():
         tokens = draft_chain(target, drafter, known.gather(1, at[:, None])[:, 0], state)  # (B, L)
         places = at[:, None] + ahead
         right = (tokens == known.gather(1, places.clamp(max=known.shape[1] - 1))) & (places < ends[:, None])
         right[:, length if drafted is None else drafted :] = False
         right = right.long().cumprod(1)  # (B, L)
-        accepted += (right * going[:, None]).sum(0)
-        rounds += int(going.sum())
+        accepted += right * going[:, None]
+        rounds += going
         steps = (right.sum(1) + 1) * going  # (B,)
         counts = steps.tolist()
         where = (at[:, None] + torch.arange(max(counts), device=at.device)).clamp(max=known.shape[1] - 1)  # (B, C)
         context = features.gather(1, where[..., None].expand(-1, -1, features.shape[-1]))
         drafter.update_context(target, context, known.gather(1, where), counts, state)
         at = at + steps
-    return Acceptance(rounds, accepted.tolist())
+    return [Acceptance(*counts) for counts in zip(rounds.tolist(), accepted.tolist(), strict=True)]

@@ -4,7 +4,9 @@ A field that is None is left out of the JSON, and a key that no field has is ign
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,15 +76,23 @@ class Acceptance:
         """Drafts accepted a round; one more is the acceptance length."""
         return sum(self.accepted) / max(1, self.rounds)
 
+    @classmethod
+    def of_all(cls, parts: Sequence["Acceptance"]) -> "Acceptance":
+        """Return the acceptance of all rounds of several texts together."""
+        columns = zip_longest(*(part.accepted for part in parts), fillvalue=0)
+        return cls(sum(part.rounds for part in parts), [sum(column) for column in columns])
+
 
 @dataclass(frozen=True)
 class KnownText:
-    """A prompt as a client sends it, as the target reads it, and the target's own greedy answer."""
+    """A prompt as a client sends it, as the target reads it, the target's own greedy answer, and what of the chains on
+    it was accepted."""
 
     said: str
     chat: bool  # sent as a chat's question, not as the beginning of a text
     prompt: list[int]
     ids: list[int]
+    acceptance: Acceptance | None = None  # None: it was written down of all texts together
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,14 @@ class Reference:
 
     dtype: str  # of the target
     block_size: int
-    acceptance: Acceptance
+    acceptance: Acceptance  # of all texts together
     texts: list[KnownText]
+
+    @property
+    def by_text(self) -> list[Acceptance]:
+        """The acceptance text by text; where that is not known, one for all."""
+        known = [text.acceptance for text in self.texts if text.acceptance is not None]
+        return known if len(known) == len(self.texts) else [self.acceptance]
 
 
 @dataclass(frozen=True)

@@ -150,15 +150,17 @@ def serve(target: Target, drafter: Drafter, reference: Reference, drafted: int |
     for prompt, text in zip(prompts, reference.texts, strict=True):
         options = DecodeOptions(method="chain", budget=budget, max_new_tokens=tokens_of(text, reference), rows=1)
         texts += decode(target, drafter, [prompt], options)
-    accepted = [count for text in texts for count in text.accepted]
     drafts = [count for text in texts for count in text.drafted]
-    by_position = [sum(count > k for count in accepted) for k in range(budget)]
+    counted = [
+        Acceptance(len(text.accepted), [sum(count > k for count in text.accepted) for k in range(budget)])
+        for text in texts
+    ]
     return Served(
         "the engine",
         [answer_text(target, text.ids, text.options) for text in texts],
         [text.ids for text in texts],
         [len(prompt) for prompt in prompts],
-        Acceptance(len(accepted), by_position),
+        counted,
         sum(drafts) / len(drafts),
     )
 

@@ -5,6 +5,9 @@ B rows, P prefixes of a depth, M candidates behind a prefix, S attended position
 head size, V vocabulary.
 """
 
+from collections.abc import Callable, Mapping
+
+import numpy as np
 import torch
 
 from infer.drafters.heads.draft import CHUNK, Judge
@@ -53,6 +56,14 @@ class Paths:
         self.states = drafter.project(state.pending[:rows, None])  # (B, P, D) one position before each prefix's token
         self.tokens = bonus[:, None]  # (B, P) the prefixes' last ones
         self.candidates = self.tokens  # (B, P, M) behind each prefix
+        self.allowed: Mapping[int, Callable[[list[int]], np.ndarray]] = {}
+        self.drafted = self.tokens[..., None][..., :0]  # (B, P, depth) the prefixes' drafted tokens
+        self.alive = torch.ones_like(self.tokens, dtype=torch.bool)  # (B, P) no grammar forbids the prefix
+
+    def narrow(self, allowed: Mapping[int, Callable[[list[int]], np.ndarray]]) -> None:
+        """Let grammars have their say: for each row that follows one, which tokens may follow a prefix's drafted
+        tokens, (V,) bool. Nothing follows a prefix that is forbidden itself."""
+        self.allowed = allowed
 
     @torch.no_grad()
     def outputs(self) -> torch.Tensor:
@@ -68,17 +79,24 @@ class Paths:
         self.states = drafter.handed_on(found)
         return found
 
-    def judged(self, states: torch.Tensor) -> torch.Tensor:
-        """The layer's states (B, P, D) to scores of the token behind each prefix, (B, P, V), not normalised."""
-        drafter = self.drafter
+    def judged(self, states: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The layer's states (B, p, D) at the prefixes from `first` on to scores of the token behind each, (B, p, V),
+        not normalised."""
+        drafter, count = self.drafter, states.shape[1]
         scores = drafter.whole_vocabulary(drafter.logits(self.target, drafter.last_norm(states)))
-        if self.judge is None:
-            return scores
-        return self.judge(scores, torch.full((states.shape[1],), self.depth, device=states.device))
+        if self.judge is not None:
+            scores = self.judge(scores, torch.full((count,), self.depth, device=states.device))
+        for row, allowed in self.allowed.items():
+            for place, alive in enumerate(self.alive[row, first : first + count].tolist()):
+                may = np.zeros(scores.shape[-1], bool)
+                if alive:
+                    may = allowed(self.drafted[row, first + place].tolist())[: scores.shape[-1]]
+                scores[row, place].masked_fill_(~torch.from_numpy(may).to(scores.device), -torch.inf)
+        return scores
 
     def log_probs(self) -> torch.Tensor:
         """Run the layer, and return log q (B, P, V)."""
-        return self.judged(self.outputs()).log_softmax(-1)
+        return self.judged(self.outputs()).log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
     def begin(self) -> tuple[torch.Tensor, None]:
         """Return log q (B, 1, M) of the candidates of slot 0, likeliest first. There is no memory to carry."""
@@ -88,13 +106,14 @@ class Paths:
         """Return log q (B, P, M) of the candidates behind the prefixes that were chosen."""
         states, found, tokens = self.outputs(), [], []
         size = max(1, CHUNK // (len(states) * self.drafter.config.vocab_size))
-        for part in states.split(size, 1):
-            scores = self.judged(part)
+        for first in range(0, states.shape[1], size):
+            scores = self.judged(states[:, first : first + size], first)
             top = scores.topk(self.count, dim=-1)
-            found.append((top.values - scores.logsumexp(-1, keepdim=True)).clamp(max=0))
+            log_q = (top.values - scores.logsumexp(-1, keepdim=True)).clamp(max=0)
+            found.append(log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf))
             tokens.append(top.indices)
-        self.candidates = torch.cat(tokens, 1)
-        return torch.cat(found, 1), None
+        self.candidates, self.log_q = torch.cat(tokens, 1), torch.cat(found, 1)
+        return self.log_q, None
 
     def choose(self, slot: int, prefix: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
         """Keep the prefixes that grow out of `prefix` (B, P) by their candidates `which` (B, P); return these
@@ -105,12 +124,17 @@ class Paths:
 
         self.tokens = of(self.candidates).gather(2, which[..., None])[..., 0]
         self.states, self.seen = of(self.states), of(self.seen)
+        if self.allowed:
+            likely = of(self.log_q).gather(2, which[..., None])[..., 0]  # (B, P)
+            self.alive = self.alive.gather(1, prefix) & (likely > -torch.inf)
+            self.drafted = torch.cat([of(self.drafted), self.tokens[..., None]], 2)
         self.depth += 1
         return self.tokens
 
     def follow(self, tokens: torch.Tensor) -> None:
         """Go on behind one token of each row, (B,), where there is one prefix."""
         self.tokens, self.depth = tokens[:, None], self.depth + 1
+        self.drafted = torch.cat([self.drafted, self.tokens[..., None]], 2)
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest token behind the ones before, again and again, (B, length), and its log q."""

@@ -2,7 +2,9 @@
 tree of all prefixes, lossless decoding, and what they cannot do in a sentence."""
 
 import json
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -210,6 +212,54 @@ def test_texts_are_the_targets_own(kind, target, tmp_path):
         for method, budget in (("chain", 3), ("ddtree", 1), ("ddtree", 20), *((("ddtree", "auto"),) * (not sampling))):
             done = generate(target, drafter, prompts, method=method, budget=budget, **options)
             assert [answer.ids for answer in done] == plain, (method, budget)
+
+
+class Thirds:
+    """A grammar: of every three tokens one, which one the tokens before decide; 7 ends a text, and 3 has to follow 2."""
+
+    def allowed(self, text: list[int], path: list[int]) -> np.ndarray:
+        before, may = [*text, *path], np.zeros(V, bool)
+        assert all(self.allowed([], before[:i])[token] for i, token in enumerate(before)), "asked behind a wrong path"
+        may[sum(before) % 3 :: 3] = True
+        return may if before[-1:] != [2] else np.arange(V) == 3
+
+    def forced(self, text: list[int]) -> list[int]:
+        return []
+
+    def mask(self, scores: torch.Tensor, text: list[int], path: list[int]) -> torch.Tensor:
+        return scores.masked_fill(~torch.from_numpy(self.allowed(text, path)), -torch.inf)
+
+
+@pytest.mark.parametrize("kind", ["eagle3 pruned", "mtp"])
+def test_the_tree_is_the_best_one_under_a_grammar(kind, target, tmp_path, monkeypatch):
+    """Of prefixes of two tokens, against a plain forward; and texts of the whole engine."""
+    config, weights = folder_of(kind, tmp_path / "drafter")
+    drafter, grammar = load_drafter(tmp_path / "drafter", target_layers=LAYERS), Thirds()
+    state, bonus = begun(target, drafter), IDS[-1:]
+    drafter.block_size = 3
+    steps = drafter.conditional_draft(target, bonus, drafter.draft_block(target, bonus, state), None, 40)
+    steps.narrow({0: partial(grammar.allowed, [])})
+    tree = ddtree(Proposal(bonus, None, 20, steps=steps))
+    score, found = {(): 0.0}, [()]
+    for path in ((), *((x,) for x in range(V))):
+        if path in score:
+            log_q = grammar.mask(plain_forward(config, weights, target, list(path))[None], [], list(path))[0]
+            log_q = log_q.log_softmax(-1)
+            score |= {(*path, y): score[path] + float(log_q[y]) for y in range(V) if log_q[y] > -torch.inf}
+    best = sorted(score, key=score.get, reverse=True)[:21]
+    for node in range(1, 21):
+        found.append((*found[int(tree.parents[0, node])], int(tree.tokens[0, node])))
+    assert set(found) == set(best)
+    assert torch.allclose(tree.log_probs[0].double(), torch.tensor([score[p] for p in found]).double(), atol=2e-5)
+
+    monkeypatch.setattr("infer.engine.base.follow", lambda options, target: Thirds())
+    drafter.block_size = 4
+    for sampling in ({}, {"temperature": 0.8, "seed": 3}):
+        options = {"max_new_tokens": 10, "compile": False, **sampling}
+        plain = generate(target, None, [IDS.tolist(), [5]], method="plain", **options)
+        for method, budget in (("chain", 3), ("ddtree", 20)):
+            done = generate(target, drafter, [IDS.tolist(), [5]], method=method, budget=budget, **options)
+            assert [answer.ids for answer in done] == [answer.ids for answer in plain]
 
 
 def test_a_drafter_that_agrees_with_the_target_is_accepted(target, tmp_path):

@@ -37,16 +37,16 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
         embedded, [t.prompt for t in reference.texts], [t.ids for t in reference.texts], taps_of(drafter)
     )
     assert material.agreement == 1 and reference.acceptance.rounds > 20
-    assert replay(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1) == reference.acceptance
+    assert replay(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1) == reference.by_text
     engine = Engine(embedded, drafter, EngineConfig("chain", 7, rows=2, positions=None), 300)
     with running(engine) as (url, _), open_client(f"{url}/v1") as client:
         served = examine_engine(client, reference)
-    assert served.acceptance == reference.acceptance and served.drafted == 7
+    assert served.by_text == reference.by_text and served.drafted == 7
     for other, compared in ((served, "its card and"), (None, "with its card.")):
         assert compared in examine(embedded, drafter, reference, other, carded=True).verdict
     found = examine(embedded, drafter, reference, served)
     assert found.healthy and found.cause is None and "Healthy" in report(found)
-    cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, acceptance=Acceptance(60, [25])))
+    cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, by_text=[Acceptance(60, [25])]))
     assert cut.cause.name == "drafted tokens cut by the engine's settings" and "num_speculative_tokens" in cut.mend
     longer = examine(embedded, drafter, reference, replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]))
     assert longer.cause.name == "another tokenizer or vocabulary"
