@@ -28,7 +28,9 @@ from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
+from infer.evaluation.causes import one_key_norm, taps_of
 from infer.evaluation.others import OTHERS
+from infer.evaluation.replay import compute, replay
 from infer.evaluation.results import Acceptance
 from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED
@@ -137,6 +139,12 @@ def vllm(work: Path, asked: dict, python: str | None) -> dict:
     return result(told["engine"], [text[:tokens] for text in told["texts"]], counts)
 
 
+def as_vllm(target: Target, drafter: Drafter, prompts: list[list[int]], tokens: int) -> dict:
+    """Decode with the one thing that vLLM's kernel for CPUs reads otherwise."""
+    [trial] = one_key_norm(target, drafter)
+    return ours(target, trial.drafter, prompts, tokens) | {"engine": f"ours, {trial.label}"}
+
+
 CONVERT = """
 import runpy, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
@@ -178,6 +186,16 @@ def llama_cpp(work: Path, asked: dict, folder: Path) -> dict:
     return result(name, texts, by_position(committed, asked["drafted"]))
 
 
+def as_llama_cpp(target: Target, drafter: Drafter, prompts: list[list[int]], tokens: int) -> dict:
+    """Draft along our texts from the prompts' last tokens on, where llama.cpp's program begins."""
+    margin = drafter.block_size
+    texts = ours(target, drafter, prompts, tokens + margin)["texts"]
+    before, behind = [ids[:-1] for ids in prompts], [[ids[-1], *text] for ids, text in zip(prompts, texts, strict=True)]
+    counts = replay(target, drafter, compute(target, before, behind, taps_of(drafter)), taps_of(drafter), margin)
+    counted = Acceptance.of_all(counts)
+    return result("ours, from the prompt's last token on", [text[:tokens] for text in texts], counted)
+
+
 def same(texts: list, known: list[list[int]], words: list[str]) -> str:
     """Say how many texts are ours, given as ids or as what a program printed, which may go on for a round; and where
     the first other token is."""
@@ -205,9 +223,11 @@ def main() -> None:
         "ours": lambda: ours(target, drafter, prompts, tokens),
         "transformers": lambda: transformers_own(target, drafter, prompts, tokens),
         "vllm": lambda: vllm(work, asked, given.get("vllm")),
+        "as_vllm": lambda: as_vllm(target, drafter, prompts, tokens),
     }
     if "llama" in given:
         runs["llama"] = lambda: llama_cpp(work, asked, Path(given["llama"]).absolute())
+        runs["as_llama"] = lambda: as_llama_cpp(target, drafter, prompts, tokens)
     told = {}
     for name, run in runs.items():
         kept = work / f"{name}-{tokens}.json"

@@ -16,9 +16,10 @@ from itertools import zip_longest
 import torch
 
 from infer.api import encode
-from infer.drafters.base import Drafter, default_mask_token
+from infer.drafters.base import Drafter, DraftState, default_mask_token
 from infer.evaluation.replay import Material, Tap, compute, next_norm
 from infer.evaluation.results import Acceptance, KnownText, Reference
+from infer.targets.lean import Norm
 from infer.targets.support import rope
 from infer.targets.target import Target
 
@@ -215,6 +216,23 @@ def other_blocks(target: Target, drafter: Drafter) -> Iterator[Trial]:
     for size in dict.fromkeys((own + 1, own - 1, 8, 10, 16, 4, 2 * own)):
         if size not in (own, 1):
             yield Trial(f"block_size {size}", altered(drafter, {"block_size": size}, block_size=size), taps_of(drafter))
+
+
+def one_key_norm(target: Target, drafter: Drafter) -> Iterator[Trial]:
+    """Let all layers take the first one's norm for the keys of the context, as vLLM's CPU kernel does (0.32: its
+    `rms_norm` of all layers' keys at once reads the first row of their weights)."""
+    if len(getattr(drafter, "layers", ())) > 1 and "block_size" in drafter.own:
+        other = altered(drafter)
+        make = other.make_state
+
+        def make_state(*place: object) -> DraftState:
+            state = make(*place)
+            weight = state.key_norm.weight  # (layers, 1, E)
+            state.key_norm = Norm(weight[:1].expand_as(weight), state.key_norm.eps)
+            return state
+
+        other.make_state = make_state
+        yield Trial("the first layer's norm for all context keys", other, taps_of(drafter))
 
 
 # What is seen
@@ -429,6 +447,15 @@ CAUSES = (
     Cause("rotary base", (EDIT, READING), trials=other_thetas),
     Cause("rotary scaling", (EDIT, READING), trials=other_scaling),
     Cause("another mask token", (EDIT, READING), trials=other_masks),
+    Cause(
+        "norms of the context's keys",
+        (
+            EDIT,
+            "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or with an engine whose "
+            "kernels know a norm a layer",
+        ),
+        trials=one_key_norm,
+    ),
 )
 
 

@@ -205,7 +205,7 @@ def main() -> None:
         mark = "yes" if named == fault.cause else f"**no**: {named}"
         print(f"| {fault.name} | {mark} | {found.verdict} | {seconds:.0f} |", flush=True)
     print(f"\n{right} of {len(FAULTS)} named", flush=True)
-    if len(sys.argv) == 1:
+    if len(sys.argv) == 1 or "healthy" in sys.argv:
         verdicts = [found.healthy for found in healthy()]
         print(f"healthy {sum(verdicts)} of {len(verdicts)}")
 
