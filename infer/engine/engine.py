@@ -22,21 +22,19 @@ from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, calibrate
 from infer.engine.capture import Graphs
-from infer.engine.controls import Columns, FixedRows, Kind, most_logprobs, sampled_rows
+from infer.engine.choices import choose_tokens, held_tokens, logprobs_of, note_logprobs
+from infer.engine.controls import Columns, FixedRows, Kind, most_logprobs
 from infer.engine.grammar import asked_grammar
-from infer.engine.prefixes import BLOCK, Block, Prefixes
+from infer.engine.prefixes import BLOCK, Prefixes
 from infer.engine.rejection import children_noise, decide
 from infer.engine.sampling import (
-    SeenAt,
     adjust,
-    choose,
     condition_on_noise,
     judge_on_noise,
     round_noise,
     seen_at_nodes,
-    seen_tokens,
 )
-from infer.engine.sequence import Processor, Sequence, TokenLogprob, text_end
+from infer.engine.sequence import Processor, Sequence
 from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target, pad_ids
@@ -47,7 +45,6 @@ from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 BEHIND = 32  # rounds that draft nothing after which the drafter is given their features
 FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
-PIECE = 65  # nodes of a row whose logits are in memory at a time
 
 
 @dataclass
@@ -90,7 +87,7 @@ class Round:
     accepted: Accepted
     packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, what sizes of trees
     #                       these need; then, for budget=auto, the bits of float32 log-probabilities of all nodes found
-    logprobs: torch.Tensor | None = None  # (B, W, 1 + 2 k) float64, see `_logprobs`, where a text asks for them
+    logprobs: torch.Tensor | None = None  # (B, W, 1 + 2 k) float64, see `logprobs_of`, where a text asks for them
     drafted: bool = True  # false: grammars forced the trees
 
 
@@ -259,16 +256,13 @@ class Engine(EngineBase):
     def _find_prefix(self, text: Sequence) -> object | None:
         if self.prefixes is None:
             return None
-        known = text.known
-        text.reused = BLOCK * len(self._kept(known))
+        known, found = text.known, self.prefixes.find(text.known)
+        text.kept = found.with_states() if self.target.recurrent else found.blocks
+        text.reused = BLOCK * len(text.kept)
         if self.target.recurrent:  # where its own blocks end, and where it leaves what others share
-            shared, whole = BLOCK * len(self.prefixes.find(known)), (len(known) - 1) // BLOCK * BLOCK
+            shared, whole = BLOCK * len(found.blocks), (len(known) - 1) // BLOCK * BLOCK
             text.borders = frozenset({shared, whole} - set(range(text.reused + 1)))
-        return self.prefixes.next_key(known)
-
-    def _kept(self, known: list[int]) -> list[Block]:
-        """Return what is kept of a prompt, as far as it can be gone on from."""
-        return self.prefixes.find_states(known) if self.target.recurrent else self.prefixes.find(known)
+        return found.next_key
 
     def _piece(self, room: float) -> int:
         width = super()._piece(room)
@@ -278,8 +272,8 @@ class Engine(EngineBase):
     def _restore_prefixes(self) -> None:
         """Give the rows that enter what is kept of their prompts."""
         for row, text in enumerate(self.entering):
-            if text.reused:
-                blocks = self._kept(text.known)
+            blocks, text.kept = text.kept, []
+            if blocks:
                 if self.target.recurrent:
                     self.prefill.cache.states.restore(row, blocks[-1].states)
                 self.prefill.cache.restore(row, [block.target for block in blocks])
@@ -314,11 +308,11 @@ class Engine(EngineBase):
         tree = root_only(torch.tensor([ids[-1] for ids in known], device=last.device))
         options = [text.options for text in texts]
         noise = round_noise(options, start, 1, self.target.head_weight.shape[0])
-        seen = self._seen(texts)
+        seen = held_tokens(self.target, texts)
         within = None if seen is None else partial(seen_at_nodes, seen, tree.tokens, tree.ancestors())
-        chosen = self._choose(tree, within, last, options, texts, noise)  # (B, 1)
+        chosen = choose_tokens(self.target, tree, within, last, options, texts, noise)  # (B, 1)
         if (most := most_logprobs(options)) is not None:
-            self._note_logprobs(self._logprobs(last, chosen, most).tolist(), [1] * len(texts), texts)
+            note_logprobs(logprobs_of(self.target, last, chosen, most).tolist(), [1] * len(texts), texts)
         self.bonuses[len(self.writing) :][: len(texts)] = chosen[:, 0]
         for text, token in zip(texts, chosen[:, 0].tolist(), strict=True):
             text.append([token], self.target)
@@ -356,7 +350,7 @@ class Engine(EngineBase):
             found = self.graphs.run((rows, size, kind), partial(self._fixed_round, rows, size, kind))
             mark = self._lap("verify", began)
         else:
-            found = self._compute(options, nodes, texts, self._seen(texts), self._forced(texts, most))
+            found = self._compute(options, nodes, texts, held_tokens(self.target, texts), self._forced(texts, most))
             mark = self.clock()
         paths = self._commit(found, captured)
         self.noted = [(text, len(text.ids)) for text in texts] if captured else []
@@ -373,7 +367,7 @@ class Engine(EngineBase):
             if self.tokens_seen is None:
                 shape = self.rows, self.columns.vocabulary
                 self.tokens_seen = torch.zeros(shape, dtype=torch.bool, device=self.target.device)
-            self.tokens_seen[: len(texts)] = self._seen(texts)
+            self.tokens_seen[: len(texts)] = held_tokens(self.target, texts)
 
     def _fixed_round(self, rows: int, nodes: int, kind: Kind) -> Round:
         """Compute and commit a round of texts on the device alone, in shapes that depend on nothing but `rows`, of
@@ -436,7 +430,7 @@ class Engine(EngineBase):
         if tree.draws is not None and tree.draws.q is not None:
             accepted, chosen = decide(tree, target.head(features.last), options, start, noise, within)
         else:
-            chosen = self._choose(tree, within, features.last, options, texts, noise)  # (B, M)
+            chosen = choose_tokens(self.target, tree, within, features.last, options, texts, noise)  # (B, M)
             accepted = walk(tree, chosen, ancestors)
         drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
         needed = accepted.path if cut.sizes is None else cut.sizes.gather(1, accepted.path)
@@ -446,7 +440,7 @@ class Engine(EngineBase):
         most, logprobs = most_logprobs(options), None
         if most is not None:
             along = features.last.gather(1, accepted.path[..., None].expand(-1, -1, features.last.shape[-1]))
-            logprobs = self._logprobs(along, chosen.gather(1, accepted.path), most)
+            logprobs = logprobs_of(self.target, along, chosen.gather(1, accepted.path), most)
         lap("verify", mark)
         return Round(tree, cut.nodes, features, chosen, accepted, torch.cat(columns, 1), logprobs, not forced)
 
@@ -572,7 +566,7 @@ class Engine(EngineBase):
                 self._keep_fresh(Committed(*self._along(found, path), lengths, accepted.lengths))
             self.bonuses[: len(texts)] = accepted.bonus  # last: roots may be views of it
         if logprobs is not None:
-            self._note_logprobs(numbers, lengths, texts)
+            note_logprobs(numbers, lengths, texts)
         for text, (length, bonus, _, *tokens) in zip(texts, host, strict=True):
             text.append([*tokens[: length - 1], bonus], self.target)
             text.drafted.append(found.nodes)
@@ -624,88 +618,3 @@ class Engine(EngineBase):
         if self.state is not None:
             self.state.keep(order)
         self.bonuses[: len(order)] = self.bonuses[torch.tensor(order, dtype=torch.long, device=self.bonuses.device)]
-
-    def _seen(self, texts: abc.Sequence[Sequence]) -> torch.Tensor | None:
-        """Return which tokens every row holds, (B, V) bool; None where no repetition penalty needs them."""
-        if all(text.options.repetition_penalty == 1 for text in texts):
-            return None
-        everything = [text.prompt + text.ids for text in texts]
-        return seen_tokens(everything, self.target.head_weight.shape[0], self.target.device)
-
-    def _choose(
-        self,
-        tree: DraftTree,
-        within: SeenAt | None,
-        last: torch.Tensor,
-        options: abc.Sequence[TextOptions],
-        texts: abc.Sequence[Sequence],
-        noise: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for PIECE
-        nodes at a time, unless processors want to see them."""
-        pieces = []
-        if tree.part is not None and within is None and noise is None and not any(text.judged for text in texts):
-            packed, rows = tree.part.packed, len(last)
-            states = last.flatten(0, 1)[packed].split(PIECE * rows)  # (n, D) each
-            chosen = torch.cat([self.target.head(part).argmax(-1) for part in states])  # (N,)
-            return tree.tokens.new_zeros(tree.tokens.numel()).index_copy_(0, packed, chosen).view_as(tree.tokens)
-        width = last.shape[1] if any(text.judged for text in texts) else PIECE
-        for first in range(0, last.shape[1], width):
-            here = slice(first, first + width)
-            logits = self.target.head(last[:, here])  # (B, n, V)
-            before = within and (lambda rows, nodes, first=first: within(rows, nodes + first))
-            pieces.append(choose(logits, tree.depths[:, here], options, noise, before))
-        chosen = torch.cat(pieces, 1)
-        order = sampled_rows(options)
-        for row, text in enumerate(texts):
-            if text.judged:
-                own = noise[order.index(row)] if row in order else None  # (> max depth, V)
-                prefix = within if text.options.repetition_penalty != 1 else None
-                chosen[row] = self._choose_processed(tree, row, text, logits, own, prefix)
-        return chosen
-
-    def _choose_processed(
-        self,
-        tree: DraftTree,
-        row: int,
-        text: Sequence,
-        logits: torch.Tensor,
-        noise: torch.Tensor | None,
-        seen: SeenAt | None,
-    ) -> torch.Tensor:
-        """Return the same for one row whose logits go through processors or a grammar, (M,). These see the true prefix
-        of one node at a time, and so only the nodes on the path that the target takes, as far as the text goes; -1,
-        which no child carries, elsewhere. Behind the end of the text the last token stands, which is cut off."""
-        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-        chosen = torch.full_like(tree.tokens[row], -1)
-        ids, node, depth, token = text.ids[:], 0, 0, None
-        while node is not None:
-            if token is None or text_end(ids, len(ids) - 1, text.options, self.target) is None:
-                scores = logits[row, node][None].to(torch.float32, copy=True)  # theirs to change
-                for processor in text.processors:
-                    scores = processor(torch.tensor([text.prompt + ids], device=scores.device), scores)
-                if text.grammar is not None:
-                    scores = text.grammar.mask(scores, text.ids, ids[len(text.ids) :])
-                place = (torch.tensor([[i]], device=scores.device) for i in (row, node))
-                scores = adjust(scores[None], [text.options], None if seen is None else seen(*place))[0, 0]  # (V,)
-                token = int((scores if noise is None else scores + noise[depth]).argmax())
-                ids.append(token)
-            chosen[node] = token
-            children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
-            node, depth = next(children, None), depth + 1
-        return chosen
-
-    def _logprobs(self, last: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
-        """Return the target's own log-probabilities at places with final states (B, W, D): of the token that was chosen
-        there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k) float64."""
-        log_probs = self.target.head(last).float().log_softmax(-1)
-        top, ids = log_probs.topk(most, dim=-1)
-        return torch.cat([log_probs.gather(2, chosen[..., None]), top, ids.double()], -1)
-
-    def _note_logprobs(self, numbers: list[list[list[float]]], lengths: list[int], texts: list[Sequence]) -> None:
-        """Give the texts that ask for them the `_logprobs` of their committed tokens."""
-        for row, text in enumerate(texts):
-            for of_chosen, *likeliest in numbers[row][: lengths[row]] if text.options.logprobs is not None else ():
-                half = len(likeliest) // 2
-                ranked = zip(map(int, likeliest[half:]), likeliest[:half], strict=True)
-                text.logprobs.append(TokenLogprob(of_chosen, list(ranked)[: text.options.logprobs]))

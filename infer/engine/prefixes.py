@@ -7,6 +7,7 @@ item may hold the token after its position (`infer.drafters.shifted`). Copies ar
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,18 @@ class Block:
         return sum(part.nbytes for part in (*self.target, *self.drafter, *(self.states or ())))
 
 
+class Found(NamedTuple):
+    """What is kept of a text."""
+
+    blocks: list[Block]
+    next_key: Key | None  # of the first block that is not kept; None: it has no further whole one
+
+    def with_states(self) -> list[Block]:
+        """Return the blocks up to the last that has the states of a recurrent target."""
+        ends = [i + 1 for i, block in enumerate(self.blocks) if block.states is not None]
+        return self.blocks[: max(ends, default=0)]
+
+
 class Prefixes:
     """The blocks of earlier texts, in so many bytes: the least recently used leave first, a text's end before its
     beginning."""
@@ -39,21 +52,11 @@ class Prefixes:
         self.memory, self.bytes, self.made = memory, 0, 0
         self.blocks: OrderedDict[Key, Block] = OrderedDict()  # no block stands behind the one that it follows
 
-    def find(self, ids: list[int]) -> list[Block]:
+    def find(self, ids: list[int]) -> Found:
         """Return the blocks that a text begins with; a token at least is left to be computed."""
-        return [self.blocks[key] for key in self._path(ids)]
-
-    def find_states(self, ids: list[int]) -> list[Block]:
-        """Return those of them up to the last that has the states of a recurrent target."""
-        found = self.find(ids)
-        while found and found[-1].states is None:
-            found.pop()
-        return found
-
-    def next_key(self, ids: list[int]) -> Key | None:
-        """Return which block is the first that is not kept of a text; None: it has no further whole one."""
         path = self._path(ids)
-        return self._key(ids, len(path), self.blocks[path[-1]].number if path else 0)
+        blocks = [self.blocks[key] for key in path]
+        return Found(blocks, self._key(ids, len(path), blocks[-1].number if blocks else 0))
 
     def keep(self, ids: list[int], read: Callable[[int], tuple[Part, Part]], states: dict[int, Part]) -> None:
         """Keep the blocks of a text that are not kept yet, as far as the memory goes. `read` returns what target and

@@ -9,6 +9,7 @@ import torch
 from infer.config import TextOptions
 from infer.engine.grammar import GrammarState, check_grammar
 from infer.engine.loops import loop_period
+from infer.engine.prefixes import Block
 from infer.engine.words import reaches_stop
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
@@ -81,6 +82,7 @@ class Sequence:
     cancelled: bool = False
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
+    kept: list[Block] = field(default_factory=list)  # what is there of them, until it is given to the text's row
     borders: frozenset[int] = frozenset()  # positions of the prompt behind which a recurrent target's states are kept
     states: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # which were, until the text is written
 

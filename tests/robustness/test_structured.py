@@ -12,7 +12,6 @@ import regex
 import torch
 from llguidance.hf import from_tokenizer
 from starlette.testclient import TestClient
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import Engine, generate
 from infer.config import DecodeOptions, DrafterConfig, EngineConfig
@@ -49,22 +48,11 @@ ASKED = [*(("json_schema", json.dumps(schema)) for schema in SCHEMAS), ("regex",
 
 
 @pytest.fixture(scope="module")
-def tiny(embedded):
+def tiny(embedded, random_qwen3):
     """A random target with the embedded tokenizer, and a random drafter."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        eos_token_id=embedded.tokenizer.eos_token_id,
-        tie_word_embeddings=True,
-    )
-    target = Target(Qwen3ForCausalLM(config), embedded.tokenizer, "tiny")
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "head_dim": 16}
+    own = {"initializer_range": 0.02, "eos_token_id": embedded.tokenizer.eos_token_id, "tie_word_embeddings": True}
+    target = Target(random_qwen3(**sizes, **own), embedded.tokenizer, "tiny")
     drafter = new_drafter(DrafterConfig(layers=1, block_size=6), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     return target, drafter

@@ -215,7 +215,7 @@ def test_texts_are_the_targets_own(kind, target, tmp_path):
 
 
 class Thirds:
-    """A grammar: of every three tokens one, which one the tokens before decide; 7 ends a text, and 3 has to follow 2."""
+    """A grammar: of every three tokens one, which one the tokens before decide; 3 has to follow 2."""
 
     def allowed(self, text: list[int], path: list[int]) -> np.ndarray:
         before, may = [*text, *path], np.zeros(V, bool)

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5TextConfig
 
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.gated import openness, plain_order, plain_weights
 from infer.targets.support import attention_layers
-from infer.targets.target import Target
 
 
 @pytest.fixture(scope="module")
-def target():
+def target(random_target):
     """Qwen3.5's shape: layers 1, 3 and 5 of six attend, a quarter of a head rotates."""
-    torch.manual_seed(0)
     config = Qwen3_5TextConfig(
         vocab_size=97,
         hidden_size=64,
@@ -28,14 +26,9 @@ def target():
         linear_num_value_heads=2,
         linear_key_head_dim=16,
         linear_value_head_dim=16,
-        initializer_range=0.1,
         eos_token_id=None,
     )
-    model = Qwen3_5ForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight"):
-            weight.data = 0.3 * torch.randn_like(weight)  # multiplied with one more than this
-    return Target(model)
+    return random_target(config)
 
 
 def drafter_of(target, **options):

@@ -120,12 +120,14 @@ def test_the_least_recently_used_leaves_first_and_an_end_before_its_beginning():
     a, b, c = (list(range(start, start + 4 * BLOCK + 1)) for start in (0, 1000, 2000))
     keep(a)
     keep(b[: 2 * BLOCK + 1])
-    assert [len(store.find(ids)) for ids in (a, b)] == [4, 2] and store.bytes == 6 * size
+    assert [len(store.find(ids).blocks) for ids in (a, b)] == [4, 2] and store.bytes == 6 * size
     keep(a[: BLOCK + 1])  # its beginning is used again
     keep(c[: 3 * BLOCK + 1])
-    assert [len(store.find(ids)) for ids in (a, b, c)] == [1, 2, 3] and store.bytes == 6 * size
+    assert [len(store.find(ids).blocks) for ids in (a, b, c)] == [1, 2, 3] and store.bytes == 6 * size
     long = list(range(3000, 3000 + 9 * BLOCK + 1))
     keep(long)  # more than the memory: its beginning
-    assert len(store.find(long)) == 6 == len(store.blocks)
-    assert [float(block.target[0][0, 0, 0]) for block in store.find(long)] == [float(long[i * BLOCK]) for i in range(6)]
-    assert store.find(long[: 2 * BLOCK]) == store.find(long)[:1]  # the token behind a block belongs to it
+    assert len(store.find(long).blocks) == 6 == len(store.blocks)
+    assert [float(block.target[0][0, 0, 0]) for block in store.find(long).blocks] == [
+        float(long[i * BLOCK]) for i in range(6)
+    ]
+    assert store.find(long[: 2 * BLOCK]).blocks == store.find(long).blocks[:1]  # the token behind a block belongs to it

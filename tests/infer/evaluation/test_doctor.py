@@ -14,7 +14,16 @@ from infer.cli.doctor import run as run_doctor
 from infer.config import EngineConfig
 from infer.evaluation.acceptance import FILE, find_reference, measure_reference
 from infer.evaluation.card import write_card
-from infer.evaluation.causes import altered, looks_quantised, rounded, taps_of
+from infer.evaluation.causes import (
+    Served,
+    altered,
+    difference,
+    falls_short,
+    looks_quantised,
+    one_key_norm,
+    rounded,
+    taps_of,
+)
 from infer.evaluation.doctor import examine, report
 from infer.evaluation.engines import examine_engine, open_client
 from infer.evaluation.replay import compute, replay
@@ -54,6 +63,32 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     assert examine(embedded, drafter, reference, replace(served, prompt_tokens=chat)).cause.name == (
         "another chat template"
     )
+
+
+def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter, reference):
+    """Two layers' context keys under one norm, as vLLM's kernel for CPUs has them: fewer drafts, by less than noise."""
+    texts = reference.texts
+    [trial] = one_key_norm(embedded, drafter)
+    material = compute(embedded, [t.prompt for t in texts], [t.ids for t in texts], trial.taps)
+    told = replay(embedded, trial.drafter, material, trial.taps, drafter.block_size - 1)
+    words = [embedded.tokenizer.decode(text.ids) for text in texts]
+    served = Served("vLLM", words, [t.ids for t in texts], [len(t.prompt) for t in texts], told, 7.0)
+    assert told != reference.by_text
+    found = examine(embedded, drafter, reference, served)
+    assert found.cause.name == "norms of the context's keys" and "explains 100 %" in found.verdict
+    assert "kernel for CPUs" in found.mend
+
+
+def test_texts_are_compared_in_pairs():
+    right, less, noise = [Acceptance(20, [12, 5])] * 12, [Acceptance(20, [12, 4])] * 12, []
+    assert not falls_short(right, right) and falls_short(less, right)
+    for i in range(12):
+        noise.append(Acceptance(20 + (-1) ** i, [12 - (-1) ** i, 5]))
+    assert not falls_short(noise, right) and difference(noise, right) == 24
+    assert not falls_short([Acceptance.of_all(less)], [Acceptance(240, [144, 50])])  # one for all: 5 % are none
+    assert falls_short([Acceptance.of_all(less)], right)
+    known = replace(SHORT, texts=[replace(SHORT.texts[0], acceptance=SHORT.acceptance)])
+    assert SHORT.by_text == known.by_text == [SHORT.acceptance]
 
 
 def test_a_folder_that_was_changed_is_told_what_to_write(embedded, drafter, reference, tmp_path, capsys):

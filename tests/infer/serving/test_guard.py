@@ -12,6 +12,7 @@ import uvicorn
 
 from infer import Engine
 from infer.config import EngineConfig
+from infer.engine.choices import choose_tokens
 from infer.serving.config import ServerConfig
 from infer.serving.guard import network
 from infer.serving.server import create_app
@@ -132,13 +133,12 @@ def test_finished_texts_are_checked_again(fuzzer, monkeypatch, caplog):
             return {outcome: checked.labels(outcome)._value.get() for outcome in ("same", "tie", "defect")}
 
         assert write(4) == {"same": 4, "tie": 0, "defect": 0}
-        right = service.engine._choose
 
-        def wrong(tree, *others):  # a fault of the engine: one token too far
-            return (right(tree, *others) + 1) % service.target.head_weight.shape[0]
+        def wrong(*arguments):  # a fault of the engine: one token too far
+            return (choose_tokens(*arguments) + 1) % service.target.head_weight.shape[0]
 
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(service.engine, "_choose", wrong)
+            patch.setattr("infer.engine.engine.choose_tokens", wrong)
             assert write(2) == {"same": 4, "tie": 0, "defect": 2}
         assert "is not the target's own: token 0 is" in caplog.text
         assert 'checked_texts_total{outcome="defect"} 2.0' in httpx.get(f"{url}/metrics").text
