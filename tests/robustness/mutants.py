@@ -302,8 +302,8 @@ MUTANTS = [
     ),
     (
         "processors see prefixes behind the end",
-        "infer/engine/engine.py",
-        ("if token is None or text_end(ids, len(ids) - 1, text.options, self.target) is None:", "if True:"),
+        "infer/engine/choices.py",
+        ("if token is None or text_end(ids, len(ids) - 1, text.options, target) is None:", "if True:"),
         SAMPLING + " -k behind_the_end",
     ),
     (
