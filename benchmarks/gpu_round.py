@@ -25,7 +25,7 @@ from gpu import Seen, bandwidth, check, finish, milliseconds, need_cuda, nullgpu
 from infer import Engine
 from infer.config import EngineConfig, TextOptions
 from infer.engine.capture import Graphs
-from infer.engine.engine import PIECE
+from infer.engine.choices import PIECE
 from infer.engine.verify import walk
 from infer.evaluation.evaluate import describe_device
 from infer.trees.tree import DraftTree, Proposal
