@@ -69,13 +69,14 @@ class Case:
 
 
 LOW = 0.95  # of the drafts accepted a round, where texts cannot be paired: what rounding does not explain
+FEWEST = 5  # texts whose pairs can tell
 RESAMPLES = 2000
 
 
 def falls_short(found: Sequence[Acceptance], expected: Sequence[Acceptance]) -> bool:
     """Return whether fewer drafts a round are accepted than should be. Texts that are known one by one are compared in
     pairs: it is surely less, in 99 of 100 drawings of as many texts with replacement."""
-    if len(found) != len(expected):
+    if len(found) != len(expected) or len(found) < FEWEST:
         return Acceptance.of_all(found).mean < LOW * Acceptance.of_all(expected).mean
     sums = [[(a.rounds, sum(a.accepted)) for a in side] for side in (found, expected)]
     table = torch.tensor(sums, dtype=torch.double)  # (2, texts, 2)
