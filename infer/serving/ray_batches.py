@@ -78,7 +78,8 @@ def missing(requests: Path, out: Path) -> list[str]:
         text = out.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
-            out.write_text(whole, encoding="utf-8")
+            with out.open("rb+") as file:
+                file.truncate(len(whole.encode("utf-8")))
         known = {json.loads(line)["custom_id"] for line in whole.splitlines()}
     lines = requests.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if json.loads(line)["custom_id"] not in known]
