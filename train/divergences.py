@@ -23,12 +23,13 @@ TINY = 2.0**-126  # the smallest normal float32: the least overlap whose logarit
 
 @dataclass
 class Chunk:
-    """Rows whose divergence is computed by hand. The computation may overwrite p, q and log_q."""
+    """Rows whose divergence is computed by hand. The computation may overwrite p and q."""
 
     p: "Tensor | None"  # (rows, V); None for a divergence of labels
-    negative_entropy: "Tensor | None"  # (rows,) sum_v p log p
     q: "Tensor"  # (rows, V)
-    log_q: "Tensor"  # (rows, V)
+    negative_entropy: "Tensor | None"  # (rows,) sum_v p log p
+    expected_log: "Tensor | None"  # (rows,) sum_v p log q, for divergences that read it
+    log_label: "Tensor"  # (rows,) log q of the true token
     label: "Tensor"  # (rows,) the true token
 
 
@@ -39,6 +40,7 @@ class Divergence:
     formula: "Callable[[Tensor, Tensor, Tensor], Tensor]"  # log p (..., V), log q (..., V), label (...) -> nats (...)
     by_hand: "Callable[[Chunk], tuple[Tensor, Tensor]] | None" = None  # (rows,) and d/d logits of the drafter (rows, V)
     of_labels: bool = False  # does not read p, so that it is not computed
+    reads_log_q: bool = False  # by hand it reads sum_v p log q
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def kl(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
 
 
 def kl_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
-    return chunk.negative_entropy - chunk.log_q.mul_(chunk.p).sum(-1), chunk.q.sub_(chunk.p)
+    return chunk.negative_entropy - chunk.expected_log, chunk.q.sub_(chunk.p)
 
 
 def cross_entropy(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
@@ -67,7 +69,7 @@ def cross_entropy(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor"
 def cross_entropy_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
     label = chunk.label[:, None]
     delta = chunk.q.scatter_add_(1, label, chunk.q.new_full(label.shape, -1))  # q - onehot(label)
-    return cross_entropy(None, chunk.log_q, chunk.label), delta
+    return -chunk.log_label, delta
 
 
 def overlap(log_p: "Tensor", log_q: "Tensor") -> "Tensor":
@@ -153,11 +155,11 @@ def _ones(steps: "Tensor", config) -> "Tensor":
 
 
 DIVERGENCES = {
-    "kl": Divergence(kl, kl_by_hand),
+    "kl": Divergence(kl, kl_by_hand, reads_log_q=True),
     "cross_entropy": Divergence(cross_entropy, cross_entropy_by_hand, of_labels=True),
     "tv": Divergence(total_variation, total_variation_by_hand),
     "acceptance": Divergence(acceptance, acceptance_by_hand),
-    "lk": Divergence(lk, lk_by_hand),
+    "lk": Divergence(lk, lk_by_hand, reads_log_q=True),
     "ce_l1": Divergence(ce_l1, ce_l1_by_hand),
 }
 

@@ -22,8 +22,9 @@ import torch
 
 from infer.targets.support import PLAIN, LogitScale
 from train.config import ObjectiveConfig
-from train.divergences import DIVERGENCES, WEIGHTS, Chunk, Divergence
+from train.divergences import DIVERGENCES, TINY, WEIGHTS, Chunk, Divergence
 
+CACHED = 1 << 18  # logits of as many rows as go through the arithmetic together on a CPU
 IMPOSSIBLE = -1e4  # logit of a token that a selector does not choose among: its probability is 0, its logarithm finite
 
 
@@ -32,7 +33,7 @@ class RowLoss(NamedTuple):
 
     loss: torch.Tensor  # () weighted sum of divergences, differentiable with respect to hidden
     rows: torch.Tensor  # (G, L) divergence of every row in nats, 0 where the weight is; detached
-    agree: torch.Tensor  # (G, L) bool: drafter and target choose the same token; False where the weight is 0
+    agree: torch.Tensor  # (G, L) bool: the target's choice is the drafter's likeliest token; False at weight 0
     overlap: torch.Tensor | None = None  # (G, L) sum_v min(p, q), detached; only where it was asked for
 
 
@@ -51,15 +52,51 @@ def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class RowPlan:
+    """The rows of weight above 0, those with the same teacher row beside each other, and how they are cut into chunks.
+    Where blocks are laid out on the host it is made there, and no device is asked for sizes."""
+
+    kept: torch.Tensor  # (n,) int64 rows
+    teachers: torch.Tensor  # (m,) int64 their teacher rows, each once
+    which: torch.Tensor  # (n,) int64 of these, each row's
+    chunks: list[tuple[int, int, int, int]]  # first row and the one behind the last, the same of teacher rows
+
+    def to(self, device: torch.device) -> "RowPlan":
+        """Return the same on another device."""
+        moved = (part.to(device, non_blocking=True) for part in (self.kept, self.teachers, self.which))
+        return RowPlan(*moved, self.chunks)
+
+    def pinned(self) -> "RowPlan":
+        """Return the same in memory that a GPU reads by itself."""
+        return RowPlan(*(part.pin_memory() for part in (self.kept, self.teachers, self.which)), self.chunks)
+
+
+def plan_rows(teacher_rows: torch.Tensor, weights: torch.Tensor, chunk_rows: int) -> RowPlan:
+    """Plan the rows of a batch from their teacher rows and weights, (R,) or (G, L) each (two synchronisations on
+    CUDA)."""
+    flat = teacher_rows.flatten()
+    kept = weights.flatten().nonzero()[:, 0]
+    kept = kept[flat[kept].argsort(stable=True)]
+    teachers, which = flat[kept].unique_consecutive(return_inverse=True)
+    starts = range(0, len(kept), chunk_rows)
+    ends = [min(start + chunk_rows, len(kept)) for start in starts]
+    edges = which[[at for start, end in zip(starts, ends, strict=True) for at in (start, end - 1)]].tolist()
+    chunks = [
+        (start, end, edges[2 * i], edges[2 * i + 1] + 1)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+    return RowPlan(kept, teachers, which, chunks)
+
+
+@dataclass(frozen=True)
 class _Batch:
     """What the rows are compared with. Nothing here is trained."""
 
     teacher_hidden: torch.Tensor  # (P, D)
-    teacher_rows: torch.Tensor  # (R,) int64
     labels: torch.Tensor  # (R,) int64
     weights: torch.Tensor  # (G, L)
     head: torch.Tensor  # (V, D) the target's
-    kept: torch.Tensor  # rows of weight above 0, those with the same teacher row beside each other
+    plan: RowPlan
     config: ObjectiveConfig
     scale: LogitScale
     top_k: int = 0  # of the correction
@@ -83,6 +120,7 @@ def divergence(
     scale: LogitScale = PLAIN,
     correction: Correction | None = None,
     overlap: bool = False,
+    plan: RowPlan | None = None,
 ) -> RowLoss:
     """Return the weighted sum of the rows' divergences to the target's distribution along the true continuation.
 
@@ -91,13 +129,11 @@ def divergence(
     products, and the drafter to its own; correction: of a conditional head, behind the scale. config.unary adds so
     many times the divergence without corrections. config.divergence names a row of DIVERGENCES, config.weights one
     of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64
-    inputs). Rows of weight 0 are dropped before the projection (one synchronisation).
+    inputs). Rows of weight 0 are dropped before the projection; plan: `plan_rows` of the same, if it was made before.
     """
-    flat = teacher_rows.flatten()
-    kept = weights.flatten().nonzero()[:, 0]
-    kept = kept[flat[kept].argsort(stable=True)]
+    plan = plan_rows(teacher_rows, weights, config.chunk_rows) if plan is None else plan
     rows, out, top_k = (None, None, 0) if correction is None else correction
-    batch = _Batch(teacher_hidden, flat, labels.flatten(), weights, head, kept, config, scale, top_k, overlap)
+    batch = _Batch(teacher_hidden, labels.flatten(), weights, head, plan, config, scale, top_k, overlap)
     return RowLoss(*_Objective.apply(hidden, head if own_head is None else own_head, rows, out, batch))
 
 
@@ -169,63 +205,108 @@ def _scan(
             for part, wanted, kind in zip(drafted, wants, kinds, strict=False)
         )
     )
-    for chunk in batch.kept.split(config.chunk_rows):
-        found = _chunk(drafted, chunk, batch, overlap)
-        compared, slope, delta = found.compared, found.slope, found.compared.delta
+    space = _space(batch)
+    for place in batch.plan.chunks:
+        chunk = batch.plan.kept[place[0] : place[1]]
+        found = _chunk(drafted, chunk, place, batch, space)
+        compared = found.compared
         rows[chunk], agree[chunk] = compared.rows, compared.agree
         survival[chunk] = 1 - compared.rows if config.weights == "multistep" else compared.log_label.exp()
+        if overlap is not None:
+            overlap[chunk] = compared.overlap
         weights = None if row_weights is None else row_weights.flatten()[chunk, None].to(batch.dtype)
-        if gradients.correction is not None:
-            gradients.correction[chunk] = (delta.to(drafted.out.dtype) @ drafted.out).to(gradients.correction.dtype)
-        if gradients.out is not None:
-            gradients.out.add_((delta * weights).T @ drafted.correction[chunk].to(batch.dtype))
-        if found.unary is not None:
-            rows[chunk] += config.unary * found.unary.rows
-            delta.add_(found.unary.delta, alpha=config.unary)
-        if slope is not None:
-            delta *= slope  # from here on with respect to the products
-        if gradients.hidden is not None:
-            gradients.hidden[chunk] = delta.to(batch.head.dtype) @ drafted.head
-        if gradients.head is not None:
-            delta *= weights
-            gradients.head.add_(delta.T @ hidden[chunk].to(batch.dtype))
-        del found, compared, delta, slope
+        _add_gradients(gradients, found, drafted, chunk, weights, batch)
+        del found
     rows, survival, agree = (column.view_as(batch.weights) for column in (rows, survival, agree))
     return _Scan(rows, survival, agree, None if overlap is None else overlap.view_as(batch.weights), gradients)
+
+
+class _Space(NamedTuple):
+    """Where the logits of one chunk after the other are written: fresh memory costs a CPU as much as the arithmetic."""
+
+    student: torch.Tensor  # (rows, V)
+    teacher: torch.Tensor  # (distinct rows, V)
+
+
+def _space(batch: _Batch) -> _Space:
+    """Return room for the largest chunk."""
+    sizes = [(end - begin, last - first) for begin, end, first, last in batch.plan.chunks] or [(0, 0)]
+    like = {"dtype": batch.dtype, "device": batch.head.device}
+    return _Space(*(torch.empty(max(column), len(batch.head), **like) for column in zip(*sizes, strict=True)))
+
+
+def _logits(states: torch.Tensor, head: torch.Tensor, scale: LogitScale, space: torch.Tensor) -> torch.Tensor:
+    """Return the logits (rows, V) of states (rows, D), in `space` unless the target scales them."""
+    out = space[: len(states)]
+    if states.dtype == out.dtype:
+        torch.mm(states, head.T, out=out)
+    else:
+        out.copy_(states @ head.T)
+    return scale(out)
 
 
 class _Chunk(NamedTuple):
     """Rows of a chunk, compared."""
 
     compared: "_Compared"
-    unary: "_Compared | None"  # without corrections, where that counts too
-    slope: torch.Tensor | None  # (rows, V) of the scale
+    delta: torch.Tensor  # (rows, V) gradient of their divergences with respect to the drafter's logits
+    unary: torch.Tensor | None  # (rows, V) more of it, with respect to the logits without corrections
+    slope: torch.Tensor | float | None  # (rows, V) of the scale
 
 
-def _chunk(drafted: _Drafted, chunk: torch.Tensor, batch: _Batch, overlap: torch.Tensor | None) -> _Chunk:
-    """Compare the rows `chunk` (rows,) with their target; write their overlaps to `overlap` (R,), if there is one."""
-    kind, label, unary = DIVERGENCES[batch.config.divergence], batch.labels[chunk], None
-    shared, which = batch.teacher_rows[chunk].unique_consecutive(return_inverse=True)
-    student = batch.scale((drafted.hidden[chunk] @ drafted.head.T).to(batch.dtype))  # (chunk, V)
+def _add_gradients(
+    gradients: _Drafted,
+    found: _Chunk,
+    drafted: _Drafted,
+    chunk: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch: _Batch,
+) -> None:
+    """Add a chunk's share to the gradients that are wanted; chunk (rows,), weights (rows, 1). Overwrites `found`."""
+    delta = found.delta
+    if gradients.correction is not None:
+        gradients.correction[chunk] = (delta.to(drafted.out.dtype) @ drafted.out).to(gradients.correction.dtype)
+    if gradients.out is not None:
+        gradients.out.addmm_(delta.T, drafted.correction[chunk].to(batch.dtype) * weights)
+    if found.unary is not None:
+        delta.add_(found.unary)
+    if found.slope is not None:
+        delta.mul_(found.slope)  # from here on with respect to the products
+    if gradients.hidden is not None:
+        gradients.hidden[chunk] = delta.to(batch.head.dtype) @ drafted.head
+    if gradients.head is not None:
+        gradients.head.addmm_(delta.T, drafted.hidden[chunk].to(batch.dtype) * weights)
+
+
+def _chunk(
+    drafted: _Drafted, chunk: torch.Tensor, place: tuple[int, int, int, int], batch: _Batch, space: _Space
+) -> _Chunk:
+    """Compare the rows `chunk` (rows,), which lie at `place` in the plan, with their target."""
+    config, label = batch.config, batch.labels[chunk]
+    kind, (begin, end, first, last) = DIVERGENCES[config.divergence], place
+    which = batch.plan.which[begin:end] - first
+    student = _logits(drafted.hidden[chunk], drafted.head, batch.scale, space.student)  # (rows, V)
     slope = batch.scale.slope(student)
-    teacher = batch.scale((batch.teacher_hidden[shared] @ batch.head.T).to(batch.dtype))  # (distinct rows, V)
+    states = batch.teacher_hidden[batch.plan.teachers[first:last]]
+    teacher = _read_teacher(_logits(states, batch.head, batch.scale, space.teacher), kind, batch.overlap)
+    unary, rows, outside = None, 0, None
     if drafted.correction is not None:
-        alone = student
-        student = alone + (drafted.correction[chunk].to(drafted.out.dtype) @ drafted.out.T).to(batch.dtype)
-        chosen = teacher.argmax(-1)[which]
-        if batch.config.unary:
-            unary = _compare(kind, teacher.clone(), which, alone.clone(), label)
         if batch.top_k:
-            teacher, which = teacher[which], torch.arange(len(chunk), device=chunk.device)
-            outside = _outside(alone, label, batch.top_k)
-            student.masked_fill_(outside, IMPOSSIBLE), teacher.masked_fill_(outside, IMPOSSIBLE)
-    if overlap is not None:
-        p = teacher.softmax(-1)[which]
-        overlap[chunk] = p.minimum(student.softmax(-1)).sum(-1)
-    compared = _compare(kind, teacher, which, student, label)
-    if drafted.correction is not None and batch.top_k:
-        compared = compared._replace(agree=compared.choice == chosen)
-    return _Chunk(compared, unary, slope)
+            outside = _outside(student, label, batch.top_k)
+        if config.unary:
+            unary = student.clone()
+            rows = config.unary * _compare(kind, teacher, which, unary, label, None, False).rows
+            unary *= config.unary
+        student = _corrected(student, drafted.correction[chunk].to(drafted.out.dtype), drafted.out)
+    compared = _compare(kind, teacher, which, student, label, outside, batch.overlap)
+    return _Chunk(compared._replace(rows=compared.rows + rows), student, unary, slope)
+
+
+def _corrected(student: torch.Tensor, correction: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Add the corrections (rows, r) by `out` (V, r) to logits (rows, V), in place where the dtypes are one."""
+    if out.dtype == student.dtype:
+        return student.addmm_(correction, out.T)
+    return student.add_((correction @ out.T).to(student.dtype))
 
 
 def _outside(alone: torch.Tensor, label: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -237,45 +318,108 @@ def _outside(alone: torch.Tensor, label: torch.Tensor, top_k: int) -> torch.Tens
     return torch.ones_like(alone, dtype=torch.bool).scatter_(1, order, False)
 
 
+class _Teacher(NamedTuple):
+    """The target's side of a chunk, once for each teacher row."""
+
+    scores: torch.Tensor  # (distinct rows, V) probabilities; logits for a formula without a gradient by hand
+    negative_entropy: torch.Tensor | None  # (distinct rows,) sum_v p log p
+    choice: torch.Tensor  # (distinct rows,) its likeliest token
+
+
+def _read_teacher(logits: torch.Tensor, kind: Divergence, overlap: bool) -> _Teacher:
+    """Return the target's side from its logits (distinct rows, V), which are overwritten."""
+    choice = logits.argmax(-1)
+    if kind.by_hand is None or (kind.of_labels and not overlap):
+        return _Teacher(logits, None, choice)
+    negative_entropy = torch.cat([_to_probabilities(part) for part in logits.split(_slice_rows(logits))])
+    return _Teacher(logits, negative_entropy, choice)
+
+
+def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Turn logits (rows, V) into probabilities in place; return sum_v p log p, (rows,)."""
+    logits -= logits.amax(-1, keepdim=True)
+    p = logits.softmax(-1)
+    negative_entropy = torch.linalg.vecdot(p, logits) + p.amax(-1).log()  # largest logit 0: log p = logit + this
+    logits.copy_(p)
+    return negative_entropy
+
+
+def _slice_rows(logits: torch.Tensor) -> int:
+    """Return how many rows of logits (rows, V) go through all arithmetic together: on a CPU those that its caches
+    hold, so that main memory is read and written once."""
+    return max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+
+
 class _Compared(NamedTuple):
-    """A chunk's drafter against its target."""
+    """Rows of the drafter against their target."""
 
     rows: torch.Tensor  # (rows,) divergences
-    delta: torch.Tensor  # (rows, V) their gradient with respect to the drafter's logits
     agree: torch.Tensor  # (rows,) bool
-    choice: torch.Tensor  # (rows,) the drafter's likeliest token
     log_label: torch.Tensor  # (rows,) the drafter's log-probability of the label
+    overlap: torch.Tensor | None  # (rows,)
 
 
 def _compare(
-    kind: Divergence, teacher: torch.Tensor, which: torch.Tensor, student: torch.Tensor, label: torch.Tensor
+    kind: Divergence,
+    teacher: _Teacher,
+    which: torch.Tensor,
+    student: torch.Tensor,
+    label: torch.Tensor,
+    outside: torch.Tensor | None,
+    overlap: bool,
 ) -> _Compared:
-    """Compare the drafter's logits (rows, V) with the target's (distinct rows, V), of which `which` (rows,) is each
-    row's. Overwrites both."""
-    choice = student.argmax(-1)
-    agree = choice == teacher.argmax(-1)[which]
+    """Compare the drafter's logits (rows, V) with the target's, of which `which` (rows,) is each row's; neither counts
+    the tokens `outside` (rows, V). Writes the divergences' gradients with respect to the logits over these."""
+    step, found = _slice_rows(student), []
+    for start in range(0, len(student), step):
+        part = slice(start, start + step)
+        hidden = None if outside is None else outside[part]
+        found.append(_compare_slice(kind, teacher, which[part], student[part], label[part], hidden, overlap))
+    columns = zip(*found, strict=True)
+    return _Compared(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+
+def _compare_slice(kind, teacher, which, student, label, outside, overlap) -> _Compared:
+    """Compare some rows: see `_compare`."""
+    if outside is not None:
+        student.masked_fill_(outside, IMPOSSIBLE)
+    top = student.amax(-1, keepdim=True)
+    agree = student.gather(1, teacher.choice[which, None]) == top
     if kind.by_hand is None:
-        with torch.enable_grad():
-            log_q = student.requires_grad_().log_softmax(-1)
-            rows = kind.formula(teacher.log_softmax(-1)[which], log_q, label)
-            (delta,) = torch.autograd.grad(rows.sum(), student)
-        return _Compared(rows.detach(), delta, agree, choice, log_q.detach().gather(1, label[:, None])[:, 0])
-    p = negative_entropy = None
-    if not kind.of_labels:
-        p = _softmax(teacher)  # teacher holds log p from here on
-        negative_entropy = teacher.mul_(p).sum(-1)[which]
-        p = p[which]
-    q = _softmax(student)
+        return _by_formula(kind, teacher.scores.index_select(0, which), student, label, outside, overlap, agree[:, 0])
+    p = negative_entropy = cross = None
+    if teacher.negative_entropy is not None:
+        p, negative_entropy = teacher.scores.index_select(0, which), teacher.negative_entropy[which]
+        if outside is not None:
+            p.masked_fill_(outside, 0)
+            p /= p.sum(-1, keepdim=True).clamp_(min=TINY)
+            negative_entropy = torch.special.xlogy(p, p).sum(-1)
+    student -= top
+    if kind.reads_log_q:
+        cross = torch.linalg.vecdot(p, student)
     log_label = student.gather(1, label[:, None])[:, 0]
-    rows, delta = kind.by_hand(Chunk(p, negative_entropy, q, student, label))
-    return _Compared(rows, delta, agree, choice, log_label)
+    q = torch.softmax(student, -1, out=student)
+    log_largest = q.amax(-1).log()  # the largest logit is 0 now: log q = logit + this
+    log_label = log_label + log_largest
+    shared = p.minimum(q).sum(-1) if overlap else None
+    rows, delta = kind.by_hand(
+        Chunk(p, q, negative_entropy, None if cross is None else cross + log_largest, log_label, label)
+    )
+    if delta.data_ptr() != student.data_ptr():
+        student.copy_(delta)
+    return _Compared(rows, agree[:, 0], log_label, shared)
 
 
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities (rows, V), and turn the logits into log-probabilities in place."""
-    logits -= logits.amax(-1, keepdim=True)
-    probabilities = logits.exp()
-    total = probabilities.sum(-1, keepdim=True)
-    probabilities /= total
-    logits -= total.log()
-    return probabilities
+def _by_formula(kind, logits, student, label, outside, overlap, agree) -> _Compared:
+    """Compare rows by the formula alone, with autograd's gradient; logits (rows, V) are the target's, a copy."""
+    if outside is not None:
+        logits.masked_fill_(outside, IMPOSSIBLE)
+    log_p, trained = logits.log_softmax(-1), student.detach().clone()
+    with torch.enable_grad():
+        log_q = trained.requires_grad_().log_softmax(-1)
+        rows = kind.formula(log_p, log_q, label)
+        (delta,) = torch.autograd.grad(rows.sum(), trained)
+    student.copy_(delta)
+    log_q = log_q.detach()
+    shared = log_p.exp().minimum(log_q.exp()).sum(-1) if overlap else None
+    return _Compared(rows.detach(), agree, log_q.gather(1, label[:, None])[:, 0], shared)

@@ -119,7 +119,7 @@ MUTANTS = [
     (
         "resuming drops the precision of the weights",
         "train/engine.py",
-        ('value.to("cpu", torch.float32)', 'value.to("cpu", torch.bfloat16)'),
+        ("value.shape, dtype=torch.float32", "value.shape, dtype=torch.bfloat16"),
         LOOP + " -k 'killed or other_processes'",
     ),
     (
@@ -144,7 +144,7 @@ MUTANTS = [
     (
         "DART: the head's gradient knows no weights",
         "train/objective.py",
-        ("delta *= weights", "pass"),
+        ("drafted.hidden[chunk].to(batch.dtype) * weights", "drafted.hidden[chunk].to(batch.dtype)"),
         "tests/train/test_objective.py",
     ),
     (
@@ -205,7 +205,7 @@ MUTANTS = [
     (
         "the cap has no slope",
         "train/objective.py",
-        ("delta *= slope", "pass"),
+        ("delta.mul_(found.slope)", "pass"),
         "tests/train/test_objective.py -k scaled_logits",
     ),
     (
