@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.attention.masks import additive, block_mask_mod, compiled_block_mask, dense
+from infer.attention.masks import GroupedMask, block_mask_mod, compiled_block_mask, grouped_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -23,6 +23,14 @@ class Blocks:
     labels: torch.Tensor  # (B, N, L) the true tokens after the anchor
     supervised: torch.Tensor  # (B, N, L) bool: inside the document, loss allowed
     teacher_rows: torch.Tensor  # (B, N, L) row of the flattened (B*T) target states that predicts the label
+
+    def to(self, device: torch.device) -> "Blocks":
+        """Return the same on another device."""
+        return Blocks(*(part.to(device, non_blocking=True) for part in vars(self).values()))
+
+    def pinned(self) -> "Blocks":
+        """Return the same in memory that a GPU reads by itself."""
+        return Blocks(*(part.pin_memory() for part in vars(self).values()))
 
     def tokens_before(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the true token before every label (B, N, L), the anchor's own before the first; ids (B, T)."""
@@ -103,14 +111,14 @@ def block_mask(
     dtype: torch.dtype = torch.float32,
     causal: bool = False,
     window: int | None = None,
-) -> "torch.Tensor | BlockMask":
+) -> "GroupedMask | BlockMask":
     """Return the prefix-shared mask of blocks of `width`, which see the context before their starts (B, N): from
-    queries N*width to keys T + N*width: for FlexAttention on CUDA; the same predicate, dense and additive in the
-    attention's `dtype`, elsewhere (SDPA would turn a boolean mask into such a one in every layer, and keep each for the
+    queries N*width to keys T + N*width: for FlexAttention on CUDA; the same predicate in pieces, additive in the
+    attention's `dtype`, elsewhere (SDPA would turn boolean ones into such in every layer, and keep each for the
     backward pass)."""
     mask_mod = block_mask_mod(starts, documents, width, causal, window)
     rows, slots = starts.shape
-    queries, keys = slots * width, documents.shape[1] + slots * width
     if starts.device.type == "cuda":
+        queries, keys = slots * width, documents.shape[1] + slots * width
         return compiled_block_mask(mask_mod, rows, queries, keys, starts.device)
-    return additive(dense(mask_mod, rows, queries, keys, starts.device), dtype)
+    return grouped_mask(mask_mod, starts, documents, width, dtype)

@@ -6,27 +6,62 @@ B rows, H query heads, K key heads, G = H / K, Q new positions, S cached positio
 import warnings
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
-from infer.attention.masks import TreeMask
+from infer.attention.masks import DocumentMask, TreeMask, flex_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: "torch.Tensor | TreeMask | None",
+    mask: "torch.Tensor | TreeMask | DocumentMask | BlockMask | None",
     scale: float,
 ) -> torch.Tensor:
     """Return the attention (B, K, G Q, E) of queries packed by the key head they share over keys and values (B, K, S,
-    E), under a mask for them, additive or bool, (B, 1, G Q, S), or a `TreeMask` of the Q positions."""
+    E), under a mask for them, additive or bool, (B, 1, G Q, S), or one of the Q positions that is evaluated here."""
     if isinstance(mask, TreeMask):
         from infer.attention.tree_kernel import tree_attention
 
         return tree_attention(queries, keys, values, mask, scale)
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return attend_packed(queries, keys, values, mask, scale)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+
+
+def attend_packed(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: "DocumentMask | BlockMask",
+    scale: float,
+) -> torch.Tensor:
+    """Return `attend`'s result for packed rows, S = Q: by FlexAttention under its own masks; else document by document,
+    or in one piece where every row is one document."""
+    key_heads, width = keys.shape[1:3]
+    heads = queries.unflatten(2, (-1, width)).flatten(1, 2)  # (B, H, Q, E)
+    if not isinstance(mask, DocumentMask):
+        mixed = flex_attention(heads, keys, values, mask, scale)
+    elif len(mask.spans) == len(queries) and mask.near.count(None) == len(mask.near):
+        mixed = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True, scale=scale)
+    else:
+        mixed = torch.empty_like(heads)
+        for (row, begin, end), near in zip(mask.spans, mask.near, strict=True):
+            part = slice(row, row + 1), slice(None), slice(begin, end)
+            mixed[part] = F.scaled_dot_product_attention(
+                *(each[part] for each in (heads, keys, values)),
+                attn_mask=near,
+                is_causal=near is None,
+                enable_gqa=True,
+                scale=scale,
+            )
+    return mixed.unflatten(1, (key_heads, -1)).flatten(2, 3)
 
 
 def attend_grouped(

@@ -34,6 +34,11 @@ class LayerWindow:
         """Return the computed positions' of states of all, (B Q, ...)."""
         return states if self.packed is None else states[self.packed]
 
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.keys)
+
     def write(self, new: torch.Tensor) -> None:
         """Write the new positions that are computed: keys and values of all heads, (B Q, 2 H, E)."""
         write(self.buffer, 2 * self.index, self.slots, new.view(len(new), 2, -1).transpose(0, 1))

@@ -12,6 +12,7 @@ features strictly before its anchor, and itself.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+GROUP = 64  # queries of a piece of the training mask
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -85,17 +87,80 @@ def _flex():
     return torch.compile(create_block_mask), torch.compile(flex_attention)
 
 
+@dataclass(frozen=True)
+class GroupedMask:
+    """The training mask in pieces, for SDPA: some blocks of a row at a time, which see the part of the context that
+    lies before them in their documents, and each other. Most of the whole mask hides what no block sees."""
+
+    length: int  # T
+    groups: list[list[tuple[int, int, int, int, torch.Tensor]]]  # of each row: first query and the one behind the
+    # last, the same of the context, and what they see of context and of their own keys, additive (1, 1, q, keys)
+
+
+def grouped_mask(
+    mask_mod: MaskMod, starts: torch.Tensor, documents: torch.Tensor, width: int, dtype: torch.dtype
+) -> GroupedMask:
+    """Evaluate the training predicate piece by piece; starts (B, N) where blocks of `width` begin, documents (B, T)."""
+    length, slots = documents.shape[1], starts.shape[1]
+    size = max(1, GROUP // width)  # blocks
+    places = torch.arange(length)
+    changes = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    opens = torch.where(changes, places, 0).cummax(1).values.gather(1, starts)  # (B, N) where documents begin
+    groups: list[list[tuple[int, int, int, int, torch.Tensor]]] = []
+    for row in range(len(starts)):
+        groups.append([])
+        for first in range(0, slots, size):
+            last = min(first + size, slots)
+            begin, end = int(opens[row, first:last].min()), int(starts[row, first:last].max())
+            queries = torch.arange(first * width, last * width)
+            keys = torch.cat([places[begin:end], length + queries])
+            seen = mask_mod(torch.tensor(row), None, queries[:, None], keys)
+            groups[-1].append((first * width, last * width, begin, end, additive(seen, dtype)[None, None]))
+    return GroupedMask(length, groups)
+
+
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: GroupedMask) -> torch.Tensor:
+    """`masked_attention` under a mask in pieces."""
+    context = k[:, :, : mask.length], v[:, :, : mask.length]
+    mixed = []
+    for row, groups in enumerate(mask.groups):
+        sizes = [last - first for first, last, *_ in groups]
+        parts = [
+            part[row : row + 1].split(sizes, dim=2) for part in (q, k[:, :, mask.length :], v[:, :, mask.length :])
+        ]
+        of_row = []
+        for (*_, begin, end, seen), queries, *own in zip(groups, *parts, strict=True):
+            keys, values = (
+                torch.cat([before[row : row + 1, :, begin:end], inside], dim=2)
+                for before, inside in zip(context, own, strict=True)
+            )
+            of_row.append(
+                F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen.to(q.dtype), enable_gqa=True)
+            )
+        mixed.append(torch.cat(of_row, dim=2))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
 def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "torch.Tensor | BlockMask | None"
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "torch.Tensor | BlockMask | GroupedMask | None"
 ) -> torch.Tensor:
     """Attention of queries (B, H, Q, E) over keys and values (B, H', S, E), grouped heads included: FlexAttention for
-    its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive."""
+    its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive, and for those in pieces."""
+    if isinstance(mask, GroupedMask):
+        return grouped_attention(q, k, v, mask)
     if mask is None or isinstance(mask, torch.Tensor):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     # autocast leaves queries and keys, which come out of norms, in float32, and does not cast for FlexAttention
-    return _flex()[1](q.to(v.dtype), k.to(v.dtype), v, block_mask=mask, enable_gqa=True)
+    return flex_attention(q.to(v.dtype), k.to(v.dtype), v, mask)
+
+
+def flex_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "BlockMask", scale: float | None = None
+) -> torch.Tensor:
+    """FlexAttention of queries (B, H, Q, E) over keys and values (B, H', S, E) in one dtype, grouped heads included."""
+    return _flex()[1](q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -139,6 +204,46 @@ def block_mask(ends: torch.Tensor, width: int, causal: bool, window: int | None)
     if window is not None:
         inside = inside & ((steps[:, None] - steps).abs() < window)
     return TreeMask(ends, inside[None], ends[:, None] + steps, window)
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    """Causal attention inside the documents of packed rows, on the host: attention goes through document by document,
+    so that no mask of T x T exists."""
+
+    spans: list[tuple[int, int, int]]  # row, begin and end of every document, padding included
+    near: list[torch.Tensor | None]  # additive (1, 1, n, n): documents that a window does not hold; None: causal
+
+
+def document_mask(
+    positions: torch.Tensor, documents: torch.Tensor, width: int | None, chunked: bool, dtype: torch.dtype
+) -> "DocumentMask | BlockMask":
+    """Return what positions (B, T) of packed rows see: what is before them in their document (B, T); with a `width`,
+    of that the last so many positions, or those in the same chunk of so many."""
+    rows, length = documents.shape
+    if documents.device.type == "cuda":
+
+        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            seen = (documents[b, q] == documents[b, kv]) & (kv <= q)
+            if width is not None:
+                at, other = positions[b, q], positions[b, kv]
+                seen = seen & ((at // width == other // width) if chunked else (at - other < width))
+            return seen
+
+        return compiled_block_mask(mask_mod, rows, length, length, documents.device)
+    spans, near = [], []
+    for row, numbers in enumerate(documents):
+        sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        ends = list(accumulate(sizes))
+        spans += [(row, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    for row, begin, end in spans:
+        here = positions[row : row + 1, begin:end]
+        if width is None or (end - begin <= width and not chunked):
+            near.append(None)
+            continue
+        seen = (same_chunk if chunked else nearby)(here, None, end - begin, width)
+        near.append(additive(seen & torch.ones_like(seen).tril(), dtype))
+    return DocumentMask(spans, near)
 
 
 def nearby(positions: torch.Tensor, ends: torch.Tensor | None, extent: int, window: int) -> torch.Tensor:

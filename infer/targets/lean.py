@@ -12,7 +12,7 @@ B rows, Q new positions, S cached positions, D hidden size, H query heads, K key
 features rotated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from inspect import signature
 
@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 from infer.attention.attend import attend
 from infer.attention.kv_cache import LayerWindow, Window
-from infer.attention.masks import TreeMask
+from infer.attention.masks import DocumentMask, TreeMask
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
-Mask = torch.Tensor | TreeMask | None
+Mask = torch.Tensor | TreeMask | DocumentMask | None
 Masks = Mask | dict[str, Mask]
 
 
@@ -64,6 +64,39 @@ class Product:
         return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
 
 
+@dataclass
+class PackedLayer:
+    """Keys and values of packed rows in one layer: nothing is there before them, and nothing stays."""
+
+    rows: int  # B
+    width: int  # T
+    keys: torch.Tensor | None = None  # (B, K, T, E)
+    values: torch.Tensor | None = None
+
+    def spread(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states as they are: all positions are computed."""
+        return states
+
+    pick = spread
+
+    def write(self, new: torch.Tensor) -> None:
+        """Take the keys and values of all heads, (B T, 2 K, E)."""
+        self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A pass over packed rows, in the place of a cache's window."""
+
+    rows: int  # B
+    capacity: int  # T
+    count: int  # of layers
+
+    def layers(self, packed: None = None) -> Iterator[PackedLayer]:
+        """Yield the memory of one layer after the other; only the last is kept."""
+        return (PackedLayer(self.rows, self.capacity) for _ in range(self.count))
+
+
 @dataclass(frozen=True)
 class Layer:
     """What one decoder layer computes with. The first of two norms is attention's, the second the MLP's."""
@@ -90,11 +123,11 @@ class Layer:
         change = change if self.after is None else self.after[part](change)
         return states + (change if self.residual == 1 else change * self.residual)
 
-    def run(self, states: torch.Tensor, rotation: Rotation, mask: Mask, memory: LayerWindow):
+    def run(self, states: torch.Tensor, rotation: Rotation, mask: Mask, memory: LayerWindow | PackedLayer):
         """Return states (B Q, D) after the layer, of all positions or of those that `memory` has alone. Keys and values
         are written to `memory`; rotation: cos and sin (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for
-        packed heads, or a TreeMask; None: all may be seen."""
-        rows, rotated = len(memory.keys), self.heads + self.key_heads
+        packed heads, or one that `attend` evaluates by itself; None: all may be seen."""
+        rows, rotated = memory.rows, self.heads + self.key_heads
         parts = self.qkv(self.before[0](states)).view(len(states), rotated + self.key_heads, -1)  # (B Q, H + 2 K, E)
         both = parts[:, :rotated]
         if self.qk_norm is not None:
@@ -128,7 +161,7 @@ class LeanDecoder:
         ids: torch.Tensor,
         positions: torch.Tensor,
         mask: Masks,
-        window: Window,
+        window: Window | PackedRows,
         tapped: tuple[int, ...],
         packed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,9 +21,18 @@ from torch.nn import functional as F
 
 from infer.attention.attend import has_kernel
 from infer.attention.kv_cache import KVCache, Window
-from infer.attention.masks import TreeMask, additive, cached, dense, nearby, packed_causal_mod, same_chunk
+from infer.attention.masks import (
+    TreeMask,
+    additive,
+    cached,
+    dense,
+    document_mask,
+    nearby,
+    packed_causal_mod,
+    same_chunk,
+)
 from infer.targets.layers import UnknownLayer, close, lean_decoder
-from infer.targets.lean import LeanDecoder, Masks
+from infer.targets.lean import LeanDecoder, Masks, PackedRows
 from infer.targets.mixed_cache import MixedCache, PackedWindow, Shapes, find_shapes
 from infer.targets.recurrent import Lineage, States, follow_trees
 from infer.targets.support import (
@@ -137,6 +146,7 @@ class Target:
             parameter.data = parameter.data.to(device)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(device)
+        self.__dict__["lean_pass"] = "layers that are spread over processes"
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer, (..., D), for token ids (...,)."""
@@ -241,6 +251,24 @@ class Target:
         rows, length = ids.shape
         if hasattr(self.config, "floor_scale"):  # queries are scaled by their place in the row
             self._check_length(length, "pack shorter rows (data.length)")
+        if isinstance(self.lean_pass, LeanDecoder) and length <= (longest(self.config) or length):
+            return Features(
+                *self.lean_pass(
+                    ids,
+                    positions,
+                    self._packed_masks(positions, documents),
+                    PackedRows(*ids.shape, len(self.lean_pass.layers)),
+                    layers,
+                )
+            )
+        return self.library_features(ids, positions, documents, layers)
+
+    @torch.no_grad()
+    def library_features(
+        self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor, layers: tuple[int, ...]
+    ) -> Features:
+        """Do as `packed_features` does, through Hugging Face's layers under a dense mask."""
+        rows, length = ids.shape
         allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
         window = PackedWindow(States(lineage=Lineage.packed(documents))) if self.recurrent else None
         return Features(*self.library_pass(ids, positions, self.masks(allowed, positions), window, layers))
@@ -258,9 +286,20 @@ class Target:
     @cached_property
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes the same."""
-        library = without_plans(self.library_pass) if self.device.type == "cuda" else self.library_pass
+        if isinstance(self.lean_pass, LeanDecoder):
+            return self.lean_pass
+        if self.lean_pass is not None:
+            warnings.warn(
+                f"{self.name} is decoded through transformers' own layers: it has {self.lean_pass}", stacklevel=2
+            )
+        return without_plans(self.library_pass) if self.device.type == "cuda" else self.library_pass
+
+    @cached_property
+    def lean_pass(self) -> LeanDecoder | str | None:
+        """The lean pass where it computes what Hugging Face's layers do, else what it does not express; None where
+        layers keep states, or keys and values of several sizes."""
         if self.shapes.alike is None:
-            return library
+            return None
         kinds = (
             list(self.windows) * self.config.num_hidden_layers if len(self.windows) == 1 else self.config.layer_types
         )
@@ -270,8 +309,7 @@ class Target:
                 lean = lean_decoder(self.body, kinds, *heads, self.embed)
                 self._compare(lean)
         except UnknownLayer as error:
-            warnings.warn(f"{self.name} is decoded through transformers' own layers: it has {error}", stacklevel=2)
-            return library
+            return str(error)
         return lean
 
     @property
@@ -336,6 +374,13 @@ class Target:
             cache.states.lineage = Lineage.tree(tree.parents, ancestors)
         part = {} if tree.part is None or not self.lean else {"packed": tree.part.packed}
         return Features(*self.decoder_pass(tree.tokens, positions, mask, window, layers, **part))
+
+    def _packed_masks(self, positions: torch.Tensor, documents: torch.Tensor) -> Masks:
+        """Return the masks of packed rows for the lean pass, by kind of layers; all arguments (B, T)."""
+        return {
+            kind: document_mask(positions, documents, width, kind == CHUNKED, self.dtype)
+            for kind, width in self.windows.items()
+        }
 
     def _tree_masks(
         self,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
+from infer.attention import masks
 from infer.attention.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
@@ -353,6 +354,25 @@ def test_flex_attention_takes_the_same_predicate():
     mask = create_block_mask(mod, 1, None, 16, 80, device="cpu")
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     assert torch.allclose(flex, masked_attention(q, k, v, block_mask(anchors, documents, K)), atol=1e-5)
+
+
+@pytest.mark.parametrize("causal, window", [(False, None), (True, None), (True, 5)])
+def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
+    """In two rows, one with anchors in two documents and an unused slot, forward and backward."""
+    monkeypatch.setattr(masks, "GROUP", 2 * K)
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 20 + [-1] * 4])
+    starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
+    q = torch.randn(2, 4, 5 * K, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 24 + 5 * K, 8, generator=generator, dtype=torch.float64)
+    mod, found = block_mask_mod(starts, documents, K, causal, window), []
+    whole = masks.additive(dense(mod, 2, 5 * K, 24 + 5 * K, torch.device("cpu")), torch.float64)
+    for mask in (whole, block_mask(starts, documents, K, torch.float64, causal, window)):
+        parts = [part.clone().requires_grad_() for part in (q, k, v)]
+        out = masked_attention(*parts, mask)
+        found.append([out, *torch.autograd.grad(out.square().sum(), parts)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from infer.attention.masks import additive, block_mask_mod, dense
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES
 from infer.targets.support import refuse_unsupported
 from train.batches import draw_blocks
-from train.blocks import block_mask
 from train.config import TrainConfig
 from train.plan import shape_of, step_memory, step_operations
 
@@ -48,7 +48,9 @@ def test_operations_are_what_torch_counts(make_tiny, family):
     features = torch.randn(2, 32, drafter.fc.in_features)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
-        mask = block_mask(starts, rows["documents"], drafter.num_queries, causal=drafter.attention_patterns[0][0])
+        width, causal = drafter.num_queries, drafter.attention_patterns[0][0]
+        seen = block_mask_mod(starts, rows["documents"], width, causal)
+        mask = additive(dense(seen, 2, 6 * width, 32 + 6 * width, ids.device), torch.float32)
         inputs = drafter.inputs(target, ids, rows["positions"], blocks.anchors)
         drafter(features, rows["positions"], *inputs, mask).sum().backward()
     counted = counter.get_total_flops()

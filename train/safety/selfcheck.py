@@ -1,9 +1,9 @@
 """Check before the first step that training computes what was meant.
 
 A few blocks of the first batch are computed alone, without anything that makes training fast: their document alone
-through target and drafter, a mask written out, the divergence as its formula says. The training step's own numbers
-for the same blocks, from all blocks of the batch under one mask, chunk by chunk, compiled if that is on, must agree.
-It takes one more forward pass of a batch and a few of single documents.
+through Hugging Face's layers and through the drafter, a mask written out, the divergence as its formula says. The
+training step's own numbers for the same blocks, from all blocks of the batch under one mask, chunk by chunk, compiled
+if that is on, must agree. It takes one more forward pass of a batch and a few of single documents.
 
 N anchors, K block size, L = K - 1, W positions of a block in the drafter, T length of a document, D hidden size, V
 vocabulary.
@@ -59,7 +59,7 @@ class SelfCheck:
             part = {name: rows[name][b : b + 1, begin:end] for name in rows if name.startswith(("context", "last"))}
             features = stored_features(part, target.dtype)
         else:
-            features = target.packed_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids)
+            features = target.library_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids)
         anchor, kind = anchor - begin, drafter.norm.weight.dtype
         masks = [
             self.mask(max(anchor - drafter.anchor_offset, 0), end - begin, drafter.num_queries, *view)

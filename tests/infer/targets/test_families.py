@@ -242,7 +242,7 @@ def test_packed_documents_give_what_single_ones_give(target):
         out = target.model(ids[:, part], output_hidden_states=True)
         states = [states if states.ndim == 3 else states[0] for states in out.hidden_states]
         expected = torch.cat([states[1], states[3]], -1)
-        assert torch.allclose(together.context[:, part], expected, atol=1e-4)
+        assert torch.allclose(together.context[:, part], expected, atol=1e-5 * max(10, expected.abs().max().item()))
         assert torch.allclose(target.head(together.last[:, part]), out.logits, atol=1e-4)
         begin += length
 
@@ -458,7 +458,8 @@ def test_threads_share_a_target(random_target, name):
     drafter.init_weights(torch.Generator().manual_seed(0))
     texts, options = prompts(5, 9, 14, 6, 11, 8), DecodeOptions(12, method="ddtree", budget=8)
     alone = [decode(target, drafter, [text], options)[0].ids for text in texts]
-    target.__dict__.pop("decoder_pass")  # made anew, by six threads at once
+    for made in ("decoder_pass", "lean_pass"):
+        target.__dict__.pop(made)  # made anew, by six threads at once
     with ThreadPoolExecutor(6) as pool:
         together = list(pool.map(lambda text: decode(target, drafter, [text], options)[0].ids, texts))
     assert together == alone
