@@ -3,7 +3,9 @@
 import hashlib
 import os
 import threading
-from queue import Queue
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +18,33 @@ from infer.utils.progress import Progress
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig
 from train.engine import micro_batch
+from train.objective import RowPlan, plan_rows, position_weights
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-StepRows = list[tuple[int, dict[str, torch.Tensor]]]  # of each pass of a step: its first draw, its rows on the host
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass of a step is computed from, laid out ahead of it on the host."""
+
+    draw: int  # the first of its draws
+    rows: dict[str, torch.Tensor]
+    blocks: Blocks
+    plan: RowPlan
+
+    def to(self, device: torch.device) -> "Pass":
+        """Return the same on a device."""
+        rows = {name: column.to(device, non_blocking=True) for name, column in self.rows.items()}
+        return Pass(self.draw, rows, self.blocks.to(device), self.plan.to(device))
+
+    def pinned(self) -> "Pass":
+        """Return the same in memory that a GPU reads by itself."""
+        rows = {name: column.pin_memory() for name, column in self.rows.items()}
+        return Pass(self.draw, rows, self.blocks.pinned(), self.plan.pinned())
+
+
+StepRows = list[Pass]
 
 
 def seeded(*parts: int) -> torch.Generator:
@@ -68,19 +92,29 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     return lay_out(rows, anchors, valid, config.drafter.block_size)
 
 
+def plan_blocks(blocks: Blocks, config: TrainConfig) -> RowPlan:
+    """Plan the objective's rows of some blocks."""
+    weights = position_weights(config.objective, blocks.supervised.shape[-1]).to(blocks.supervised.device)
+    return plan_rows(blocks.teacher_rows, weights * blocks.supervised, config.objective.chunk_rows)
+
+
 class Prefetch:
-    """The rows of steps `first` .. `last - 1`, in order, read while the steps before are computed. An error in the
-    thread is raised by the call that waits for it; the process does not wait for the thread when it ends."""
+    """The passes of steps `first` .. `last - 1`, in order, read and laid out while the steps before are computed. An
+    error in the thread is raised by the call that waits for it; the process does not wait for the thread when it ends.
+    """
 
     def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned
         self.ready: Queue[StepRows | BaseException] = Queue(maxsize=1)
+        self.over = threading.Event()
         self.thread = threading.Thread(target=self._work, args=(first, last), daemon=True)
         self.thread.start()
 
     def _work(self, first: int, last: int) -> None:
         try:
             for step in range(first, last):
+                if self.over.is_set():
+                    return
                 self.ready.put(self._read(step))
         except BaseException as error:  # noqa: BLE001  the thread ends; the caller that waits gets the error
             self.ready.put(error)
@@ -92,8 +126,16 @@ class Prefetch:
         for i in range(passes):
             draw = first_draw(self.config, step, i, rank, world)
             rows = batch(self.dataset, draw, count, self.config.seed)
-            read.append((draw, {k: v.pin_memory() for k, v in rows.items()} if self.pinned else rows))
+            blocks = draw_blocks(rows, self.config, draw)
+            laid = Pass(draw, rows, blocks, plan_blocks(blocks, self.config))
+            read.append(laid.pinned() if self.pinned else laid)
         return read
+
+    def close(self) -> None:
+        """Read no further."""
+        self.over.set()
+        with suppress(Empty):
+            self.ready.get_nowait()  # the thread may wait for room
 
     def __call__(self) -> StepRows:
         """Return the rows of the next step. Raises Stopped, with the reason, if they cannot be read."""

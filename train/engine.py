@@ -42,7 +42,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     rows, passes = micro_batch(config, dist.get_world_size())
     drafter.recompute = config.recompute
     if config.compile or (config.compile is None and device.type == "cuda" and config.deepspeed.stage < 3):
-        drafter.compile(dynamic=False)
+        drafter.forward = torch.compile(drafter.forward, dynamic=False)  # DeepSpeed's hooks cannot be compiled
     kind = compute_dtype(config, device)
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:
@@ -108,7 +108,18 @@ def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         state[name] = parameter.detach()
         state |= {f"{name}/{key}": value for key, value in moments.get(parameter, {}).items()}  # none if frozen
-    return {name: value.to("cpu", torch.float32).clone() for name, value in state.items()}
+    return copied(state)
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors on the host, float32; from a GPU all are on their way together."""
+    copies = {}
+    for name, value in state.items():
+        copies[name] = torch.empty(value.shape, dtype=torch.float32, pin_memory=value.device.type == "cuda")
+        copies[name].copy_(value, non_blocking=True)
+    if any(value.device.type == "cuda" for value in state.values()):
+        torch.cuda.synchronize()
+    return copies
 
 
 def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tensor]) -> None:
@@ -136,7 +147,7 @@ def training_state(engine) -> dict[str, torch.Tensor]:
         for key, value in common.items():
             whole[f"{name}/{key}"] = value if value.ndim == 0 else safe_get_full_optimizer_state(parameter, key)
         if first:
-            state |= {key: value.to("cpu", torch.float32).clone() for key, value in whole.items()}
+            state |= copied(whole)  # at once: the next parameter's take its place
     return state
 
 

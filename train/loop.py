@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,15 +25,15 @@ from infer.drafters.families import FAMILIES
 from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype
 from infer.targets.target import Features, Target
 from infer.utils.entry import INTERRUPTED
-from train.batches import Prefetch, StepRows, draw_blocks, prepared_rows
+from train.batches import Prefetch, StepRows, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import TrainConfig, check_head_training
 from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step
 from train.features import StoredRows, dependencies, stored_features
-from train.objective import Correction, RowLoss, divergence, position_weights
+from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
 from train.optim import learning_rate, set_rate
 from train.plan import matmul_rate, shape_of, step_operations, total_steps
-from train.run.checkpoints import checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
+from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
 from train.run.folder import check_run_folder, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.initial import initial_drafter, resolve_init
@@ -51,18 +51,26 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def block_loss(drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, config: TrainConfig) -> RowLoss:
+def block_loss(
+    drafter,
+    target: Target,
+    rows: dict[str, torch.Tensor],
+    blocks: Blocks,
+    config: TrainConfig,
+    plan: RowPlan | None = None,
+) -> RowLoss:
     """Compute the objective on a batch's blocks, G = B * N of them.
 
-    drafter: the drafter, or the engine around it; rows: columns (B, T), with stored features if there are any.
+    drafter: the drafter, or the engine around it; rows: columns (B, T), with stored features if there are any; plan:
+    `plan_blocks` of the blocks, where it was made before.
     """
+    module = getattr(drafter, "module", drafter)
     if "context" in rows:
         features = stored_features(rows, target.dtype)
     else:
-        layers = getattr(drafter, "module", drafter).layer_ids
-        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], layers)
+        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], module.layer_ids)
     drafted = draft_states(drafter, target, rows, blocks, features)
-    return score(getattr(drafter, "module", drafter), drafted, target, rows, blocks, features, config)
+    return score(module, drafted, target, rows, blocks, features, config, plan)
 
 
 def draft_states(
@@ -89,10 +97,12 @@ def score(
     blocks: Blocks,
     features: Features,
     config: TrainConfig,
+    plan: RowPlan | None = None,
 ) -> RowLoss:
     """Compute the objective on drafted states (B*N*L, D), block by block; a conditional head sees the true tokens."""
     length = blocks.supervised.shape[-1]
-    weights = (position_weights(config.objective, length).to(drafted.device) * blocks.supervised).flatten(0, 1)
+    weights = position_weights(config.objective, length).to(drafted.device, non_blocking=True)
+    weights = (weights * blocks.supervised).flatten(0, 1)
     head, confidence = drafter.conditional_head, getattr(drafter, "confidence_head", None)
     correction = None
     if head is not None:
@@ -113,6 +123,7 @@ def score(
         target.scale,
         correction,
         overlap=confidence is not None,
+        plan=plan,
     )
     if confidence is None:
         return result
@@ -130,21 +141,19 @@ def train_step(
     all processes so, and all skip the step."""
     world, passes = dist.get_world_size(), len(drawn)
     device, length = target.device, config.drafter.block_size - 1
-    report_progress("laying out its blocks")
-    micro = []
-    for draw, rows in drawn:
-        rows = {name: column.to(device, non_blocking=True) for name, column in rows.items()}
-        micro.append((rows, draw_blocks(rows, config, draw)))
-    weights = position_weights(config.objective, length).to(device)
-    supervised = sum(blocks.supervised.sum((0, 1)) for _, blocks in micro).float()  # (L,)
+    report_progress("taking its rows")
+    micro = [laid.to(device) for laid in drawn]
+    weights = position_weights(config.objective, length).to(device, non_blocking=True)
+    supervised = sum(laid.blocks.supervised.sum((0, 1)) for laid in micro).float()  # (L,)
     dist.all_reduce(supervised)
     total = (supervised * weights).sum().clamp(min=1e-6)
 
     loss_sum, agree_sum = torch.zeros((), device=device), torch.zeros(length, device=device)
     prefix_sum = torch.zeros(2, device=device)
-    for rows, blocks in micro:
+    for laid in micro:
+        blocks = laid.blocks
         report_progress("the forward pass")
-        result = block_loss(engine, target, rows, blocks, config)
+        result = block_loss(engine, target, laid.rows, blocks, config, laid.plan)
         loss = result.loss
         poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
         report_progress("the backward pass")
@@ -276,7 +285,7 @@ def train(config: TrainConfig) -> Path:
 
 def run_steps(run: Run, watch: StallWatch) -> Path:
     """Take the remaining steps, with their log, checkpoints and evaluations; return the run's folder."""
-    config, engine, stops = run.config, run.engine, run.stops
+    config, stops = run.config, run.stops
     progress = Progress(run.total, run.done, enabled=dist.get_rank() == 0)
     for line in run.notes:
         progress.say(line)
@@ -284,8 +293,26 @@ def run_steps(run: Run, watch: StallWatch) -> Path:
     if run.done in stops and not (checkpoint_folder(run.folder, run.done) / "evaluation" / "evaluation.json").exists():
         watch.begin_step(run.done, "an evaluation")
         evaluate(run, run.done, watch, progress, tracker)  # the run was stopped between saving and evaluating
-    stopping = catch_signals()
-    prefetch = Prefetch(run.dataset, config, run.done, run.total, pinned=run.device.type == "cuda")
+    with closing(prefetch_of(run)) as prefetch, closing(Writer()) as writer:
+        stopped_by = step_on(run, prefetch, writer, watch, progress, tracker)
+    watch.close()
+    progress.close()
+    finish(run, progress, tracker)
+    if stopped_by == signal.SIGINT:
+        raise SystemExit(INTERRUPTED)
+    return run.folder
+
+
+def prefetch_of(run: Run) -> Prefetch:
+    """Begin to read the remaining steps ahead."""
+    return Prefetch(run.dataset, run.config, run.done, run.total, pinned=run.device.type == "cuda")
+
+
+def step_on(
+    run: Run, prefetch: Prefetch, writer: Writer, watch: StallWatch, progress: Progress, tracker: Tracker
+) -> int | None:
+    """Take the remaining steps; return the signal that stopped them, if one did."""
+    config, engine, stopping = run.config, run.engine, catch_signals()
     log, skips = StepLog(config, run.folder, len(run.dataset), run.seconds), Skips(run.folder, config)
     saved_at = time.perf_counter()
     for step in range(run.done + 1, run.total + 1):
@@ -296,30 +323,27 @@ def run_steps(run: Run, watch: StallWatch) -> Path:
         if not metrics.grad_norm.isfinite():
             progress.say(skips({"step": step, "lr": rate, **metrics.numbers()}, rows, engine))
         log.add(step, rate, metrics)
-        if step % config.log_every and step not in stops:
+        if step % config.log_every and step not in run.stops:
             continue
         save_due = config.save_minutes is not None and time.perf_counter() - saved_at > 60 * config.save_minutes
-        agreed = agree(stopping.is_set, save_due, run.device)
+        agreed = agree(stopping.is_set, save_due or writer.failed, run.device)
         log.write(progress, tracker)
-        if step in stops or agreed.stop or agreed.save:
+        if step in run.stops or agreed.stop or agreed.save:
             watch.report_progress("saving")
-            if step in stops:
+            if step in run.stops:
+                first_only(writer.wait)
                 saved = save(run.folder, step, engine, run.target.dtype, config.keep_states)
                 evaluate(run, step, watch, progress, tracker)
             else:
-                saved = save_rolling(run.folder, step, engine)
+                save_rolling(run.folder, step, engine, writer)
+                saved = first_only(writer.wait) if agreed.stop else None
             dist.barrier()
             saved_at = log.restart_clock()
         if agreed.stop:
             how = f"saved {saved}; the same command goes on from there"
             progress.say(f"stopped by {stopping.name} after step {step}; {how}")
             break
-    watch.close()
-    progress.close()
-    finish(run, progress, tracker)
-    if stopping.number == signal.SIGINT:
-        raise SystemExit(INTERRUPTED)
-    return run.folder
+    return stopping.number
 
 
 def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker: Tracker) -> None:

@@ -10,13 +10,16 @@
     <run>/checkpoints/best -> step-...
 
 Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training state and
-nothing else; the next one of either kind takes its place. Each is written into a hidden sibling folder, synced, given
-its manifest and renamed, so that a kill at any moment leaves either none or a whole one. There is no other state: data
-order, anchors and learning rate are pure functions of seed and step.
+nothing else; the next one of either kind takes its place. It is copied first and written while training goes on. Each
+is written into a hidden sibling folder, synced, given its manifest and renamed, so that a kill at any moment leaves
+either none or a whole one. There is no other state: data order, anchors and learning rate are pure functions of seed
+and step.
 """
 
 import json
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -68,8 +71,10 @@ def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> 
     return first_only(write)
 
 
-def save_rolling(run: Path, step: int, engine) -> Path:
-    """Save the training state only, in place of the previous rolling one. Otherwise as `save`."""
+def save_rolling(run: Path, step: int, engine, writer: "Writer") -> None:
+    """Copy the training state, and let `writer` write it in place of the previous rolling one while training goes on.
+    Called by every process. Raises Stopped in all of them if the one before could not be written."""
+    first_only(writer.wait)
     state = training_state(engine)
 
     def write() -> Path:
@@ -79,7 +84,45 @@ def save_rolling(run: Path, step: int, engine) -> Path:
                 shutil.rmtree(old, ignore_errors=True)
         return folder
 
-    return first_only(write)
+    first_only(lambda: writer.start(write))
+
+
+class Writer:
+    """A thread that writes one checkpoint at a time, in the first process."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.outcome: Path | BaseException | None = None  # of the last one
+
+    def start(self, write: Callable[[], Path]) -> None:
+        """Begin to write; the one before has been waited for."""
+
+        def work() -> None:
+            try:
+                self.outcome = write()
+            except BaseException as error:  # noqa: BLE001  raised by `wait`
+                self.outcome = error
+
+        self.thread = threading.Thread(target=work)  # no daemon: the process does not end amid a file
+        self.thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last one could not be written."""
+        return isinstance(self.outcome, BaseException)
+
+    def wait(self) -> Path | None:
+        """Return the folder that was written last, once it is whole. Raises what went wrong."""
+        self.close()
+        if self.failed:
+            raise self.outcome
+        return self.outcome
+
+    def close(self) -> None:
+        """Wait until nothing is being written."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
 
 def _write(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from data.packing import row_index
 from infer.utils.entry import Stopped
 from infer.utils.files import save_readable, write_json
-from train.batches import StepRows, draw_blocks
+from train.batches import StepRows
 from train.config import TrainConfig
 from train.engine import training_state
 from train.run.folder import plain
@@ -99,16 +99,14 @@ class Skips:
         state = training_state(engine) if fresh else {}
         first_only(lambda: self._start(folder, state))
         tensors = {}
-        for i, (draw, rows) in enumerate(drawn):
-            rows = {name: column.to(engine.device) for name, column in rows.items()}
-            blocks = draw_blocks(rows, self.config, draw)
-            columns = rows | {"anchors": blocks.anchors, "valid": blocks.valid}
+        for i, laid in enumerate(drawn):
+            columns = laid.rows | {"anchors": laid.blocks.anchors, "valid": laid.blocks.valid}
             tensors |= {f"{i}/{name}": value.cpu().contiguous() for name, value in columns.items()}
         with disk(f"{folder}"):
             os.makedirs(folder, exist_ok=True)  # the first process made it, perhaps on another machine
             save_readable(tensors, folder / f"rows-{dist.get_rank()}.safetensors")
         record = line | {"seed": self.config.seed, "processes": dist.get_world_size()}
-        record |= {"draws": [draw for draw, _ in drawn]}  # of the first process
+        record |= {"draws": [laid.draw for laid in drawn]}  # of the first process
         record |= {"weights": f"{self.weights}/weights.safetensors", "config": plain(self.config)}
 
         def finish() -> None:

@@ -28,6 +28,7 @@ from infer.utils.entry import Stopped
 from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
 from train.config import TrainConfig
+from train.engine import copied
 from train.features import StoredRows
 from train.run.checkpoints import checkpoints, newest, rolling
 from train.run.folder import locked, plain, refuse_another
@@ -160,7 +161,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path
     start_processes(torch.device("cpu"))
     monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
     (tmp_path / "run").mkdir()
-    before = state.save_rolling(tmp_path / "run", 1, None)
+    writer = state.Writer()
+    state.save_rolling(tmp_path / "run", 1, None, writer)
+    before = writer.wait()
 
     def save_file(tensors, path):
         Path(path).write_bytes(b"half")
@@ -168,10 +171,27 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_a_sentence(tmp_path
 
     monkeypatch.setattr(state, "save_file", save_file)
     with pytest.raises(Stopped, match=r"^rolling-00000002 of .* could not be written: .*same command goes on") as found:
-        state.save_rolling(tmp_path / "run", 2, None)
+        state.save_rolling(tmp_path / "run", 2, None, writer)
+        writer.wait()
     assert "\n" not in str(found.value)
     assert newest(tmp_path / "run") == (before, [])
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["rolling-00000001"]
+
+
+def test_training_goes_on_while_its_state_is_written(tmp_path, monkeypatch):
+    """What is written is the state that was copied, and none is there before it is whole."""
+    start_processes(torch.device("cpu"))
+    run, weight, go_on, plain = tmp_path / "run", torch.ones(3), threading.Event(), state._write
+    monkeypatch.setattr(state, "training_state", lambda engine: copied({"norm.weight": weight}))
+    monkeypatch.setattr(state, "_write", lambda *arguments: go_on.wait(60) and plain(*arguments))
+    run.mkdir()
+    writer = state.Writer()
+    state.save_rolling(run, 1, None, writer)
+    weight += 1  # the next step
+    assert newest(run) == (None, [])
+    go_on.set()
+    assert load_file(writer.wait() / "state" / "state.safetensors")["norm.weight"].tolist() == [1, 1, 1]
+    assert newest(run)[0] == run / "checkpoints" / "rolling-00000001"
 
 
 def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(small, run_here, tmp_path, monkeypatch):
@@ -181,7 +201,9 @@ def test_a_run_folder_that_vanishes_ends_the_run_and_is_not_made_again(small, ru
     assert not (tmp_path / "small").exists()
     monkeypatch.setattr(state, "training_state", lambda engine: {"norm.weight": torch.ones(3)})
     with pytest.raises(Stopped, match="could not be written: No such file"):
-        state.save_rolling(tmp_path / "small", 2, None)
+        writer = state.Writer()
+        state.save_rolling(tmp_path / "small", 2, None, writer)
+        writer.wait()
     assert not (tmp_path / "small").exists()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from data.packing import packed_rows, row_index
 from infer import load_target
 from infer.config import DrafterConfig
 from infer.utils.entry import Stopped
-from train.batches import draw_blocks
+from train.batches import Prefetch, draw_blocks
 from train.config import FeaturesConfig, ObjectiveConfig, ReplayConfig, TrainConfig
-from train.engine import training_state
+from train.engine import build_engine, training_state
 from train.features import checksum, write_features, write_manifest
 from train.objective import RowLoss
 from train.run.log import read_log
@@ -156,6 +157,32 @@ def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
     return check(loop.block_loss(drafter, target, check.rows, blocks, config))
 
 
+def test_deepspeeds_hooks_are_not_compiled(run_here, make_tiny, monkeypatch):
+    """They break the graph, and from the third step on dynamo fails in one that waits for the device."""
+    compiled, drafter = [], make_tiny()[1]
+    forward = drafter.forward
+    monkeypatch.setattr(torch, "compile", lambda function, **rest: compiled.append(function) or function)
+    start_processes(torch.device("cpu"))
+    engine = build_engine(drafter, TrainConfig(compile=True), torch.device("cpu"))
+    assert compiled == [forward] and engine.module._compiled_call_impl is None
+
+
+def test_passes_are_laid_out_ahead(run_here, make_tiny):
+    """What was laid out on the host by another thread gives the loss of what the step would have laid out."""
+    start_processes(torch.device("cpu"))
+    target, drafter = make_tiny()
+    config = TrainConfig(anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(chunk_rows=5))
+    config.optim.batch = 2
+    with closing(Prefetch(Rows(6, 30), config, 0, 3, False)) as prefetch:
+        for _ in range(3):
+            (laid,) = prefetch()
+            ahead = loop.block_loss(drafter, target, laid.rows, laid.blocks, config, laid.plan)
+            now = loop.block_loss(drafter, target, laid.rows, draw_blocks(laid.rows, config, laid.draw), config)
+            assert torch.equal(ahead.loss, now.loss) and torch.equal(ahead.agree, now.agree)
+    prefetch.thread.join(60)
+    assert not prefetch.thread.is_alive()
+
+
 @pytest.mark.parametrize("family", [{}, {"family": "dart"}, {"family": "dart", "shifted": False}])
 @pytest.mark.parametrize("divergence", ["kl", "cross_entropy", "tv", "acceptance", "lk"])
 def test_the_start_agrees_with_blocks_computed_alone(run_here, make_tiny, family, divergence):
@@ -176,7 +203,7 @@ def test_the_start_notices_what_is_wrong(run_here, make_tiny, monkeypatch, fault
         monkeypatch.setattr(loop, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest))
     else:
 
-        def score(drafter, drafted, target, rows, blocks, features, config):
+        def score(drafter, drafted, target, rows, blocks, features, config, plan):
             if fault == "labels":
                 blocks = type(blocks)(**vars(blocks) | {"teacher_rows": blocks.teacher_rows + 1})
             drafted = drafted.roll(1, 0) if fault == "rows" else drafted
