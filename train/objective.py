@@ -238,7 +238,7 @@ def _space(batch: _Batch) -> _Space:
 def _logits(states: torch.Tensor, head: torch.Tensor, scale: LogitScale, space: torch.Tensor) -> torch.Tensor:
     """Return the logits (rows, V) of states (rows, D), in `space` unless the target scales them."""
     out = space[: len(states)]
-    if states.dtype == out.dtype:
+    if states.dtype == head.dtype == out.dtype:  # what autocast would cast, `out=` refuses
         torch.mm(states, head.T, out=out)
     else:
         out.copy_(states @ head.T)

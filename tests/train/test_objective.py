@@ -9,7 +9,7 @@ import torch
 from infer.targets.support import LogitScale
 from train.config import ObjectiveConfig
 from train.divergences import DIVERGENCES, dpace
-from train.objective import Correction, divergence, position_weights
+from train.objective import Correction, _logits, divergence, position_weights
 
 G, L, P, D, V = 8, 3, 9, 6, 31
 R = G * L
@@ -334,3 +334,11 @@ def test_weights_by_block_reach_a_conditional_heads_matrix():
         return divergence(hidden, **rest, config=config, correction=Correction(rows, out)).loss
 
     assert torch.autograd.gradcheck(loss, (args["hidden"], parts["rows"], parts["out"]))
+
+
+def test_logits_of_states_and_head_of_two_precisions_under_autocast():
+    """States behind a float32 norm meet a bfloat16 head: autocast casts products, but none that writes to room."""
+    states, head = torch.ones(3, 4), torch.eye(5, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _logits(states, head, LogitScale(), torch.empty(8, 5))
+    assert torch.equal(found, torch.ones(3, 4) @ head.float().T)
