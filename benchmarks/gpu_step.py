@@ -16,6 +16,7 @@ from gpu import check, finish, need_cuda, nullgpu
 from train_step import PARTS, steps
 
 from infer.evaluation.evaluate import describe_device
+from train import objective
 
 QWEN3_8B = {
     "hidden": 4096,
@@ -43,6 +44,11 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     device, faults = need_cuda(), []
+    if nullgpu is not None:  # sizes that the device would have to compute
+        plan = objective.plan_rows
+        objective.plan_rows = lambda rows, weights, chunk: plan(
+            torch.arange(rows.numel()), torch.ones(rows.numel()), chunk
+        ).to(rows.device)
     sizes = QWEN3_8B | (SMALL if args.small else {})
     settings = {"block": 16, "batch": 1, "chunk_rows": 256, "recompute": False, "threads": 1, "way": "ours"}
     found = steps(argparse.Namespace(device="cuda", compile=args.compile, steps=args.steps, **settings, **sizes))
