@@ -175,9 +175,8 @@ run_tests() {
     cd "$repo"
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    # Three processes side by side, of one thread each, for two cores: a quarter of a test's time is waiting. An
-    # environment of one's own may lack the plugin for that.
-    if "$python" -c 'import xdist' 2>/dev/null; then set -- --numprocesses=3 --dist=worksteal "$@"; fi
+    # Two processes side by side, of one thread each; an environment of one's own may lack the plugin for that.
+    if "$python" -c 'import xdist' 2>/dev/null; then set -- --numprocesses=2 --dist=worksteal "$@"; fi
     exec "$python" -m pytest "$@"
 }
 

@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # pytest's processes share the rows
     CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
     os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: pytest runs three side by side
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: pytest itself runs twice side by side
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest  # noqa: E402
