@@ -15,12 +15,12 @@ models, with freed memory given back at once.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 import types
 from pathlib import Path
+
+from again import run_again
 
 SHAPES = {
     "laptop": {
@@ -184,11 +184,8 @@ def speculators(script, args, place):
 
 def process(way: str, args, shape: str, steps: int, environment: dict[str, str]) -> dict:
     """Measure one way in a process of its own."""
-    command = [sys.executable, __file__, args.other, args.place, "--way", way, "--shapes", shape, "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    more = ["--way", way, "--shapes", shape, "--steps", str(steps)]
+    return run_again([__file__, args.other, args.place, *more], environment)
 
 
 def main() -> None:

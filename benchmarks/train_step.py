@@ -14,14 +14,13 @@ matrix product on this machine.
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
 
 import torch
+from again import run_again
 
 from infer.attention.masks import block_mask_mod, dense
 from infer.config import DrafterConfig
@@ -210,15 +209,6 @@ class Memory:
         return torch.cuda.max_memory_allocated() if self.cuda else self.most
 
 
-def process(more: list[str], environment: dict[str, str]) -> dict:
-    """Runs this script once more, for one way; returns its figures."""
-    command = [sys.executable, *sys.argv, *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -253,11 +243,11 @@ def main() -> None:
         print(json.dumps(one(args)))
         return
     lean = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    peaks = {way: process(["--way", way, "--steps", "1"], lean)["peak_gb"] for way in args.ways}
+    peaks = {way: run_again([*sys.argv, "--way", way, "--steps", "1"], lean)["peak_gb"] for way in args.ways}
     runs: dict[str, list[dict]] = {way: [] for way in args.ways}
     for _ in range(args.repeats):
         for way in args.ways:
-            runs[way].append(process(["--way", way], {}) | {"peak_gb": peaks[way]})
+            runs[way].append(run_again([*sys.argv, "--way", way], {}) | {"peak_gb": peaks[way]})
     print(
         f"{describe_device(torch.device(args.device))}: hidden {args.hidden}, vocabulary {args.vocabulary}, "
         f"{args.batch} x {args.length} tokens, {args.anchors} anchors, block {args.block}, "

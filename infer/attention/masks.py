@@ -222,9 +222,10 @@ def document_mask(
     of that the last so many positions, or those in the same chunk of so many."""
     rows, length = documents.shape
     if documents.device.type == "cuda":
+        causal = packed_causal_mod(documents)
 
         def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            seen = (documents[b, q] == documents[b, kv]) & (kv <= q)
+            seen = causal(b, h, q, kv)
             if width is not None:
                 at, other = positions[b, q], positions[b, kv]
                 seen = seen & ((at // width == other // width) if chunked else (at - other < width))

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infer.formats.integrity import tensor_digest
-from infer.targets.loading import EMBEDDED
+from infer.targets.loading import resolve_path
 from infer.utils.files import NotReadable, json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
@@ -59,7 +59,7 @@ def find_folder(path: str | Path) -> Path:
     """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's, for "embedded" the one beside
     the embedded target, or a hub id's, of which JSON and safetensors files are downloaded. Raises
     FileNotFoundError where there is none."""
-    folder = EMBEDDED if str(path) == "embedded" else Path(path)
+    folder = Path(resolve_path(str(path)))
     if (folder / "drafter").is_dir():
         return folder / "drafter"
     if folder.is_dir():
@@ -79,7 +79,7 @@ def find_folder(path: str | Path) -> Path:
 
 def drafter_beside(target: str) -> Path | None:
     """Return the drafter's folder inside a target's folder, such as the embedded target's; None where there is none."""
-    folder = (EMBEDDED if target == "embedded" else Path(target)) / "drafter"
+    folder = Path(resolve_path(target)) / "drafter"
     return folder if (folder / "config.json").is_file() else None
 
 
