@@ -138,7 +138,11 @@ def dart_steps(start, make_once) -> Path:
 
 
 @pytest.mark.parametrize(
-    "processes, options", [(1, ["optim.micro=1", "recompute=true"]), (2, ["deepspeed=zero2", "target.shard=true"])]
+    "processes, options",
+    [
+        (1, ["optim.micro=1", "recompute=true"]),
+        pytest.param(2, ["deepspeed=zero2", "target.shard=true"], marks=pytest.mark.robustness),
+    ],
 )
 def test_dart_is_computed_the_same_in_every_way_and_goes_on(start, dart_steps, processes, options):
     """Its own head's gradient adds up over passes and processes; half-way the run goes on as one process."""
@@ -163,7 +167,7 @@ def eight_steps(start, make_once) -> Path:
     "processes, options",
     [
         (1, ["optim.micro=1", "recompute=true"]),
-        (2, ["deepspeed=zero1"]),
+        pytest.param(2, ["deepspeed=zero1"], marks=pytest.mark.robustness),
         (2, ["deepspeed=zero2", "target.shard=true"]),
         (2, ["deepspeed=zero3", "deepspeed.offload=true"]),
     ],
@@ -176,6 +180,7 @@ def test_losses_do_not_depend_on_how_a_step_is_computed(start, eight_steps, proc
     same_losses(eight_steps, runs / name)
 
 
+@pytest.mark.robustness
 def test_goes_on_with_other_processes_and_stages(start, eight_steps, tmp_path):
     """Stopped four times, each time gone on with by another number of processes and another ZeRO stage."""
     options = ["name=moved", "optim.name=adamw", "optim.steps=8", "checkpoints=5", "keep_states=5"]

@@ -78,7 +78,9 @@ def test_sharding_offload_and_stored_features_take_less(make_tiny):
 @pytest.mark.parametrize(
     "shape",
     [
-        ["--hidden=256", "--vocabulary=16000", "--length=256", "--anchors=48"],
+        pytest.param(
+            ["--hidden=256", "--vocabulary=16000", "--length=256", "--anchors=48"], marks=pytest.mark.robustness
+        ),
         ["--hidden=128", "--vocabulary=2000", "--length=512", "--anchors=96", "--drafter-layers=3", "--block=8"],
     ],
 )

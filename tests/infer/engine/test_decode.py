@@ -71,9 +71,7 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
         assert max(row.stats.tau for row in scripted) > 1.5
 
 
-def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distribution(scripted_drafter, make_tiny):
-    """20,000 draws of the first three tokens from a drafter that is often right; chi-square, false alarm rate 1e-4
-    (z = 3.72). The first token is the prefill's, the others come out of the walk."""
+def test_static_trees_are_greedy_like_plain(scripted_drafter, make_tiny):
     target, drafter = make_tiny(block_size=4)
     prompts = random_prompts(3)
     expected = plain(target, prompts, 20)
@@ -84,6 +82,12 @@ def test_static_trees_are_greedy_like_plain_and_sampled_from_the_same_distributi
     assert [row.ids for row in rows] == expected
     assert max(row.stats.tau for row in rows) > 1.5
 
+
+@pytest.mark.robustness
+def test_static_trees_sample_from_the_same_distribution(make_tiny):
+    """20,000 draws of the first three tokens from a drafter that is often right; chi-square, false alarm rate 1e-4
+    (z = 3.72). The first token is the prefill's, the others come out of the walk."""
+    target, drafter = make_tiny(block_size=4)
     with torch.no_grad():  # few tokens are likely, so that three of them are seen often enough
         target.head_weight[:92] = 0
         target.head_weight[92:] *= 3
@@ -237,29 +241,29 @@ def test_limit_and_statistics_add_up(scripted_drafter, make_tiny, limit):
         assert 0 < sum(stats.stage_seconds.values()) <= stats.seconds
 
 
-def test_stop_strings_cut_text_and_ids(scripted_drafter, embedded):
+def test_stop_strings_cut_text_and_ids(scripted_drafter, shallow_target):
     prompt = "import os\nimport sys\n\n\ndef main():\n    "
-    free = generate(embedded, None, prompt, method="plain", max_new_tokens=60)
+    free = generate(shallow_target, None, prompt, method="plain", max_new_tokens=60)
     stop = free.text[20:23]
-    answer = generate(embedded, None, prompt, method="plain", max_new_tokens=60, stop=[stop])
+    answer = generate(shallow_target, None, prompt, method="plain", max_new_tokens=60, stop=[stop])
     assert answer.text == free.text[: free.text.index(stop)]
     assert answer.finish_reason == "stop"
     assert answer.ids == free.ids[: len(answer.ids)]
-    assert stop in embedded.tokenizer.decode(answer.ids)
-    assert stop not in embedded.tokenizer.decode(answer.ids[:-1])
-    known = [embedded.tokenizer(prompt)["input_ids"] + free.ids]
-    drafter = scripted_drafter(known, 8, embedded.config.vocab_size, skill=0.95)
-    assert generate(embedded, drafter, prompt, max_new_tokens=60, stop=[stop]).ids == answer.ids
+    assert stop in shallow_target.tokenizer.decode(answer.ids)
+    assert stop not in shallow_target.tokenizer.decode(answer.ids[:-1])
+    known = [shallow_target.tokenizer(prompt)["input_ids"] + free.ids]
+    drafter = scripted_drafter(known, 8, shallow_target.config.vocab_size, skill=0.95)
+    assert generate(shallow_target, drafter, prompt, max_new_tokens=60, stop=[stop]).ids == answer.ids
 
 
-def test_generate_takes_text_ids_or_many(embedded):
-    ids = embedded.tokenizer("import os")["input_ids"]
-    one = generate(embedded, None, "import os", method="plain", max_new_tokens=8)
-    many = generate(embedded, None, ["import os", "class A"], method="plain", max_new_tokens=8)
-    assert generate(embedded, None, ids, method="plain", max_new_tokens=8).ids == one.ids == many[0].ids
+def test_generate_takes_text_ids_or_many(shallow_target):
+    ids = shallow_target.tokenizer("import os")["input_ids"]
+    one = generate(shallow_target, None, "import os", method="plain", max_new_tokens=8)
+    many = generate(shallow_target, None, ["import os", "class A"], method="plain", max_new_tokens=8)
+    assert generate(shallow_target, None, ids, method="plain", max_new_tokens=8).ids == one.ids == many[0].ids
     assert len(many) == 2
     assert one.prompt_ids == ids
-    assert one.text == embedded.tokenizer.decode(one.ids, skip_special_tokens=True)
+    assert one.text == shallow_target.tokenizer.decode(one.ids, skip_special_tokens=True)
 
 
 def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):

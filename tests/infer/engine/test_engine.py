@@ -145,25 +145,25 @@ def test_log_probabilities_are_the_targets(tiny, options):
         assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-4)
 
 
-def test_streams_are_the_answer_in_pieces(embedded):
+def test_streams_are_the_answer_in_pieces(shallow_target):
     prompt = "import os\n\n\ndef "
-    whole = generate(embedded, None, prompt, method="plain", max_new_tokens=70)
-    pieces = list(stream(embedded, None, prompt, method="plain", max_new_tokens=70))
+    whole = generate(shallow_target, None, prompt, method="plain", max_new_tokens=70)
+    pieces = list(stream(shallow_target, None, prompt, method="plain", max_new_tokens=70))
     assert "".join(pieces) == whole.text and len(pieces) > 30
     for at in (5, 30, 60):
         stop = whole.text[at : at + 4]
-        cut = list(stream(embedded, None, prompt, method="plain", max_new_tokens=70, stop=[stop]))
+        cut = list(stream(shallow_target, None, prompt, method="plain", max_new_tokens=70, stop=[stop]))
         assert "".join(cut) == whole.text[: whole.text.index(stop)]
 
 
-def test_streams_hold_back_half_characters(embedded):
+def test_streams_hold_back_half_characters(shallow_target):
     """Every token is one byte or more: characters of three bytes come whole."""
     from infer.api import TextStream
     from infer.engine.sequence import Sequence
 
-    ids = embedded.tokenizer("naïve → 日本語 ✓ x")["input_ids"]
+    ids = shallow_target.tokenizer("naïve → 日本語 ✓ x")["input_ids"]
     text = Sequence([1], TextOptions())
-    pieces = TextStream(embedded, text)
+    pieces = TextStream(shallow_target, text)
     seen = []
     for id in ids:
         text.ids.append(id)

@@ -104,6 +104,7 @@ for option in {}, nucleus, nucleus | {"top_k": 50, "min_p": 0.01}:
 """
 
 
+@pytest.mark.robustness
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of resident memory from /proc")
 def test_a_sampled_rounds_memory_is_little_more_than_a_greedy_ones(start_command, tmp_path):
     """One row, 64 nodes, 151,936 tokens: what a round adds to the process at its peak, in MiB."""

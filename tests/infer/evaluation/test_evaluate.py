@@ -60,16 +60,16 @@ def test_another_drafter_and_slow_plain_decoders_beside_an_evaluation(make_tiny,
     assert column.what == evaluate.OTHER_DRAFTER and column.prompts == 2 and column.baseline == "plain"
 
 
-def test_a_suites_turns_have_noise_of_their_own(embedded, make_tiny):
+def test_a_suites_turns_have_noise_of_their_own(shallow_target, make_tiny):
     """Two chats of two equal turns: four answers, none the beginning of what another one's noise gives."""
     from infer.config import DrafterConfig
     from infer.drafters.base import new_drafter
 
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
-    drafter.initialize(embedded, torch.Generator().manual_seed(0), warm=True)
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
+    drafter.initialize(shallow_target, torch.Generator().manual_seed(0), warm=True)
     turn = [{"role": "user", "content": "x = "}]
     config = EvaluationConfig(max_new_tokens=6, budgets=[3], temperature=1.0, seed=5, rows=2)
-    measured, left_out = ask(embedded, drafter, [[turn, turn], [turn, turn]], False, config, lambda *_: None)
+    measured, left_out = ask(shallow_target, drafter, [[turn, turn], [turn, turn]], False, config, lambda *_: None)
     seeds = [text.options.seed for text in measured[0].texts]
     assert left_out == 0 and sorted(seeds) == sorted(derived_seed(5, number) for number in range(4))
 

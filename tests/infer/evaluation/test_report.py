@@ -163,21 +163,21 @@ def test_headline_is_as_plain_about_bad_news():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_evaluation_adds_up(embedded, temperature):
+def test_evaluation_adds_up(shallow_target, temperature):
     import torch
 
     from infer.config import DrafterConfig
     from infer.drafters.dflash.model import DFlash
 
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), embedded))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), shallow_target))
     drafter.init_weights(torch.Generator().manual_seed(0))
-    ids = [embedded.tokenizer(text)["input_ids"] for text in ("import os\n", "class Reader:\n    ")]
+    ids = [shallow_target.tokenizer(text)["input_ids"] for text in ("The path of ", "class Reader:\n    ")]
     prompts = [Prompt(ids[0], "heads"), Prompt(ids[1], "bodies"), Prompt(ids[1], "prose", "outside")]
     config = EvaluationConfig(
         max_new_tokens=9, budgets=[2, 30], repeats=2, temperature=temperature, samples=1, sampled=0.7
     )
     calls = []
-    result = evaluate(embedded, drafter, prompts, config, lambda done, total: calls.append((done, total)))
+    result = evaluate(shallow_target, drafter, prompts, config, lambda done, total: calls.append((done, total)))
     total = 5 if temperature else 6
     assert calls == [(done, total) for done in range(1, total + 1)]
     assert [one.what for one in result.beside] == ["outside", "temperature 0.7"][: 1 if temperature else 2]

@@ -19,15 +19,15 @@ from infer.evaluation.suite import ask, evaluate_suite
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, embedded, random_qwen3):
+def place(tmp_path_factory, shallow_target, random_qwen3):
     """A folder with a random target called Qwen3-4B, a drafter for it, and two questions of every set."""
     from infer.targets.target import Target
 
     folder = tmp_path_factory.mktemp("suite")
     model = random_qwen3(vocab_size=512, num_hidden_layers=4)
     model.save_pretrained(folder / "Qwen3-4B")
-    embedded.tokenizer.save_pretrained(folder / "Qwen3-4B")
-    target = Target(model, embedded.tokenizer)
+    shallow_target.tokenizer.save_pretrained(folder / "Qwen3-4B")
+    target = Target(model, shallow_target.tokenizer)
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), target)
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
     save_drafter(drafter.config, drafter.state_dict(), folder / "checkpoint" / "drafter")

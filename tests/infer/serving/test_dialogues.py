@@ -142,24 +142,24 @@ def test_shards_and_batch_files_give_the_same_file(expected, server, tmp_path):
     assert (tmp_path / "batch.jsonl").read_text() == expected.read_text()
 
 
-def test_what_ray_writes_is_read_as_our_engines_answers(embedded, tmp_path):
+def test_what_ray_writes_is_read_as_our_engines_answers(shallow_target, tmp_path):
     """Requests to rows for Ray's engines to results, with our engine in the place of vLLM's; begun again in the middle
     of a line."""
     asks = ("class A:", [{"role": "user", "content": "def f(x):"}], [{"role": "user", "content": "import os"}])
     rows = [Row(i, prompt) for i, prompt in enumerate(asks)]
     options = DecodeOptions(max_new_tokens=12, method="plain", rows=3, stop=["):"])
-    regenerate(rows, by_engine(embedded, None, options, 60), tmp_path / "ours", {}, 0)
+    regenerate(rows, by_engine(shallow_target, None, options, 60), tmp_path / "ours", {}, 0)
     requests, out = tmp_path / "requests", tmp_path / "results"
     write_requests(rows, Batches([]), requests, "model", options)
 
     def results() -> list[str]:
         found = []
         for line in ray_batches.missing(requests, out):
-            row = ray_batches.asked(embedded.tokenizer, {"item": line})
+            row = ray_batches.asked(shallow_target.tokenizer, {"item": line})
             assert row["sampling_params"]["stop"] == ["):"] and row["sampling_params"]["max_tokens"] == 12
-            text = generate(embedded, None, row.pop("tokenized_prompt"), options)
+            text = generate(shallow_target, None, row.pop("tokenized_prompt"), options)
             row |= {"generated_tokens": text.ids, "generated_text": text.text}
-            found.append(ray_batches.result_line(row, embedded.end_ids) + "\n")
+            found.append(ray_batches.result_line(row, shallow_target.end_ids) + "\n")
         return found
 
     out.write_text("".join(results())[:-40])
@@ -206,12 +206,12 @@ def test_recorded_results_of_tools_must_fit():
         assert [message["role"] for message in dialogue.answer.messages] == ["user", "assistant"]
 
 
-def test_our_engine_answers_chats_turn_by_turn(embedded, tmp_path, monkeypatch):
+def test_our_engine_answers_chats_turn_by_turn(shallow_target, tmp_path, monkeypatch):
     """Each answer is what `generate` writes after the answers before it; a chat that grows too long ends early."""
     monkeypatch.setattr("infer.serving.dialogue.WHOLE", ("length",))  # nothing else ends them here
     rows = [Row(row.index, row.prompt) for row in chats(7)]
     options = DecodeOptions(max_new_tokens=6, method="plain", rows=3, ignore_eos=True)
-    regenerate(rows, by_engine(embedded, None, options, 400), tmp_path / "a.jsonl", {}, 0)
+    regenerate(rows, by_engine(shallow_target, None, options, 400), tmp_path / "a.jsonl", {}, 0)
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     for row, line in zip(rows, lines, strict=True):
         turns = line["messages"]
@@ -219,10 +219,10 @@ def test_our_engine_answers_chats_turn_by_turn(embedded, tmp_path, monkeypatch):
         for i, turn in enumerate(turns):
             if turn["role"] == "assistant":
                 before = [{key: said[key] for key in ("role", "content")} for said in turns[:i]]
-                assert turn["content"] == generate(embedded, None, before, options).text
+                assert turn["content"] == generate(shallow_target, None, before, options).text
                 assert turn["finish"] == "length" and len(turn["token_ids"]) == 6
         assert len(turns) == len(row.prompt) + 1
-    regenerate(rows[5:6], by_engine(embedded, None, options, 60), tmp_path / "b.jsonl", {}, 0)
+    regenerate(rows[5:6], by_engine(shallow_target, None, options, 60), tmp_path / "b.jsonl", {}, 0)
     [line] = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
     count = len(line["messages"])
     assert 1 < count < 11 and line["messages"] == lines[5]["messages"][:count]  # six turns have no room

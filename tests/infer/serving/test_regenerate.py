@@ -28,13 +28,13 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_answers_are_the_targets_own_and_in_order(embedded, tmp_path):
+def test_answers_are_the_targets_own_and_in_order(shallow_target, tmp_path):
     out = tmp_path / "answers.jsonl"
-    counts = regenerate(rows(), by_engine(embedded, None, OPTIONS, 60), out, {}, 0)
+    counts = regenerate(rows(), by_engine(shallow_target, None, OPTIONS, 60), out, {}, 0)
     assert counts == {"answers": 30, "failed": 0}
     written = lines(out)
     assert [line["index"] for line in written] == list(range(30))
-    for line, answer in zip(written, generate(embedded, None, PROMPTS, OPTIONS), strict=True):
+    for line, answer in zip(written, generate(shallow_target, None, PROMPTS, OPTIONS), strict=True):
         assert line["prompt"] == PROMPTS[line["index"]] and line["response"] == answer.text
         assert line["finish"] == answer.finish_reason
 
@@ -194,35 +194,38 @@ def chance_of_variety(target, prompts: list[list[int]], answers: list[list[int]]
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
 
 
-def test_sampled_answers_vary_as_with_independent_seeds(embedded, tmp_path):
+def test_sampled_answers_vary_as_with_independent_seeds(shallow_target, tmp_path):
     """400 prompts of one length at temperature 1. The test says no to one of 1,000 independent samples; the seed is
     fixed. With one seed for all rows, as it once was, it says no without a doubt."""
-    wanted, options = one_length(embedded, 400), replace(SAMPLED, max_new_tokens=5, rows=100)
-    prompts = [embedded.tokenizer(row.prompt)["input_ids"] for row in wanted]
-    regenerate(wanted, by_engine(embedded, None, options, 20), tmp_path / "a", {}, 0)
-    answers = generate(embedded, None, prompts, options)
+    wanted, options = one_length(shallow_target, 400), replace(SAMPLED, max_new_tokens=5, rows=100)
+    prompts = [shallow_target.tokenizer(row.prompt)["input_ids"] for row in wanted]
+    regenerate(wanted, by_engine(shallow_target, None, options, 20), tmp_path / "a", {}, 0)
+    answers = generate(shallow_target, None, prompts, options)
     assert [line["response"] for line in lines(tmp_path / "a")] == [answer.text for answer in answers]
-    assert chance_of_variety(embedded, prompts, [answer.ids for answer in answers]) > 1e-3
-    shared = decode(embedded, None, prompts[:100], options, seeds=[3] * 100)
-    assert chance_of_variety(embedded, prompts[:100], [text.ids for text in shared]) < 1e-12
+    assert chance_of_variety(shallow_target, prompts, [answer.ids for answer in answers]) > 1e-3
+    shared = decode(shallow_target, None, prompts[:100], options, seeds=[3] * 100)
+    assert chance_of_variety(shallow_target, prompts[:100], [text.ids for text in shared]) < 1e-12
 
 
-def test_sampled_answers_do_not_depend_on_where_they_are_written(embedded, tmp_path, running):
+def test_sampled_answers_do_not_depend_on_where_they_are_written(shallow_target, tmp_path, running):
     """Killed and gone on with, in other batches, or by three servers: the same rows."""
-    wanted, capacity = one_length(embedded, 24), 20
-    regenerate(wanted, by_engine(embedded, None, SAMPLED, capacity), tmp_path / "whole", {}, 0)
+    wanted, capacity = one_length(shallow_target, 24), 20
+    regenerate(wanted, by_engine(shallow_target, None, SAMPLED, capacity), tmp_path / "whole", {}, 0)
     few, out = replace(SAMPLED, rows=3), tmp_path / "stopped"
 
     def stopped(rows):
-        yield from islice(by_engine(embedded, None, SAMPLED, capacity)(rows), 7)
+        yield from islice(by_engine(shallow_target, None, SAMPLED, capacity)(rows), 7)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         regenerate(wanted, stopped, out, {}, 0)
-    regenerate(wanted, by_engine(embedded, None, few, capacity), out, {}, 0)
+    regenerate(wanted, by_engine(shallow_target, None, few, capacity), out, {}, 0)
     assert out.read_text() == (tmp_path / "whole").read_text()
     for first in range(3):  # each server has a third of the rows
-        part, engine = wanted[first::3], Engine(embedded, None, EngineConfig(method="plain", rows=2 + first), capacity)
+        part, engine = (
+            wanted[first::3],
+            Engine(shallow_target, None, EngineConfig(method="plain", rows=2 + first), capacity),
+        )
         with running(engine) as (url, _):
             regenerate(part, by_server(f"{url}/v1", None, SAMPLED, 4), tmp_path / f"{first}", {}, 0)
     thirds = [lines(tmp_path / f"{first}") for first in range(3)]
@@ -230,10 +233,10 @@ def test_sampled_answers_do_not_depend_on_where_they_are_written(embedded, tmp_p
     assert together == lines(tmp_path / "whole")
 
 
-def test_further_sampling_options_reach_the_server(embedded, tmp_path, running):
+def test_further_sampling_options_reach_the_server(shallow_target, tmp_path, running):
     options = replace(SAMPLED, top_k=5, min_p=0.02, repetition_penalty=1.3)
-    wanted = one_length(embedded, 6)
-    regenerate(wanted, by_engine(embedded, None, options, 20), tmp_path / "ours", {}, 0)
-    with running(Engine(embedded, None, EngineConfig(method="plain", rows=2), 20)) as (url, _):
+    wanted = one_length(shallow_target, 6)
+    regenerate(wanted, by_engine(shallow_target, None, options, 20), tmp_path / "ours", {}, 0)
+    with running(Engine(shallow_target, None, EngineConfig(method="plain", rows=2), 20)) as (url, _):
         regenerate(wanted, by_server(f"{url}/v1", None, options, 2), tmp_path / "served", {}, 0)
     assert (tmp_path / "served").read_text() == (tmp_path / "ours").read_text()

@@ -22,17 +22,17 @@ CAPACITY = 256
 
 
 @pytest.fixture(scope="module")
-def drafter(embedded):
+def drafter(shallow_target):
     """Untrained, but begun with the target's own layers: some drafts are accepted."""
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=2, block_size=6), embedded))
+    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=2, block_size=6), shallow_target))
     drafter.init_weights(torch.Generator().manual_seed(0))
-    drafter.warm_start(embedded)
+    drafter.warm_start(shallow_target)
     return drafter
 
 
 @pytest.fixture(scope="module")
-def served(running, embedded, drafter):
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=8), CAPACITY)
+def served(running, shallow_target, drafter):
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=8), CAPACITY)
     with running(engine, max_texts=300, max_body=20_000) as (url, service):
         yield url, service
 
@@ -43,24 +43,26 @@ def client(served):
         yield client
 
 
-def own(embedded, prompt, **options) -> str:
-    return generate(embedded, None, prompt, method="plain", **options).text
+def own(shallow_target, prompt, **options) -> str:
+    return generate(shallow_target, None, prompt, method="plain", **options).text
 
 
-def test_completions_are_the_targets_own(client, embedded):
+def test_completions_are_the_targets_own(client, shallow_target):
     prompts = ["import os\n\ndef", "class Reader:\n"]
     done = client.completions.create(model="embedded", prompt=prompts, max_tokens=40, temperature=0)
-    assert [choice.text for choice in done.choices] == [own(embedded, prompt, max_new_tokens=40) for prompt in prompts]
+    assert [choice.text for choice in done.choices] == [
+        own(shallow_target, prompt, max_new_tokens=40) for prompt in prompts
+    ]
     assert [choice.index for choice in done.choices] == [0, 1]
     assert {choice.finish_reason for choice in done.choices} <= {"length", "stop"}
     assert done.usage.completion_tokens <= 80 and done.usage.prompt_tokens == sum(
-        len(embedded.tokenizer(prompt)["input_ids"]) for prompt in prompts
+        len(shallow_target.tokenizer(prompt)["input_ids"]) for prompt in prompts
     )
 
 
-def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, embedded):
+def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, shallow_target):
     settings = {"max_tokens": 48, "temperature": 0.8, "top_p": 0.9, "seed": 5}
-    expected = own(embedded, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=5)
+    expected = own(shallow_target, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=5)
     whole = client.completions.create(model="embedded", prompt="def walk(", **settings)
     assert whole.choices[0].text == expected
     options = {"include_usage": True}
@@ -72,15 +74,15 @@ def test_a_seed_fixes_the_text_and_streams_are_the_same_text(client, embedded):
     assert [c.finish_reason for chunk in chunks for c in chunk.choices][-1] == whole.choices[0].finish_reason
     two = client.completions.create(model="embedded", prompt="def walk(", n=2, **settings)
     assert two.choices[0].text == expected
-    second = own(embedded, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=derived_seed(5, 1))
+    second = own(shallow_target, "def walk(", max_new_tokens=48, temperature=0.8, top_p=0.9, seed=derived_seed(5, 1))
     assert two.choices[1].text == second != expected
     three = client.completions.create(model="embedded", prompt=["def walk("] * 3, **settings)  # prompts have their own
     assert [choice.text for choice in three.choices][:2] == [expected, second]
     assert len({choice.text for choice in three.choices}) == 3
 
 
-def test_stop_strings_and_log_probabilities(client, embedded):
-    full = own(embedded, "import os\n", max_new_tokens=60)
+def test_stop_strings_and_log_probabilities(client, shallow_target):
+    full = own(shallow_target, "import os\n", max_new_tokens=60)
     stop = full[20:23]
     done = client.completions.create(
         model="embedded", prompt="import os\n", max_tokens=60, temperature=0, stop=[stop, "never"], logprobs=3
@@ -94,9 +96,9 @@ def test_stop_strings_and_log_probabilities(client, embedded):
         assert top[token] == pytest.approx(logprob) == pytest.approx(max(top.values()))
 
 
-def test_chat_through_the_template(client, embedded):
+def test_chat_through_the_template(client, shallow_target):
     messages = [{"role": "user", "content": "def read(path):"}]
-    expected = own(embedded, messages, max_new_tokens=30)
+    expected = own(shallow_target, messages, max_new_tokens=30)
     parts = [{"role": "user", "content": [{"type": "text", "text": "def read"}, {"type": "text", "text": "(path):"}]}]
     for said in (messages, parts):
         done = client.chat.completions.create(model="embedded", messages=said, max_tokens=30, temperature=0)
@@ -175,7 +177,7 @@ def test_other_wrong_things(served, client):
         client.completions.create(model="other", prompt="x")
 
 
-def test_a_hundred_clients(idle, served, embedded):
+def test_a_hundred_clients(idle, served, shallow_target):
     """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text and nobody else's."""
     url, service = served
     assert idle(service)
@@ -184,7 +186,7 @@ def test_a_hundred_clients(idle, served, embedded):
     prompts = [f"def f{dice.randrange(10**6)}(x" for _ in range(12)]
     lengths = [dice.randrange(4, 40) for _ in prompts]
     expected = [
-        own(embedded, p, max_new_tokens=n, temperature=0.7, seed=3) for p, n in zip(prompts, lengths, strict=True)
+        own(shallow_target, p, max_new_tokens=n, temperature=0.7, seed=3) for p, n in zip(prompts, lengths, strict=True)
     ]
     complete, hasty = 0, httpx.Timeout(120, read=0.05)
 
@@ -236,8 +238,8 @@ def test_a_hundred_clients(idle, served, embedded):
     assert service.metrics.cancelled._value.get() >= 12
 
 
-def test_a_full_server_says_so(running, idle, embedded, drafter):
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+def test_a_full_server_says_so(running, idle, shallow_target, drafter):
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
     with running(engine, max_texts=2) as (url, service):
         body = {"prompt": ["a", "b"], "max_tokens": 250, "stream": True, "temperature": 0}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -248,8 +250,8 @@ def test_a_full_server_says_so(running, idle, embedded, drafter):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
 
 
-def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, embedded, drafter, monkeypatch):
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 12, rows=2), CAPACITY)
+def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, shallow_target, drafter, monkeypatch):
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=2), CAPACITY)
     body = {"prompt": "import", "max_tokens": 20, "temperature": 0}
     with running(engine) as (url, service):
         right = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
@@ -266,13 +268,17 @@ def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, embedded
         assert idle(service)
 
 
-def test_chat_in_the_terminal_colours_what_happened(served, embedded):
-    config = ChatCommand(url=served[0], max_tokens=40)
+def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, embedded):
     messages = [{"role": "user", "content": "import os\n"}]
+    own = generate(embedded, None, messages, method="plain", max_new_tokens=40)
+    prompt = embedded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    drafter = scripted_drafter([prompt["input_ids"] + own.ids], 6, embedded.config.vocab_size)
     console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
-    with httpx.Client(base_url=config.url, timeout=60) as http:
-        said = answer(http, messages, config, console)
-    assert said == own(embedded, messages, max_new_tokens=40)
+    with running(Engine(embedded, drafter, EngineConfig("chain", 5, rows=1), CAPACITY)) as (url, _):
+        config = ChatCommand(url=url, max_tokens=40)
+        with httpx.Client(base_url=config.url, timeout=60) as http:
+            said = answer(http, messages, config, console)
+    assert said == own.text
     shown = console.export_text(styles=True)
     assert "\x1b[9;31m" in shown  # struck through: refused by the target
     assert "\x1b[1;33m" in shown and "a round" in shown
