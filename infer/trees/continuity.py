@@ -53,13 +53,13 @@ def _beam(proposal: Proposal, scoring: Scoring) -> DraftTree:
     seen, active = 0, 1
     for _ in range(length):
         seen, active = seen + active * ranks, min(BEAM, active * ranks)
-    nodes = torch.empty(3, rows, min(proposal.budget, seen), dtype=torch.long)
-    log_probs = torch.empty(nodes.shape[1:], dtype=torch.float32)
+    nodes = torch.empty(rows, 3, min(proposal.budget, seen), dtype=torch.long)
+    log_probs = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
     common = proposal.ngram.arrays, proposal.ngram.order, scoring.epsilon
     for row, context in enumerate(_contexts(proposal)):
-        filled = nodes[:, row].numpy(), log_probs[row].numpy()
+        filled = nodes[row].numpy(), log_probs[row].numpy()
         guided.beam(*common, of_row(candidates, row), of_row(judged, row), context, BEAM, *filled)
-    return behind(proposal.bonus, Nodes(*nodes, log_probs), length)
+    return behind(proposal.bonus, Nodes(*nodes.unbind(1), log_probs.float()), length)
 
 
 def guided_ddtree(proposal: Proposal) -> DraftTree:
@@ -74,14 +74,14 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     else:
         candidates, steps = conditioned(proposal)
     rows, length, ranks = candidates.tokens.shape
-    nodes = torch.empty(3, rows, node_count(length, ranks, proposal.budget), dtype=torch.long)
-    scores = torch.empty(nodes.shape[1:], dtype=torch.float64)
+    nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
+    scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
     ngram = proposal.ngram
     for row, context in enumerate(_contexts(proposal)):
-        filled = nodes[:, row].numpy(), scores[row].numpy()
+        filled = nodes[row].numpy(), scores[row].numpy()
         common = ngram.arrays, ngram.order, proposal.weight
         guided.best_first(*common, of_row(candidates, row), np.ascontiguousarray(steps[row]), context, *filled)
-    return behind(proposal.bonus, Nodes(*nodes, scores.float()), length)
+    return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
 
 
 def conditioned(proposal: Proposal) -> tuple[guided.Candidates, np.ndarray]:

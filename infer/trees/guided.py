@@ -13,7 +13,8 @@ When a path grows by a token, each of its suffixes moves to a child in the trie.
 O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never seen), and a step is one lookup
 among the children of each: no context is searched for from the root of the trie.
 
-Arrays are copied in loops, number by number: assignments to slices double the time that compiling takes.
+Arrays are copied in loops, number by number: assignments to slices double the time that compiling takes. Callers hand
+over contiguous arrays of the same types, so that every search is compiled once.
 """
 
 from typing import NamedTuple

@@ -117,7 +117,7 @@ class DraftTree:
         rows, nodes = self.parents.shape
         if compiled.available(self.parents):
             mask = torch.empty(rows, nodes, nodes, dtype=torch.bool)
-            compiled.ancestors(self.parents.numpy(), mask.numpy())
+            compiled.ancestors(self.parents.contiguous().numpy(), mask.numpy())
             return mask
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
         above, reach = self.parents, 1  # (B, M): the ancestor so many steps up, the root where there is none
