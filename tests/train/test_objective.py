@@ -162,7 +162,7 @@ def test_a_head_of_the_drafters_own_gets_its_gradient(options):
     def loss(hidden, head):
         return divergence(hidden, **rest, config=config, own_head=head).loss
 
-    assert torch.autograd.gradcheck(loss, (args["hidden"], own))
+    assert torch.autograd.gradcheck(loss, (args["hidden"], own), fast_mode=True)
     shared = divergence(**args, config=config).loss
     assert loss(args["hidden"], args["head"].clone().requires_grad_()).item() == pytest.approx(shared.item(), rel=1e-12)
 
@@ -333,7 +333,7 @@ def test_weights_by_block_reach_a_conditional_heads_matrix():
         rest = {k: v for k, v in args.items() if k != "hidden"}
         return divergence(hidden, **rest, config=config, correction=Correction(rows, out)).loss
 
-    assert torch.autograd.gradcheck(loss, (args["hidden"], parts["rows"], parts["out"]))
+    assert torch.autograd.gradcheck(loss, (args["hidden"], parts["rows"], parts["out"]), fast_mode=True)
 
 
 def test_logits_of_states_and_head_of_two_precisions_under_autocast():

@@ -93,7 +93,7 @@ def features(tmp_path: Path, shallow: Path) -> list[str]:
     return ["data.limit=1", f"features={tmp_path / 'features'}", "drafter.target_layer_ids=[2]"]
 
 
-@pytest.mark.parametrize("source", [mixture, features])
+@pytest.mark.parametrize("source", [pytest.param(mixture, marks=pytest.mark.robustness), features])
 def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, tmp_path, shallow, monkeypatch, source):
     """A SIGTERM, then what a kill leaves, between checkpoints; evaluations are the same ones too."""
     options = [*source(tmp_path, shallow), "optim.steps=8", "checkpoints=2", "guards.self_check=false"]
@@ -526,6 +526,7 @@ def test_who_is_behind():
     assert "all processes did not get through the forward pass (step 7);" in stalled(same, 2, 0.5)
 
 
+@pytest.mark.robustness
 def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, start_command, tmp_path):
     """Two processes, the second of which reads for ever."""
     script = tmp_path / "sleepy.py"
