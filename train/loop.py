@@ -257,7 +257,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     if few:
         notes.append(few)
     if config.ngrams:
-        first_only(lambda: count_rows(dataset, target, folder))
+        first_only(lambda: count_rows(dataset, target, folder, drafter.ngrams))
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done, config.keep_states)))
     return Run(config, folder, device, target, stored, dataset, engine, done, notes, seconds)

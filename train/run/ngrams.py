@@ -3,12 +3,15 @@ together (DART section 3.3)."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from infer.formats.checkpoint import NGRAMS
 from infer.ngrams.count import count_ngrams, usual_order
+from infer.ngrams.merge import merge
+from infer.ngrams.model import NGram
 from infer.targets.target import Target
 from train.features import StoredRows
 from train.run.sources import column_parts
@@ -28,11 +31,17 @@ def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
         yield from (piece for piece, start in zip(pieces, starts, strict=True) if numbers[start] >= 0)
 
 
-def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path) -> None:
-    """Count the rows' n-grams into the run's folder, unless they are there."""
+def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
+    """Count the rows' n-grams into the run's folder, unless they are there; those of `earlier` texts, which a drafter
+    brought along that is trained on, are added: few answers alone would make poor trees."""
     if (run / NGRAMS).exists():
         return
-    vocabulary = len(target.head_weight)
-    order, digest = usual_order(vocabulary), target.tokenizer_digest
+    vocabulary, digest, out = len(target.head_weight), target.tokenizer_digest, run / NGRAMS
+    order = usual_order(vocabulary) if earlier is None else NGram.open(earlier).order
     # in this process: others are spawned, and would run a user's script anew that trains
-    count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, workers=1, threshold=THRESHOLD)
+    if earlier is None:
+        count_ngrams(documents(rows), vocabulary, order, out, digest, workers=1, threshold=THRESHOLD)
+        return
+    with TemporaryDirectory(dir=run) as folder:
+        ours = count_ngrams(documents(rows), vocabulary, order, Path(folder) / NGRAMS, digest, workers=1)
+        merge([ours.path, earlier], out, digest, THRESHOLD)

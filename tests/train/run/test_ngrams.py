@@ -10,7 +10,8 @@ from infer.api import decode, open_engine
 from infer.config import DecodeOptions
 from infer.formats.checkpoint import NGRAMS, load_drafter, save_drafter
 from infer.ngrams.count import count_ngrams
-from train.run.ngrams import documents
+from infer.ngrams.model import NGram
+from train.run.ngrams import count_rows, documents
 
 
 @pytest.fixture
@@ -47,6 +48,19 @@ def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, embedded, tmp_pa
 
     texts = [decode(target, drafter, [[5, 6]], DecodeOptions(20, continuity=file))[0].ids for file in (None, "none")]
     assert texts[0] == texts[1] == decode(target, None, [[5, 6]], DecodeOptions(20, method="plain"))[0].ids
+
+
+def test_ngrams_that_a_drafter_brings_along_stay(rows, make_tiny, shallow_target, tmp_path, monkeypatch):
+    """Their counts are added up before those seen once are left out."""
+    target, _ = make_tiny()
+    monkeypatch.setattr(target, "tokenizer", shallow_target.tokenizer)
+    earlier = count_ngrams([[9, 8, 7], [9, 8, 6], [5, 6, 7, 3]], 97, 4, tmp_path / "earlier", "0" * 64, workers=1)
+    for folder, came_along, counts in (("new", None, (0, 3, 0)), ("on", earlier.path, (2, 4, 2))):
+        (tmp_path / folder).mkdir()
+        count_rows(rows, target, tmp_path / folder, came_along)
+        found = NGram.open(tmp_path / folder / NGRAMS)
+        assert tuple(map(found.count, ([9, 8], [5, 6], [5, 6, 7, 3]))) == counts
+        assert [path.name for path in (tmp_path / folder).iterdir()] == [NGRAMS]
 
 
 def load_saved(drafter, folder: Path):
