@@ -1,7 +1,8 @@
 """Adds up n-gram files: what one counted of all their corpora together would hold, but for what was pruned of each.
 
 A node that was seen more often than all its children together stands for positions of its own: texts that ended there,
-or that went on with what was pruned. With these numbers a file is a run of `infer.ngrams.count` again. N nodes, V ids."""
+or that went on with what was pruned. With these numbers a file is a run of `infer.ngrams.count` again. N nodes, V ids.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
