@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import DFlash, Engine, Target
 from infer.config import DrafterConfig, HeadConfig
+from infer.drafters.heads.table import RECURRENT_KINDS
 
 try:
     import nullgpu
@@ -86,14 +87,15 @@ def random_pair(
     shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, head: str = "none"
 ) -> tuple[Target, DFlash]:
     """Return a target of a shape with random weights and a DFlash drafter of five layers for it, with a conditional
-    head."""
+    head: a row of the table of heads, or a kind of the Markov head."""
     torch.manual_seed(seed)
     sizes = dict(zip(FIELDS, SHAPES[shape], strict=True))
     config = Qwen3Config(**sizes, tie_word_embeddings=True, eos_token_id=None, attn_implementation="sdpa", dtype=dtype)
     with torch.device(device):
         target = Target(Qwen3ForCausalLM(config).to(dtype))
         layers = 2 if shape == "tiny" else 5
-        options = DrafterConfig(layers=layers, block_size=16, mask_token_id=1, head=HeadConfig(head))
+        chosen = HeadConfig("markov", kind=head) if head in RECURRENT_KINDS else HeadConfig(head)
+        options = DrafterConfig(layers=layers, block_size=16, mask_token_id=1, head=chosen)
         drafter = DFlash(DFlash.config_for(options, target)).to(dtype).requires_grad_(False)
     return target, drafter
 

@@ -187,7 +187,7 @@ def mixed(target, drafter, args, faults: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["qwen3-4b", "qwen3-8b", "tiny"], default="qwen3-4b")
-    parser.add_argument("--head", default="none", help="a conditional head of the drafter: markov, selector, ...")
+    parser.add_argument("--head", default="none", help="a conditional head of the drafter: selector, gated, rnn, ...")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--capacity", type=int, default=4096)

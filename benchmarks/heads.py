@@ -1,8 +1,8 @@
 """Conditional heads on one backbone, of several seeds, trained for the same time: tokens a round, and calibration.
 
     python benchmarks/heads.py prepare               # the backbone, what is learnt from, the target's texts
-    python benchmarks/heads.py frozen --seeds 0 1 2  # each head on the frozen backbone
-    python benchmarks/heads.py joint --seeds 0 1 2   # head and backbone together
+    python benchmarks/heads.py frozen --seeds 0 1 2  # each head on the frozen backbone; "none": the backbone itself
+    python benchmarks/heads.py joint --seeds 0 1 2   # then head and backbone together, as many seconds more
     python benchmarks/heads.py report                # tables
     python benchmarks/heads.py build                 # microseconds to build a tree from a table
 
@@ -10,7 +10,8 @@ Greedy decoding is lossless, so that the target's own text is known before anyth
 begin at places of that text, and what a round commits depends on nothing else. So all places of a text are drafted at
 once, from features of the target that are computed once for all drafters; every budget reads the same trees, since the
 first n nodes are the tree of budget n; and τ is exactly what decoding gives (`--check`). What is measured already is
-left out, so that the work can be done in pieces. Seconds are processor time of the one thread that trains.
+left out, so that the work can be done in pieces. Seconds are processor time of the one thread that trains, and all
+drafters have as many: where a head is trained on the frozen backbone, the one without a head trains its backbone on.
 """
 
 import argparse
@@ -59,11 +60,14 @@ HEADS = {
     "rnn": HeadConfig("markov", kind="rnn", rank=64),
     "selector": HeadConfig("selector", rank=64),
     "selector16": HeadConfig("selector", rank=64, top_k=16),
+    "selector256": HeadConfig("selector", rank=256),
+    "gated256": HeadConfig("markov", kind="gated", rank=256),
     "swiglu": HeadConfig("swiglu"),
     "gru": HeadConfig("gru", rank=64, hidden=64),
 }
 BUDGETS = (8, 16, 32, 64)
-FIRST_ORDER = ("vanilla", "gated", "selector", "swiglu")
+FIRST_ORDER = ("vanilla", "gated", "selector", "selector256", "gated256", "swiglu")
+CACHED = 120  # blocks a row whose states a frozen drafter keeps; a step draws as many as it takes
 EDGES = (0, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.000001)  # of probabilities, in the reliability table
 
 
@@ -98,13 +102,13 @@ class Taught:
     drafted: torch.Tensor | None = None  # (N * L, D)
 
 
-def configured(arguments: argparse.Namespace, head: HeadConfig, joint: bool, seed: int) -> TrainConfig:
+def configured(init: Path, head: HeadConfig, joint: bool, seed: int) -> TrainConfig:
     """Return the configuration of a run with a head; joint ones are the default run's, with its weights."""
     config = TrainConfig(
         seed=seed,
         train="all" if joint else "head",
         anchors=40,
-        drafter=DrafterConfig(init=str(arguments.folder / "backbone"), head=head),
+        drafter=DrafterConfig(init=str(init), head=head),
         objective=ObjectiveConfig(gamma=0.6 if joint else 1.0),
         optim=OptimConfig(name="muon", lr=2e-3 if joint else 1e-2, batch=1, steps=1000),
     )
@@ -144,7 +148,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         start.config.dflash_config = {k: v for k, v in start.own.items() if k not in keys}
         save_drafter(start.config, weights, arguments.folder / "backbone")
         # marginals that were trained beside a head are not the best there are: the same backbone, trained without
-        drafter, steps = learn(arguments, "none", True, 0, target, stored, {}, arguments.backbone_seconds)
+        config = configured(arguments.folder / "backbone", HEADS["none"], True, 0)
+        drafter, steps = learn(config, target, stored, {}, arguments.backbone_seconds)
         save_drafter(drafter.config, drafter.state_dict(), arguments.folder / "backbone")
         print(f"backbone: {steps} steps without a head", flush=True)
     else:
@@ -157,32 +162,23 @@ def features_of(target, ids: torch.Tensor, layers: tuple[int, ...]) -> Features:
     return target.packed_features(ids, positions, torch.zeros_like(ids), layers)
 
 
-def learn(arguments, name: str, joint: bool, seed: int, target, stored: list, cache: dict, seconds: float):
-    """Return a drafter with the head trained, or all of it, for so many seconds of processor time, and the steps that
-    it took. A frozen drafter's states are computed once for all heads and seeds, by whether they stand before the last
-    norm: `cache`."""
-    config = configured(arguments, HEADS[name], joint, seed)
-    drafter = initial_drafter(config, target)
-    if not joint and name == "none":
-        return drafter.eval().requires_grad_(False), 0
-
-    def taught(number: int, step: int) -> Taught:
-        rows, context, last = stored[number]
-        blocks = draw_blocks(rows, config, step)
-        return Taught(rows, blocks, Features(context, last))
-
+def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float):
+    """Return a drafter that was trained for so many seconds of processor time, and the steps that it took. A frozen
+    drafter's states are computed once for all heads and seeds, by whether they stand before the last norm: `cache`."""
+    drafter, joint = initial_drafter(config, target), config.train == "all"
     if not joint and drafter.conditional_head.raw not in cache:
-        with torch.no_grad():
-            rows = [taught(i, i) for i in range(len(stored))]
-            cache[drafter.conditional_head.raw] = [
-                replace(one, drafted=draft_states(drafter, target, one.rows, one.blocks, one.features)) for one in rows
-            ]
+        cache[drafter.conditional_head.raw] = states_of(drafter, config, target, stored)
     optimizer, steps, began = make_optimizer(drafter, config.optim), 0, time.process_time()
-    order = torch.randperm(len(stored), generator=seeded(seed, "order")).tolist()
+    order = torch.randperm(len(stored), generator=seeded(config.seed, "order")).tolist()
     while (spent := time.process_time() - began) < seconds:
         set_rate(optimizer, learning_rate(config.optim, int(1000 * spent / seconds), 1000))
         number, steps = order[steps % len(order)], steps + 1
-        one = taught(number, steps) if joint else cache[drafter.conditional_head.raw][number]
+        if joint:
+            rows, context, last = stored[number]
+            one = Taught(rows, draw_blocks(rows, config, steps), Features(context, last))
+        else:
+            drawn = seeded(config.seed, steps, number)
+            one = some_of(cache[drafter.conditional_head.raw][number], config.anchors, drawn)
         if not one.blocks.supervised.any():  # a row of short texts has no room for an anchor
             continue
         drafted = draft_states(drafter, target, one.rows, one.blocks, one.features) if joint else one.drafted
@@ -192,6 +188,24 @@ def learn(arguments, name: str, joint: bool, seed: int, target, stored: list, ca
         torch.nn.utils.clip_grad_norm_([p for p in drafter.parameters() if p.requires_grad], 1.0)
         optimizer.step()
     return drafter.eval().requires_grad_(False), steps
+
+
+@torch.no_grad()
+def states_of(drafter, config: TrainConfig, target, stored: list) -> list[Taught]:
+    """Return every row with as many blocks as are kept, and the drafter's states."""
+    found = []
+    for i, (rows, context, last) in enumerate(stored):
+        one = Taught(rows, draw_blocks(rows, replace(config, anchors=CACHED), i), Features(context, last))
+        drafted = draft_states(drafter, target, one.rows, one.blocks, one.features)
+        found.append(replace(one, drafted=drafted))
+    return found
+
+
+def some_of(one: Taught, count: int, generator: torch.Generator) -> Taught:
+    """Return a row with `count` of its blocks."""
+    picked = torch.randperm(CACHED, generator=generator)[:count]
+    drafted = one.drafted.unflatten(0, (CACHED, -1))[picked].flatten(0, 1)
+    return replace(one, blocks=Blocks(*(part[:, picked] for part in vars(one.blocks).values())), drafted=drafted)
 
 
 @dataclass(frozen=True)
@@ -337,7 +351,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Train and measure heads, until the time is over; what is there already is left out."""
     began, joint, cache = time.monotonic(), arguments.stage == "joint", {}
     target = load_target("embedded")
-    stored = torch.load(arguments.folder / "rows.pt", weights_only=True)
+    stored = torch.load(arguments.folder / "rows.pt", weights_only=True, mmap=True)
     done = {(one["mode"], one["head"], one["seed"], json.dumps(one["setting"])) for one in read_results(arguments)}
     for seed in arguments.seeds:
         for name in arguments.heads.split(","):
@@ -350,7 +364,10 @@ def run(arguments: argparse.Namespace) -> None:
             if folder.exists():
                 drafter, steps = load_drafter(folder), int((folder / "steps").read_text())
             else:
-                drafter, steps = learn(arguments, name, joint, seed, target, stored, cache, arguments.seconds)
+                start = arguments.folder / (f"frozen-{name}-{seed}" if joint else "backbone")
+                head = HeadConfig() if joint else HEADS[name]  # a drafter that has one keeps it
+                config = configured(start, head, joint or name == "none", seed)
+                drafter, steps = learn(config, target, stored, cache, arguments.seconds)
                 save_drafter(drafter.config, drafter.state_dict(), folder)
                 (folder / "steps").write_text(str(steps))
             record(arguments, target, drafter, arguments.stage, name, seed, steps, done)
