@@ -4,6 +4,7 @@
     python benchmarks/heads.py frozen --seeds 0 1 2  # each head on the frozen backbone; "none": the backbone itself
     python benchmarks/heads.py joint --seeds 0 1 2   # then head and backbone together, as many seconds more
     python benchmarks/heads.py report                # tables
+    python benchmarks/heads.py cost                  # milliseconds a round
     python benchmarks/heads.py build                 # microseconds to build a tree from a table
 
 Greedy decoding is lossless, so that the target's own text is known before anything is drafted: a drafter's rounds
@@ -30,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.packing import batch, packed_rows
 from data.prompts import evaluation_prompts
 from data.rows import DataConfig
-from infer import load_target
+from infer import Engine, load_target
 from infer.api import decode
-from infer.config import DecodeOptions, DrafterConfig, HeadConfig
+from infer.config import DecodeOptions, DrafterConfig, EngineConfig, HeadConfig, TextOptions
 from infer.drafters.base import Block
 from infer.engine.loops import LONGEST_PERIOD
 from infer.engine.sampling import condition_on_noise, derived_seed, judge_on_noise, round_noise
@@ -481,9 +482,38 @@ def build_times() -> None:
         print(f"{length:9} {count:11} {budget:6}   {heap[0]:9.1f} / {heap[1]:6.1f} {depth[1]:23.1f}")
 
 
+def cost(arguments: argparse.Namespace) -> None:
+    """Print milliseconds of processor time a round, of the first seed's drafters, which take turns round by round."""
+    target = load_target("embedded")
+    folders = {name: arguments.folder / f"frozen-{name}-0" for name in arguments.heads.split(",")}
+    drafters = {name: load_drafter(folder) for name, folder in folders.items() if folder.exists()}
+    prompts = [text.ids[: text.prompt] for text in texts_at(arguments, 0.0)[:: 72 // arguments.few]]
+    print("| head | " + " | ".join(f"{name}, ms a round, tokens/s" for name in ("chain", "8", "16", "64")) + " |")
+    cells = {name: [] for name in drafters}
+    for method, budget in (("chain", 7), ("ddtree", 8), ("ddtree", 16), ("ddtree", 64)):
+        options = EngineConfig(method, budget, rows=1, positions=None)
+        engines = {name: Engine(target, drafter, options, 96 + 64) for name, drafter in drafters.items()}
+        rounds, seconds, texts = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0.0), {}
+        for prompt in prompts:
+            for name, engine in engines.items():
+                texts.setdefault(name, []).append(engine.submit(prompt, TextOptions(64, loop_period=LONGEST_PERIOD)))
+                engine.step()  # reads the prompt
+            while any(engine.busy for engine in engines.values()):
+                for name, engine in engines.items():
+                    if engine.busy:
+                        began, rounds[name] = time.process_time(), rounds[name] + 1
+                        engine.step()
+                        seconds[name] += time.process_time() - began
+        for name, found in cells.items():
+            written = sum(len(text.ids) for text in texts[name])
+            found.append(f"{1000 * seconds[name] / rounds[name]:.1f}, {written / seconds[name]:.0f}")
+    for name, found in cells.items():
+        print(f"| {name} | " + " | ".join(found) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stage", choices=("prepare", "frozen", "joint", "report", "build"))
+    parser.add_argument("stage", choices=("prepare", "frozen", "joint", "report", "cost", "build"))
     parser.add_argument("--folder", type=Path, default=Path("runs/heads"))
     parser.add_argument("--checkpoint", default="data/embedded/drafter", help="prepare: what becomes the backbone")
     parser.add_argument("--prompts", type=int, default=48)
@@ -491,6 +521,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rows", type=int, default=800, help="prepare: packed rows to learn from")
     parser.add_argument("--backbone-seconds", type=float, default=180)
+    parser.add_argument("--few", type=int, default=12, help="cost: so many of the prompts")
     parser.add_argument("--heads", default=",".join(HEADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=30, help="of processor time, to train each")
@@ -500,7 +531,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="decode a few texts, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stages = {"prepare": prepare, "report": report, "build": lambda _: build_times()}
+    stages = {"prepare": prepare, "report": report, "cost": cost, "build": lambda _: build_times()}
     stages.get(arguments.stage, run)(arguments)
 
 
