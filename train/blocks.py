@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.attention.masks import GroupedMask, block_mask_mod, compiled_block_mask, grouped_mask
+from infer.attention.masks import GroupedMask, block_mask_mod, block_ranges, grouped_mask, range_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -116,9 +116,7 @@ def block_mask(
     queries N*width to keys T + N*width: for FlexAttention on CUDA; the same predicate in pieces, additive in the
     attention's `dtype`, elsewhere (SDPA would turn boolean ones into such in every layer, and keep each for the
     backward pass)."""
-    mask_mod = block_mask_mod(starts, documents, width, causal, window)
-    rows, slots = starts.shape
     if starts.device.type == "cuda":
-        queries, keys = slots * width, documents.shape[1] + slots * width
-        return compiled_block_mask(mask_mod, rows, queries, keys, starts.device)
-    return grouped_mask(mask_mod, starts, documents, width, dtype)
+        keys = documents.shape[1] + starts.shape[1] * width
+        return range_mask(block_ranges(starts, documents, width, causal, window), keys)
+    return grouped_mask(block_mask_mod(starts, documents, width, causal, window), starts, documents, width, dtype)

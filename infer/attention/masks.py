@@ -3,10 +3,10 @@
 B rows, N anchors, K block size, T packed context length, Q new positions, M tree nodes.
 
 Training lays the queries of one packed row out as N blocks of K positions, and the keys as
-[T context positions | N * K block positions]. `block_mask_mod` defines the mask of this layout: FlexAttention
-compiles it on CUDA, `dense` evaluates it to a boolean mask for SDPA elsewhere (torch has no backward of FlexAttention
-on the CPU). It is the prefix-shared mask of DART section 3.2 and figure 4, for DFlash blocks: a block sees the context
-features strictly before its anchor, and itself.
+[T context positions | N * K block positions]. `block_mask_mod` defines the mask of this layout; `grouped_mask` has it
+in pieces for SDPA, `block_ranges` as ranges of keys for FlexAttention on CUDA (torch has no backward of FlexAttention
+on the CPU), `dense` evaluates it everywhere. It is the prefix-shared mask of DART section 3.2 and figure 4, for DFlash
+blocks: a block sees the context features strictly before its anchor, and itself.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 GROUP = 64  # queries of a piece of the training mask
+TILE = 128  # queries, and keys, of a tile of FlexAttention's masks
+Range = tuple[torch.Tensor, torch.Tensor]  # the first key that every query sees and the one behind the last, (B, Q)
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -74,17 +76,89 @@ def dense(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.d
     return mask_mod(b, torch.zeros_like(b), q, kv).expand(rows, 1, queries, keys)
 
 
-def compiled_block_mask(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device) -> "BlockMask":
-    """Return a predicate as FlexAttention's block mask, on CUDA, without evaluating it densely."""
-    return _flex()[0](mask_mod, rows, None, queries, keys, device=device)
+def opens(documents: torch.Tensor) -> torch.Tensor:
+    """Return where the document of every position begins, (B, T); documents (B, T), each in one piece."""
+    changes = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    places = torch.arange(documents.shape[1], device=documents.device)
+    return torch.where(changes, places, 0).cummax(1).values
+
+
+def block_ranges(
+    starts: torch.Tensor, documents: torch.Tensor, width: int, causal: bool = False, window: int | None = None
+) -> list[Range]:
+    """Return what `block_mask_mod` lets the queries of blocks of `width` see, as ranges of keys (B, N * width): one of
+    the context, one of their own block."""
+    length, steps = documents.shape[1], torch.arange(width, device=starts.device)
+    ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
+    begins = opens(documents).gather(1, starts)[..., None]
+    own = length + width * torch.arange(starts.shape[1], device=starts.device)[:, None]  # (N, 1)
+    first, last = own, own + (steps + 1 if causal else width)
+    if window is not None:
+        begins = torch.maximum(begins, ends + steps - window + 1)
+        first, last = own + (steps - window + 1).clamp(min=0), torch.minimum(last, own + steps + window)
+    both = ((begins, ends), (first, last))
+    return [tuple(edge.expand_as(ends).flatten(1) for edge in edges) for edges in both]
+
+
+def packed_ranges(
+    positions: torch.Tensor, documents: torch.Tensor, width: int | None = None, chunked: bool = False
+) -> list[Range]:
+    """Return what positions (B, T) of packed rows see, as one range of keys: what is before them in their document
+    (B, T); with a `width`, of that the last so many positions, or those in the same chunk of so many."""
+    begins, places = opens(documents), torch.arange(documents.shape[1], device=documents.device)
+    if width is not None:
+        near = places - positions % width if chunked else places - width + 1
+        begins = torch.maximum(begins, near)
+    return [(begins, (places + 1).expand_as(begins))]
+
+
+def range_mask(ranges: list[Range], keys: int) -> "BlockMask":
+    """Return the mask of queries that see ranges of `keys` keys, for FlexAttention: which tiles of queries and keys it
+    looks into, and which it need not ask. They follow from the ranges' edges: no mask of queries x keys is evaluated,
+    and no program compiled for it."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    found = zip(*(_tiles(*edges, keys) for edges in ranges), strict=True)
+    some, whole = (torch.stack(tiles).any(0)[:, None] for tiles in found)
+    some &= ~whole  # (B, 1, tiles of queries, tiles of keys)
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        seen = [(low[b, q] <= kv) & (kv < high[b, q]) for low, high in ranges]
+        return seen[0] if len(seen) == 1 else seen[0] | seen[1]
+
+    tables = zip(
+        ("kv", "full_kv", "q", "full_q"), (some, whole, some.transpose(-1, -2), whole.transpose(-1, -2)), strict=True
+    )
+    parts = {f"{name}_{part}": table for name, tiles in tables for part, table in _listed(tiles).items()}
+    lengths = ranges[0][0].shape[1], keys
+    return BlockMask(seq_lengths=lengths, **parts, BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod)
+
+
+def _tiles(low: torch.Tensor, high: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles of keys hold something that a tile of queries may see, and which all its queries see whole,
+    (B, tiles of queries, tiles of keys) bool; low, high (B, Q) are a range."""
+    queries, begins = low.shape[1], torch.arange(0, keys, TILE, device=low.device)
+    places = torch.arange(-(-queries // TILE) * TILE, device=low.device).clamp(max=queries - 1)
+    low, high = (edge[:, places].unflatten(1, (-1, TILE)) for edge in (low, high))
+    some = (low.amin(-1, True) < begins + TILE) & (high.amax(-1, True) > begins)
+    whole = (low.amax(-1, True) <= begins) & (high.amin(-1, True) >= begins + TILE)
+    complete = torch.arange(low.shape[1], device=low.device) < queries // TILE
+    return some, whole & complete[:, None]
+
+
+def _listed(tiles: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return how many tiles of each row are meant, and their numbers before those of the others, as FlexAttention
+    reads them."""
+    order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
+    return {"num_blocks": tiles.sum(-1, dtype=torch.int32), "indices": order.int()}
 
 
 @cache
 def _flex():
-    """FlexAttention's mask builder and its attention, compiled once per shape."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """FlexAttention, compiled once per shape."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(create_block_mask), torch.compile(flex_attention)
+    return torch.compile(flex_attention)
 
 
 @dataclass(frozen=True)
@@ -104,14 +178,13 @@ def grouped_mask(
     length, slots = documents.shape[1], starts.shape[1]
     size = max(1, GROUP // width)  # blocks
     places = torch.arange(length)
-    changes = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    opens = torch.where(changes, places, 0).cummax(1).values.gather(1, starts)  # (B, N) where documents begin
+    begins = opens(documents).gather(1, starts)  # (B, N)
     groups: list[list[tuple[int, int, int, int, torch.Tensor]]] = []
     for row in range(len(starts)):
         groups.append([])
         for first in range(0, slots, size):
             last = min(first + size, slots)
-            begin, end = int(opens[row, first:last].min()), int(starts[row, first:last].max())
+            begin, end = int(begins[row, first:last].min()), int(starts[row, first:last].max())
             queries = torch.arange(first * width, last * width)
             keys = torch.cat([places[begin:end], length + queries])
             seen = mask_mod(torch.tensor(row), None, queries[:, None], keys)
@@ -160,7 +233,7 @@ def flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "BlockMask", scale: float | None = None
 ) -> torch.Tensor:
     """FlexAttention of queries (B, H, Q, E) over keys and values (B, H', S, E) in one dtype, grouped heads included."""
-    return _flex()[1](q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+    return _flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -220,18 +293,8 @@ def document_mask(
 ) -> "DocumentMask | BlockMask":
     """Return what positions (B, T) of packed rows see: what is before them in their document (B, T); with a `width`,
     of that the last so many positions, or those in the same chunk of so many."""
-    rows, length = documents.shape
     if documents.device.type == "cuda":
-        causal = packed_causal_mod(documents)
-
-        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            seen = causal(b, h, q, kv)
-            if width is not None:
-                at, other = positions[b, q], positions[b, kv]
-                seen = seen & ((at // width == other // width) if chunked else (at - other < width))
-            return seen
-
-        return compiled_block_mask(mask_mod, rows, length, length, documents.device)
+        return range_mask(packed_ranges(positions, documents, width, chunked), documents.shape[1])
     spans, near = [], []
     for row, numbers in enumerate(documents):
         sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()

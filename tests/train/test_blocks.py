@@ -1,5 +1,7 @@
 """The trained block: equal to blocks run alone, blind to the future, equal to the cached inference block."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import Gemma2Config
@@ -341,17 +343,56 @@ def test_mask_predicate_equals_a_double_loop(causal):
     assert allowed.any(-1).all()  # no query sees nothing, so no softmax is NaN
 
 
-def test_flex_attention_takes_the_same_predicate():
+def seen_through(mask) -> torch.Tensor:
+    """What FlexAttention sees under a block mask, (B, Q, S): all of whole tiles, of the others what the predicate
+    says."""
+    rows, (queries, keys) = mask.kv_indices.shape[0], mask.seq_lengths
+    inside = dense(mask.mask_mod, rows, queries, keys, torch.device("cpu"))[:, 0]
+    side, seen = mask.BLOCK_SIZE[0], torch.zeros(rows, queries, keys, dtype=torch.bool)
+    for kind in ("", "full_"):
+        counts, indices = (getattr(mask, f"{kind}kv_{part}")[:, 0] for part in ("num_blocks", "indices"))
+        for b, i in itertools.product(range(rows), range(counts.shape[1])):
+            for j in indices[b, i, : counts[b, i]].tolist():
+                tile = b, slice(i * side, (i + 1) * side), slice(j * side, (j + 1) * side)
+                assert not seen[tile].any()  # no tile is listed twice
+                seen[tile] = True if kind else inside[tile]
+    return seen
+
+
+@pytest.mark.parametrize("causal, window", [(False, None), (True, None), (False, 5), (True, 5)])
+def test_ranges_are_the_predicates(monkeypatch, causal, window):
+    """Of blocks in two documents, with an unused slot and padding, and of packed rows; tiles of 8 that lengths do not
+    divide. The tables by keys are the transposed tables by queries, as torch makes them."""
+    monkeypatch.setattr(masks, "TILE", 8)
+    documents = torch.tensor([[0] * 9 + [1] * 18 + [-1] * 3, [0] * 20 + [-1] * 10])
+    positions = torch.tensor([[*range(9), *range(18), *range(3)], [*range(20), *range(10)]])
+    starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
+    mask = masks.range_mask(masks.block_ranges(starts, documents, 3, causal, window), 45)
+    mod = block_mask_mod(starts, documents, 3, causal, window)
+    assert torch.equal(seen_through(mask), dense(mod, 2, 15, 45, torch.device("cpu"))[:, 0])
+    packed_mask = masks.range_mask(masks.packed_ranges(positions, documents, window, chunked=causal), 30)
+    expected = dense(packed_causal_mod(documents), 2, 30, 30, torch.device("cpu"))
+    if window:
+        expected = expected & (masks.same_chunk if causal else masks.nearby)(positions, None, 30, window)
+    assert torch.equal(seen_through(packed_mask), expected[:, 0])
+    assert bool(packed_mask.full_kv_num_blocks.any()) == (window is None)
+    for one in (mask, packed_mask):
+        kv = (one.kv_num_blocks, one.kv_indices, one.full_kv_num_blocks, one.full_kv_indices)
+        theirs = type(one).from_kv_blocks(*kv, BLOCK_SIZE=8, mask_mod=one.mask_mod, seq_lengths=one.seq_lengths)
+        for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+            assert torch.equal(getattr(one, name), getattr(theirs, name))
+
+
+def test_flex_attention_takes_the_same_mask():
     """FlexAttention's forward, which runs on the CPU, agrees with the dense mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     generator = torch.Generator().manual_seed(0)
     documents = torch.tensor([[0] * 20 + [1] * 30 + [-1] * 14])
     anchors = torch.tensor([[3, 12, 25, 40]])
-    mod = block_mask_mod(anchors, documents, K)
     q = torch.randn(1, 4, 16, 8, generator=generator)
     k, v = torch.randn(2, 1, 2, 80, 8, generator=generator)
-    mask = create_block_mask(mod, 1, None, 16, 80, device="cpu")
+    mask = masks.range_mask(masks.block_ranges(anchors, documents, K), 80)
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     assert torch.allclose(flex, masked_attention(q, k, v, block_mask(anchors, documents, K)), atol=1e-5)
 
