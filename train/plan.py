@@ -21,7 +21,6 @@ from data.rows import files_of, single, training_rows
 from infer.attention.masks import GROUP
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
-from infer.targets.layers import COPIED
 from infer.targets.loading import load_config, resolve_dtype, resolve_path
 from infer.targets.support import expert_share, head_size, key_heads, mlp_size, refuse_unsupported
 from train.config import TrainConfig
@@ -170,8 +169,6 @@ def step_memory(
         target = weight * (s.target_ends + layers / world + 2 * layers / s.target_layers)  # two layers are whole
     else:
         target = weight * s.target_parameters
-        if not cuda and 2 * s.hidden * s.intermediate <= COPIED:
-            target += weight * layers  # the lean pass's own
     moments = 8 * parameters + (4 * parameters if stage in (1, 2) else 0)
     one_pass = weight * s.context * (3 * s.intermediate + 4 * s.hidden + s.width)
     features = weight * s.context * (s.tapped + 1) * s.hidden
@@ -180,7 +177,6 @@ def step_memory(
     per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)  # embeddings beside features, normalised and not
     layer = product * (s.queries * per_query + s.context * per_context)
     pieces = 0 if cuda else s.length / 2 + GROUP  # keys that each of the mask's pieces sees
-    layer += 4 * 2 * s.kv_width * pieces * s.queries / GROUP
     mask = 4 * s.queries * pieces
     kept = 4 * (3 * s.context + 6 * s.queries) * s.hidden + mask  # before the first and behind the last layer
     kept += s.layers * (4 * s.queries * s.hidden if config.recompute else layer)

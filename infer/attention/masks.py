@@ -9,13 +9,14 @@ on the CPU), `dense` evaluates it everywhere. It is the prefix-shared mask of DA
 blocks: a block sees the context features strictly before its anchor, and itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
@@ -170,6 +171,10 @@ class GroupedMask:
     groups: list[list[tuple[int, int, int, int, torch.Tensor]]]  # of each row: first query and the one behind the
     # last, the same of the context, and what they see of context and of their own keys, additive (1, 1, q, keys)
 
+    def pieces(self) -> Iterator[tuple[int, tuple[int, int, int, int, torch.Tensor]]]:
+        """Yield every piece with its row's number."""
+        return ((row, piece) for row, groups in enumerate(self.groups) for piece in groups)
+
 
 def grouped_mask(
     mask_mod: MaskMod, starts: torch.Tensor, documents: torch.Tensor, width: int, dtype: torch.dtype
@@ -192,26 +197,47 @@ def grouped_mask(
     return GroupedMask(length, groups)
 
 
-def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: GroupedMask) -> torch.Tensor:
-    """`masked_attention` under a mask in pieces."""
-    context = k[:, :, : mask.length], v[:, :, : mask.length]
-    mixed = []
-    for row, groups in enumerate(mask.groups):
-        sizes = [last - first for first, last, *_ in groups]
-        parts = [
-            part[row : row + 1].split(sizes, dim=2) for part in (q, k[:, :, mask.length :], v[:, :, mask.length :])
-        ]
-        of_row = []
-        for (*_, begin, end, seen), queries, *own in zip(groups, *parts, strict=True):
-            keys, values = (
-                torch.cat([before[row : row + 1, :, begin:end], inside], dim=2)
-                for before, inside in zip(context, own, strict=True)
-            )
-            of_row.append(
-                F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen.to(q.dtype), enable_gqa=True)
-            )
-        mixed.append(torch.cat(of_row, dim=2))
-    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+def _seen_by(
+    states: torch.Tensor, row: int, piece: tuple[int, int, int, int, torch.Tensor], length: int
+) -> torch.Tensor:
+    """Return the keys or values that a piece of a row sees, (1, H', keys, E), of those of all rows."""
+    first, last, begin, end, _ = piece
+    parts = states[row : row + 1, :, begin:end], states[row : row + 1, :, length + first : length + last]
+    return torch.cat(parts, dim=2)
+
+
+class _GroupedAttention(torch.autograd.Function):
+    """Attention under a mask in pieces. What a piece sees is put together twice, before its forward and before its
+    backward pass, so that it need not be kept; gradients are added up in place."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask: GroupedMask):
+        mixed, sums, attend = torch.empty_like(q), [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        for row, piece in mask.pieces():
+            keys, values = (_seen_by(states, row, piece, mask.length) for states in (k, v))
+            queries = slice(row, row + 1), slice(None), slice(*piece[:2])
+            mixed[queries], logsumexp = attend(q[queries], keys, values, attn_mask=piece[-1].to(q.dtype))
+            sums.append(logsumexp)
+        ctx.save_for_backward(q, k, v, mixed, *sums)
+        ctx.mask = mask
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        q, k, v, mixed, *sums = ctx.saved_tensors
+        of_q, of_both, length = torch.empty_like(q), (torch.zeros_like(k), torch.zeros_like(v)), ctx.mask.length
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        for (row, piece), logsumexp in zip(ctx.mask.pieces(), sums, strict=True):
+            first, last, begin, end, seen = piece
+            keys, values = (_seen_by(states, row, piece, length) for states in (k, v))
+            queries = slice(row, row + 1), slice(None), slice(first, last)
+            known = upstream[queries], q[queries], keys, values, mixed[queries], logsumexp
+            of_q[queries], *found = attend(*known, 0.0, False, attn_mask=seen.to(q.dtype))
+            for whole, part in zip(of_both, found, strict=True):
+                whole[row : row + 1, :, begin:end] += part[:, :, : end - begin]
+                whole[row : row + 1, :, length + first : length + last] = part[:, :, end - begin :]
+        return of_q, *of_both, None
 
 
 def masked_attention(
@@ -220,7 +246,7 @@ def masked_attention(
     """Attention of queries (B, H, Q, E) over keys and values (B, H', S, E), grouped heads included: FlexAttention for
     its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive, and for those in pieces."""
     if isinstance(mask, GroupedMask):
-        return grouped_attention(q, k, v, mask)
+        return _GroupedAttention.apply(q.to(v.dtype), k.to(v.dtype), v, mask)
     if mask is None or isinstance(mask, torch.Tensor):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)  # SDPA on the CPU silently misreads a mask of another dtype

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from infer.targets.lean import Layer, LeanDecoder, Norm, Product
+from infer.targets.lean import Gated, Layer, LeanDecoder, Norm, Product
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
 COARSE = 0.05  # the same in 16 bits
-COPIED = 1 << 20  # most numbers of a product that is worth a copy
 
 
 class UnknownLayer(Exception):
@@ -29,16 +28,13 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def fuse(modules: list[nn.Module]) -> Product:
     """Join linear layers that read the same states. Each module's weight becomes a view of its part, so that this takes
-    no memory; small ones on a CPU are copied with their inputs as the outer dimension, which is faster there. Raises
-    UnknownLayer for modules of another class."""
+    no memory. Raises UnknownLayer for modules of another class."""
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
     if any("forward" in vars(module) for module in modules):
         raise UnknownLayer("projections that are spread over processes")
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     joined = torch.cat([module.weight.data for module in modules])
-    if joined.device.type == "cpu" and joined.numel() <= COPIED:
-        return Product(joined.t().contiguous(), bias)
     for module, part in zip(modules, joined.split([len(module.weight) for module in modules]), strict=True):
         module.weight.data = part
     return Product(joined.t(), bias)
@@ -69,13 +65,8 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor],
             return (result if isinstance(result, torch.Tensor) else result[0])[0]  # some return their router's scores
 
         return run, None
-    product, activation = fuse(inner), F.silu if isinstance(activation, nn.SiLU) else activation
-
-    def gated(states: torch.Tensor) -> torch.Tensor:
-        gate, up = product(states).chunk(2, dim=-1)
-        return activation(gate).mul_(up)
-
-    return gated, fuse([module.down_proj])
+    activation = F.silu if isinstance(activation, nn.SiLU) else activation
+    return Gated(fuse(inner), activation), fuse([module.down_proj])
 
 
 def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:

@@ -13,7 +13,7 @@ features rotated.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 
 import torch
@@ -24,6 +24,7 @@ from infer.attention.attend import attend
 from infer.attention.kv_cache import LayerWindow, Window
 from infer.attention.masks import DocumentMask, TreeMask
 
+COPIED = 1 << 20  # most numbers of a weight that is worth a copy
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 Mask = torch.Tensor | TreeMask | DocumentMask | None
 Masks = Mask | dict[str, Mask]
@@ -62,6 +63,28 @@ class Product:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
+
+    def turned(self) -> "Product":
+        """Return the same with a copy of the weight that has the inputs as its outer dimension, if it is a small one on
+        a CPU: faster there for a few rows, not for the hundreds of a training pass."""
+        small = self.weight.device.type == "cpu" and self.weight.numel() <= COPIED
+        return Product(self.weight.contiguous(), self.bias) if small else self
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A gated MLP without its last product."""
+
+    product: Product  # D to gate and up, (2 I)
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        gate, up = self.product(states).chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
+
+    def turned(self) -> "Gated":
+        """Return the same with its product turned."""
+        return replace(self, product=self.product.turned())
 
 
 @dataclass
@@ -115,6 +138,11 @@ class Layer:
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
 
+    def turned(self) -> "Layer":
+        """Return the same for passes over a few rows: `Product.turned` of its products."""
+        own = {name: part for name in ("qkv", "out", "mlp", "down") if hasattr(part := getattr(self, name), "turned")}
+        return replace(self, **{name: part.turned() for name, part in own.items()})
+
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
         """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product is to come."""
         if self.after is None and product is not None and product.bias is None:
@@ -155,6 +183,10 @@ class LeanDecoder:
     norm: Norm
     rotary: nn.Module
     angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
+
+    def turned(self) -> "LeanDecoder":
+        """Return the same for passes over a few rows."""
+        return replace(self, layers=[layer.turned() for layer in self.layers])
 
     def __call__(
         self,

@@ -287,7 +287,7 @@ class Target:
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes the same."""
         if isinstance(self.lean_pass, LeanDecoder):
-            return self.lean_pass
+            return self.lean_pass.turned()
         if self.lean_pass is not None:
             warnings.warn(
                 f"{self.name} is decoded through transformers' own layers: it has {self.lean_pass}", stacklevel=2

@@ -283,7 +283,7 @@ class DFlash(Drafter):
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
         layers = [] if self.convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
-        layers = [read_layer(layer, "", *heads) for layer in layers]
+        layers = [read_layer(layer, "", *heads).turned() for layer in layers]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
         return DFlashState(cache, angles, layers, norm, projection, key_norm)
 

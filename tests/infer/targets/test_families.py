@@ -491,12 +491,13 @@ def test_a_plain_pass_is_short(random_target):
 
 
 def test_the_lean_pass_leaves_weights_as_they_are_saved(random_target, tmp_path):
-    """Large products are joined and modules become views of them; small ones are copied on a CPU."""
+    """Products are joined and modules become views of them; for decoding small ones are copied on a CPU, for training
+    they are not."""
     for kept in (0, 1 << 20):
         target = random_target(family_config("qwen3"))
         before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("infer.targets.layers.COPIED", kept)
+            patch.setattr("infer.targets.lean.COPIED", kept)
             assert isinstance(target.decoder_pass, LeanDecoder)
         target.model.save_pretrained(tmp_path)
         after = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
