@@ -16,7 +16,7 @@ from collections import Counter
 
 import torch
 from gpu import finish, need_cuda, watch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import PretrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from infer.config import DrafterConfig
 from infer.drafters.dflash.model import DFlash
@@ -63,34 +63,42 @@ class Rows:
         return {name: column[indices] for name, column in self.columns.items()}
 
 
-def target_of(sizes: dict) -> torch.nn.Module:
-    """Return a random Qwen3, or a Qwen3.5 with three recurrent layers in four."""
+def target_config(sizes: dict) -> PretrainedConfig:
+    """Return the config of a Qwen3, or of a Qwen3.5 with three recurrent layers in four."""
     config = {name: sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     config |= {name: sizes[name] for name in ("num_attention_heads", "num_key_value_heads")}
     config |= {"head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
     config |= {"eos_token_id": None, "bos_token_id": None, "dtype": torch.bfloat16, "attn_implementation": "sdpa"}
     if not sizes["hybrid"]:
-        return Qwen3ForCausalLM(Qwen3Config(**config))
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config, linear_num_value_heads=32, linear_num_key_heads=16))
+        return Qwen3Config(**config)
+    return Qwen3_5TextConfig(**config, linear_num_value_heads=32, linear_num_key_heads=16)
 
 
-def build(sizes: dict, passes: int) -> tuple[Target, object, TrainConfig]:
-    """Return a target and an engine around a drafter, both random, and the configuration of a run."""
+def run_config(sizes: dict, passes: int) -> TrainConfig:
+    """Return the configuration of a run of so many passes a step."""
     options = DrafterConfig(layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1)
-    with torch.device("cuda"):
-        target = Target(target_of(sizes).to(torch.bfloat16))
-        drafter = DFlash(DFlash.config_for(options, target))
     train = TrainConfig(anchors=sizes["anchors"], drafter=options)
     train.objective = ObjectiveConfig(weights="exponential", gamma=7.0)
     train.data.length, train.optim.batch, train.optim.micro = sizes["length"], passes, 1
-    return target, build_engine(drafter, train, torch.device("cuda")), train
+    return train
+
+
+def build(sizes: dict, passes: int) -> tuple[Target, object]:
+    """Return a target and an engine around a drafter, both random."""
+    train, config = run_config(sizes, passes), target_config(sizes)
+    with torch.device("cuda"):
+        model = (Qwen3_5ForCausalLM if sizes["hybrid"] else Qwen3ForCausalLM)(config)
+        target = Target(model.to(torch.bfloat16))
+        drafter = DFlash(DFlash.config_for(train.drafter, target))
+    return target, build_engine(drafter, train, torch.device("cuda"))
 
 
 def count(name: str, sizes: dict, passes: int) -> None:
     """Print what the third step of a shape asks of the device."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    target, engine, config = build(sizes, passes)
+    target, engine = build(sizes, passes)
+    config = run_config(sizes, passes)
     prefetch = Prefetch(Rows(4 * passes, sizes["length"], sizes["vocab_size"]), config, 0, 3, pinned=True)
     for step in range(3):
         drawn = prefetch()

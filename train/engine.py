@@ -18,6 +18,11 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def compiles(config: TrainConfig, cuda: bool) -> bool:
+    """Return whether the drafter's training pass is compiled."""
+    return bool(config.compile) or (config.compile is None and cuda and config.deepspeed.stage < 3)
+
+
 def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
     """Return (rows of a process's pass, passes of a step), such that `world` processes together take `optim.batch` rows
     a step.
@@ -41,7 +46,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
 
     rows, passes = micro_batch(config, dist.get_world_size())
     drafter.recompute = config.recompute
-    if config.compile or (config.compile is None and device.type == "cuda" and config.deepspeed.stage < 3):
+    if compiles(config, device.type == "cuda"):
         drafter.forward = torch.compile(drafter.forward, dynamic=False)  # DeepSpeed's hooks cannot be compiled
     kind = compute_dtype(config, device)
     zero: dict = {"stage": config.deepspeed.stage}

@@ -24,7 +24,7 @@ from infer.evaluation.evaluate import synchronised_clock
 from infer.targets.loading import load_config, resolve_dtype, resolve_path
 from infer.targets.support import expert_share, head_size, key_heads, mlp_size, refuse_unsupported
 from train.config import TrainConfig
-from train.engine import compute_dtype, micro_batch
+from train.engine import compiles, compute_dtype, micro_batch
 from train.features import row_bytes
 from train.run.initial import resolve_init
 
@@ -173,16 +173,17 @@ def step_memory(
     one_pass = weight * s.context * (3 * s.intermediate + 4 * s.hidden + s.width)
     features = weight * s.context * (s.tapped + 1) * s.hidden
     features += 4 * s.context * s.tapped * s.hidden * (weight != 4)
-    per_query = 5 * s.hidden + 4 * s.width + 4 * s.kv_width + 4 * s.intermediate
+    once = int(compiles(config, cuda))  # what a compiled pass keeps one time less: it computes norms and SiLU again
+    per_query = (5 - once) * s.hidden + (4 - once) * (s.width + s.intermediate) + 4 * s.kv_width
     per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)  # embeddings beside features, normalised and not
     layer = product * (s.queries * per_query + s.context * per_context)
     pieces = 0 if cuda else s.length / 2 + GROUP  # keys that each of the mask's pieces sees
     mask = 4 * s.queries * pieces
-    kept = 4 * (3 * s.context + 6 * s.queries) * s.hidden + mask  # before the first and behind the last layer
-    kept += s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
+    ends = 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
+    kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
     distinct = min(1, s.context / s.drafted)  # teacher rows for a row
     chunk = 4 * (4 if cuda else 1 + distinct) * min(s.chunk_rows, s.drafted) * s.vocabulary
-    backward = 3 * product * s.queries * s.intermediate + (layer if config.recompute else 0)
+    backward = 3 * product * s.queries * s.intermediate + (layer if config.recompute else 0) - once * ends
     gradients = 4 * parameters / (world if stage >= 2 else 1)
     if config.optim.batch <= s.rows * world:  # one pass a step: they come while activations go
         gradients = max(0, gradients - kept)

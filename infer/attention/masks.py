@@ -237,7 +237,8 @@ class _GroupedAttention(torch.autograd.Function):
             for whole, part in zip(of_both, found, strict=True):
                 whole[row : row + 1, :, begin:end] += part[:, :, : end - begin]
                 whole[row : row + 1, :, length + first : length + last] = part[:, :, end - begin :]
-        return of_q, *of_both, None
+        gradients = of_q, *of_both
+        return *gradients, None
 
 
 def masked_attention(

@@ -1,5 +1,6 @@
 """The plan: parameters and operations counted by hand, memory as measured, one page before anything is loaded."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -98,6 +99,20 @@ def test_memory_is_as_planned_within_ten_percent(repo, shape):
     done = subprocess.run(command, env=os.environ | lean, capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert sum(figures["planned"].values()) / 1e9 == pytest.approx(figures["peak_gb"], rel=0.1)
+
+
+PEAKS = {"8b": 30.65, "4b": 18.19, "1.7b": 9.12, "0.6b": 2.52, "long": 19.02, "many": 7.74, "hybrid": 15.65}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_memory_on_a_gpu_is_as_its_allocator_counted(repo, monkeypatch, name):
+    """GB at the peak of a step, from `python benchmarks/gpu_train_counts.py --layers 4 --passes 2` on the stand-in."""
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    counts = importlib.import_module("gpu_train_counts")
+    sizes = dict(zip(counts.FIELDS, counts.SHAPES[name], strict=True)) | {"num_hidden_layers": 4}
+    config = counts.run_config(sizes, 2)
+    planned = step_memory(shape_of(config, counts.target_config(sizes), rows=1), config, 1, 2, 2, True)
+    assert sum(planned.values()) / 1e9 == pytest.approx(PEAKS[name], rel=0.1)
 
 
 def test_a_plan_needs_neither_weights_nor_a_network(start_command):
