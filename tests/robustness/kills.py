@@ -1,7 +1,7 @@
 # ruff: noqa: E402
 """How often can a run be killed, at any moment, and go on as if nothing had happened?
 
-    python tests/robustness/kills.py --kills 100 [--chats]
+    python tests/robustness/kills.py --kills 100 [--chats] [--saving]
 
 A small run on the embedded target (24 steps, a checkpoint with its evaluation every 12, the training state saved after
 every step) is killed with `kill -9` at random moments, begun again, killed again, until it is finished; then the next
@@ -40,6 +40,7 @@ STEPS = 24
 OPTIONS = ["data=jsonl", "data.length=64", "anchors=4", "optim.batch=2", "drafter.layers=1"]
 OPTIONS += ["evaluation.prompts=1", "evaluation.prompt_tokens=8", "evaluation.max_new_tokens=6"]
 OPTIONS += ["evaluation.budgets=[4]", f"optim.steps={STEPS}", "checkpoints=2", "save_minutes=1e-6"]
+MOMENTS = ("anywhere", "after a step", "after a step", "saving", "saving")
 KEYS = ("step", "loss", "prefix", "agreement", "lr", "grad_norm")
 
 
@@ -102,9 +103,9 @@ def ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def wait(child: int, run: Path, before: int, chance: random.Random, length: float) -> None:
-    """Until a random moment of an attempt that begins after `before` steps, or its end."""
-    kind = chance.choice(("anywhere", "after a step", "after a step", "saving", "saving"))
+def wait(child: int, run: Path, before: int, chance: random.Random, length: float, kinds: tuple[str, ...]) -> None:
+    """Until a random moment of an attempt that begins after `before` steps, or its end; one of `kinds` of moments."""
+    kind = chance.choice(kinds)
     step = 0 if kind == "anywhere" else before + chance.randint(1, max(1, STEPS - before))
     while not ended(child) and count_steps(run) < step:
         time.sleep(0.002)
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=1e9, help="kill no more after so long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--saving", action="store_true", help="kill only while a state is written")
     parser.add_argument("--chats", action="store_true", help="learn from conversations, up to 512 blocks each")
     args = parser.parse_args()
     chance = random.Random(args.seed)
@@ -159,7 +161,7 @@ def main() -> None:
             before = count_steps(run)
             child = begin(options("killed"), output)
             if killing:
-                wait(child, run, before, chance, length)
+                wait(child, run, before, chance, length, ("saving",) if args.saving else MOMENTS)
                 os.kill(child, signal.SIGKILL)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if status == -signal.SIGKILL:
