@@ -140,13 +140,14 @@ class ConditionalDraft:
         vocabulary, and the log-probability of each behind the tokens before it."""
         if self.choices is not None and not self.recurrent and self.tokens.shape[2] == self.head.top_k:
             return self._chain_of_table(length)
-        before, memory, tokens, steps = self.bonus[:, None], self.head.memory(self.bonus), [], []
+        before, memory, along, best = self.bonus[:, None], self.head.memory(self.bonus), [], []
         for slot in range(length):
-            scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)
-            best, before = scores.max(-1)  # (B, 1)
-            tokens.append(before)
-            steps.append((best - scores.logsumexp(-1)).clamp(max=0))
-        return torch.cat(tokens, 1), torch.cat(steps, 1)
+            scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)  # (B, 1, V)
+            best.append(scores.max(-1))
+            along.append(scores)
+            before = best[-1].indices  # (B, 1)
+        tokens, highest = torch.cat([one.indices for one in best], 1), torch.cat([one.values for one in best], 1)
+        return tokens, (highest - torch.cat(along, 1).logsumexp(-1)).clamp(max=0)  # the normalisers of all at once
 
     def _chain_of_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Do as `chain` does, where the candidates are all that the head chooses among."""
