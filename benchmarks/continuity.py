@@ -24,7 +24,7 @@ from infer.engine.engine import Engine
 from infer.evaluation.evaluate import describe_device
 from infer.ngrams.model import NGram
 from infer.trees import guided
-from infer.trees.continuity import AUTHORS, BEAM, RANKS, continuity, guided_ddtree, judge, likeliest, of_row
+from infer.trees.continuity import AUTHORS, BEAM, RANKS, choices, continuity, guided_ddtree, judge, likeliest, of_row
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal
 
@@ -84,7 +84,7 @@ def main() -> None:
         for ids, marginals in drafter.rounds:
             bonus, end = torch.tensor(ids[-1:]), np.array(ids[-model.order + 1 :])
             proposal = Proposal(bonus, marginals, budget, model, [ids], ends=target.end_ids)
-            tokens, guide = likeliest(proposal, AUTHORS.unigrams), of_row(likeliest(proposal, True), 0)
+            tokens, guide = likeliest(proposal, AUTHORS.unigrams), of_row(choices(proposal), 0)
             beamed, judged = of_row(tokens, 0), of_row(judge(tokens, AUTHORS, target.end_ids), 0)
             common = model.arrays, model.order
             for name, runs in {
@@ -93,7 +93,7 @@ def main() -> None:
                     lambda: continuity(proposal),  # noqa: B023
                 ),
                 "DDTree + continuity": (
-                    lambda: guided.best_first(*common, 1.0, guide, guide.log_q[:, None], end, nodes, scores),  # noqa: B023
+                    lambda: guided.best_first(*common, 1.0, guide, end, nodes, scores),  # noqa: B023
                     lambda: guided_ddtree(proposal),  # noqa: B023
                 ),
                 "DDTree": (None, lambda: ddtree(proposal)),  # noqa: B023

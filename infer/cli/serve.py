@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from infer.cli.models import check_together, load
@@ -50,7 +51,8 @@ def run(config: ServeCommand) -> None:
     capacity = min(server.max_length, positions_of(target) - spare)
     engine = open_engine(target, drafter, decoding, capacity)
     if server.warm:
-        engine.warm(lambda done, all: print(f"prepared {done} of {all} sizes of rounds", file=sys.stderr, flush=True))
+        say = partial(print, file=sys.stderr, flush=True)
+        engine.warm(lambda done, all: say(f"prepared {done} of {all} kinds of rounds"), server.expected_texts())
     if config.target.tp_plan:
         if not is_first():
             return follow(engine)

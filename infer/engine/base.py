@@ -81,8 +81,13 @@ class EngineBase:
         self.waiting.append(text)
         return text
 
-    def warm(self, report: abc.Callable[[int, int], None] = lambda done, all: None) -> None:
-        """Prepare what the first rounds of every size would wait for; `report` is told how far that is."""
+    def warm(
+        self,
+        report: abc.Callable[[int, int], None] = lambda done, all: None,
+        texts: abc.Sequence[TextOptions] = (TextOptions(),),
+    ) -> None:
+        """Prepare what the first rounds of every size would wait for, of texts with such options, each alone and all
+        side by side; `report` is told how far that is."""
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:

@@ -180,9 +180,14 @@ class Engine(EngineBase):
         )
 
     @torch.inference_mode()
-    def warm(self, report: abc.Callable[[int, int], None] = lambda done, all: None) -> None:
-        """Capture the rounds of greedy texts in all sizes, the largest first; `report` is told how many of how many
-        are done. For an engine without texts: it changes none of their memory, but writes over the last tokens."""
+    def warm(
+        self,
+        report: abc.Callable[[int, int], None] = lambda done, all: None,
+        texts: abc.Sequence[TextOptions] = (TextOptions(),),
+    ) -> None:
+        """Capture the rounds of texts with such options, each kind alone and all side by side, in all sizes, the
+        largest first; `report` is told how many of how many are done. For an engine without texts: it changes none of
+        their memory, but writes over the last tokens."""
         if not self.captures:
             return
         for width in (1, min(32, self.capacity)):  # prompts, for the kernels that they need
@@ -190,12 +195,16 @@ class Engine(EngineBase):
                 self.target.extend([[0] * width], row, self.layers)
             self.cache.keep([])
         buckets = {min(1 << bits, self.rows) for bits in range(self.rows.bit_length() + 1)}
+        kinds = dict.fromkeys(
+            Kind.of(beside, self.columns.vocabulary) for beside in (*([text] for text in texts), texts)
+        )
         sizes = [(rows, nodes) for rows in sorted(buckets, reverse=True) for nodes in self._sizes(rows)]
-        for done, (rows, nodes) in enumerate(sizes):
-            report(done, len(sizes))
+        keys = [(*size, kind) for size in sizes for kind in kinds]
+        for done, key in enumerate(keys):
+            report(done, len(keys))
             for _ in range(2):
-                self.graphs.run((rows, nodes, Kind()), partial(self._fixed_round, rows, nodes, Kind()))
-        report(len(sizes), len(sizes))
+                self.graphs.run(key, partial(self._fixed_round, *key))
+        report(len(keys), len(keys))
 
     def _sizes(self, rows: int) -> list[int]:
         """Return the node counts that rounds of so many rows, a power of two, may have, the largest first."""
@@ -364,10 +373,14 @@ class Engine(EngineBase):
             return
         self.columns.write([text.options for text in texts])
         if kind.penalised:
-            if self.tokens_seen is None:
-                shape = self.rows, self.columns.vocabulary
-                self.tokens_seen = torch.zeros(shape, dtype=torch.bool, device=self.target.device)
-            self.tokens_seen[: len(texts)] = held_tokens(self.target, texts)
+            self._seen_rows(len(texts)).copy_(held_tokens(self.target, texts))
+
+    def _seen_rows(self, rows: int) -> torch.Tensor:
+        """Return the memory of captured rounds for which tokens the first rows hold, (rows, V) bool."""
+        if self.tokens_seen is None:
+            shape = self.rows, self.columns.vocabulary
+            self.tokens_seen = torch.zeros(shape, dtype=torch.bool, device=self.target.device)
+        return self.tokens_seen[:rows]
 
     def _fixed_round(self, rows: int, nodes: int, kind: Kind) -> Round:
         """Compute and commit a round of texts on the device alone, in shapes that depend on nothing but `rows`, of
@@ -377,7 +390,7 @@ class Engine(EngineBase):
             if self.drafts:
                 fixed.enter_context(self.state.cache.fixed(rows))
             options = [] if kind == Kind() else FixedRows(rows, kind, self.columns)
-            seen = self.tokens_seen[:rows] if kind.penalised else None
+            seen = self._seen_rows(rows) if kind.penalised else None
             found = self._compute(options, nodes, (), seen)
             accepted = found.accepted
             if seen is not None:

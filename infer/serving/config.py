@@ -2,9 +2,11 @@
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
+from infer.config import TextOptions
 from infer.utils.checks import at_least
 
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment variable with the key that the server asks for and the chat sends
@@ -33,6 +35,8 @@ class ServerConfig:
     api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
     open: listen to other machines without asking for a key
     warm: on CUDA, prepare rounds of all sizes before the first text, so that none waits for it
+    expected: the options of texts that `warm` prepares for, each kind alone and all side by side: which of them are
+        used counts, not their values. As they are, greedy texts and those of a request that says nothing
     verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
     """
 
@@ -47,6 +51,7 @@ class ServerConfig:
     api_key_file: str | None = None
     open: bool = False
     warm: bool = False
+    expected: list[dict[str, Any]] = field(default_factory=lambda: [{"temperature": 0.0}, {"temperature": 1.0}])
     verify: float = 0.0
 
     def check(self) -> None:
@@ -60,11 +65,26 @@ class ServerConfig:
             raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
         if not 0 <= self.verify <= 1:
             raise ValueError(f"server.verify={self.verify}: a share, from 0 to 1")
+        self.expected_texts()
         if self.key() is None and not self.open and not loopback(self.host):
             raise ValueError(
                 f"server.host={self.host}: other machines can reach that; give server.api_key_file=<file> or set "
                 f"{KEY_VARIABLE}, or say server.open=true"
             )
+
+    def expected_texts(self) -> list[TextOptions]:
+        """Return the options of the texts to expect. Raises ValueError for what is no option of a text."""
+        texts = []
+        for options in self.expected:
+            unknown = options.keys() - {each.name for each in fields(TextOptions)}
+            if unknown:
+                raise ValueError(f"server.expected={options}: texts have no option {', '.join(sorted(unknown))}")
+            texts.append(TextOptions(**options))
+            try:
+                texts[-1].check()
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"server.expected={options}: {error}") from error
+        return texts
 
     def key(self) -> bytes | None:
         """Return the key that requests must carry, from the file or the environment; None: no key is asked for. Raises

@@ -16,7 +16,7 @@ from infer.trees import guided
 from infer.trees.conditional import by_depth
 from infer.trees.tree import DraftTree, Nodes, Proposal, behind, node_count
 
-Columns = TypeVar("Columns", guided.Candidates, guided.Judged)
+Columns = TypeVar("Columns", guided.Candidates, guided.Judged, guided.Table)
 RANKS, BEAM = 25, 20  # DART appendix D: tokens considered at a position, prefixes kept at a depth
 
 
@@ -68,6 +68,7 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     path-conditioned ones. With a conditional head a token's probability behind its path takes its marginal's place."""
     if proposal.steps is not None and proposal.steps.recurrent:
         return guided_by_depth(proposal)
+<<<<<<< HEAD
     if proposal.steps is None:
         candidates = likeliest(proposal, unigrams=True)
         steps = candidates.log_q[:, :, None]
@@ -82,19 +83,29 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
         common = ngram.arrays, ngram.order, proposal.weight
         guided.best_first(*common, of_row(candidates, row), np.ascontiguousarray(steps[row]), context, *filled)
     return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
+=======
+    table, ngram = choices(proposal), proposal.ngram
+    rows, length, ranks = table.tokens.shape
+    nodes = torch.empty(3, rows, node_count(length, ranks, proposal.budget), dtype=torch.long)
+    scores = torch.empty(nodes.shape[1:], dtype=torch.float64)
+    for row, context in enumerate(_contexts(proposal)):
+        filled = nodes[:, row].numpy(), scores[row].numpy()
+        guided.best_first(ngram.arrays, ngram.order, proposal.weight, of_row(table, row), context, *filled)
+    return behind(proposal.bonus, Nodes(*nodes, scores.float()), length)
+>>>>>>> 7ef63d7 (Fewer copies where a conditional head's table and n-grams make a tree; warm captures the kinds of rounds that a server is told to expect; gpu_round shows the memory of sampled rounds)
 
 
-def conditioned(proposal: Proposal) -> tuple[guided.Candidates, np.ndarray]:
-    """Return a conditional head's candidates, ascending as the n-gram model's lookups want them, and log q (B, L, M, M)
-    of each behind that of the position before; [:, 0] has the same behind all."""
-    tokens, order = proposal.steps.tokens.cpu().sort(-1)
-    first, others = (part.cpu().double().clamp(min=guided.LOWEST) for part in proposal.steps.table)
-    count, log_q = tokens.shape[2], first.gather(1, order[:, 0])  # (B, M)
-    others = others.gather(2, order[:, :-1, :, None].expand(-1, -1, -1, count))
-    others = others.gather(3, order[:, 1:, None].expand(-1, -1, count, -1))
-    steps = torch.cat([log_q[:, None, None].expand(-1, -1, count, -1), others], 1)
-    shares = unigram_shares(tokens, proposal)
-    return guided.Candidates(tokens.numpy(), np.empty(tokens.shape), shares), steps.numpy()
+def choices(proposal: Proposal) -> guided.Table:
+    """Return what the best-first search of every row chooses from: the likeliest tokens of the marginals, or a
+    conditional head's candidates."""
+    if proposal.steps is None:
+        top, ids = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
+        first, steps = top[:, 0], top[:, 1:, None]
+    else:
+        ids, (first, steps) = proposal.steps.tokens, proposal.steps.table
+    tokens, places = ids.cpu().sort(-1)
+    log_q = (part.float().cpu().numpy() for part in (first, steps))
+    return guided.Table(tokens.numpy(), places.numpy(), *log_q, unigram_shares(tokens, proposal))
 
 
 def guided_by_depth(proposal: Proposal) -> DraftTree:
@@ -152,7 +163,7 @@ def judge(candidates: guided.Candidates, scoring: Scoring, ends: Collection[int]
 
 
 def of_row(columns: Columns, row: int) -> Columns:
-    """Return one row's part of `Candidates` or `Judged`: (L, K) each."""
+    """Return one row's part of `Candidates`, `Judged` or a `Table`."""
     return type(columns)(*(array[row] for array in columns))
 
 

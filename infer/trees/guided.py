@@ -45,6 +45,16 @@ class Judged(NamedTuple):
     ends: np.ndarray  # bool: whether the token ends a text
 
 
+class Table(NamedTuple):
+    """What the best-first search chooses from, for a row."""
+
+    tokens: np.ndarray  # (L, K) int64, ascending in each position
+    places: np.ndarray  # (L, K) int64: where they stand in what follows
+    first: np.ndarray  # (K,) float32: log q of the first position's tokens
+    steps: np.ndarray  # (L - 1, R, K) float32: of the others', behind each of the position before (R = K), or any (1)
+    unigrams: np.ndarray  # (L, K) float64, as in `Candidates`
+
+
 @njit
 def begin(arrays, context, suffixes):
     """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64."""
@@ -213,27 +223,28 @@ def judge_level(arrays, weight, tokens, alone, log_q, suffixes, grown):
 
 
 @njit
-def best_first(arrays, order, weight, candidates, steps, context, nodes, scores):
+def best_first(arrays, order, weight, table, context, nodes, scores):
     """Find the best prefixes under the drafter's probabilities times n-gram probabilities to the power of `weight`, for
-    one row: arguments as in `beam`, and steps (L, R, K), log q of every candidate behind that of the position before
-    (with a conditional head, R = K), or behind any (R = 1); fill nodes (3, M - 1) and scores (M - 1,), all of them,
-    best first."""
-    tokens, _, alone = candidates
+    one row: a `Table`, else arguments as in `beam`; fill nodes (3, M - 1) and scores (M - 1,), all of them, best
+    first."""
+    tokens, places, first, steps, alone = table
     length, ranks = tokens.shape
     budget, longest = nodes.shape[1], max(order - 1, 1)
-    last = np.zeros(budget + 1, np.int64)  # the candidate that a node is
+    last = np.zeros(budget + 1, np.int64)  # the place of the candidate that a node is
     # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)
     which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
     taken = np.zeros(budget, np.int64)
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
-    probabilities, step = np.empty(ranks), np.empty(ranks)
+    log_q, probabilities, step = np.empty(ranks), np.empty(ranks), np.empty(ranks)
     begin(arrays, context, suffixes[0])
     for node in range(budget):  # score the node's children, then take the best node that waits
         level = nodes[2, node - 1] if node > 0 else 0
         if level < length:
             extend(arrays, suffixes[node], tokens[level], alone[level], grown[node], probabilities)
-            log_q = steps[level, last[node] if level > 0 and steps.shape[1] > 1 else 0]
+            of_level = first if level == 0 else steps[level - 1, last[node] if steps.shape[1] > 1 else 0]
+            for i in range(ranks):
+                log_q[i] = max(of_level[places[level, i]], LOWEST)
             norm = judge(log_q, probabilities, weight, step)
             _best(step, 0, ranks, which[node])
             for rank in range(ranks):
@@ -245,7 +256,7 @@ def best_first(arrays, order, weight, candidates, steps, context, nodes, scores)
         i = which[parent, rank]
         level = nodes[2, parent - 1] if parent > 0 else 0
         nodes[0, node], nodes[1, node], nodes[2, node] = tokens[level, i], parent, level + 1
-        scores[node], last[node + 1] = waiting[parent], i
+        scores[node], last[node + 1] = waiting[parent], places[level, i]
         if node + 1 < budget:
             for k in range(longest):
                 suffixes[node + 1, k] = grown[parent, k, i]

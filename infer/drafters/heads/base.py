@@ -72,8 +72,8 @@ class Head(nn.Module):
     def condition(
         self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
     ) -> Conditioned:
-        """Return the answers of slots with states (..., D) behind tokens `before` (...); `slots` (...), broadcast, are
-        their numbers from 0."""
+        """Return the answers of slots with states (..., D) behind tokens `before` (...); `slots` (...) are numbers from
+        0; states and numbers are broadcast."""
         raise NotImplementedError
 
     def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from infer.drafters.heads.base import Conditioned
 from infer.targets.target import Target
 
 CHUNK = 1 << 24  # scores that are in memory at a time
@@ -70,12 +71,15 @@ class ConditionalDraft:
         """Return the scores (B, c, V) of queries at slots (c,) behind tokens (B, c), not normalised, and a recurrent
         head's memory behind these tokens; `memory` (B, c, S) is that before them."""
         answer = self.head.condition(self.ends, self.states[:, slots], before, slots, memory)
-        if answer.correction is None:
-            scores = self.drafter.whole_vocabulary(self.drafter.logits(self.target, answer.read))
-        else:
-            correction = F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float()
-            scores = self.unary[:, slots] + self.drafter.whole_vocabulary(correction)
+        scores = self._corrected(self.unary[:, slots], answer)
         return (scores if self.judge is None else self.judge(scores, slots)), answer.memory
+
+    def _corrected(self, unary: torch.Tensor, answer: Conditioned) -> torch.Tensor:
+        """Return the scores (..., V) that an answer makes of those without corrections, broadcast."""
+        if answer.correction is None:
+            return self.drafter.whole_vocabulary(self.drafter.logits(self.target, answer.read))
+        correction = F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float()
+        return self.drafter.whole_vocabulary(correction).add_(unary)
 
     def among_candidates(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
@@ -94,23 +98,27 @@ class ConditionalDraft:
     @cached_property
     def table(self) -> Table:
         """The log-probabilities of all candidates behind all candidates, of a head that is not recurrent."""
-        rows, length, count = self.tokens.shape
-        each = torch.arange(1, length, device=self.tokens.device).repeat_interleave(count)
-        slots = torch.cat([each.new_zeros(1), each])  # (1 + (L - 1) M,)
-        before = torch.cat([self.bonus[:, None], self.tokens[:, :-1].flatten(1)], 1)
-        if self.choices is not None and self.judge is None:
-            found = self._among_choices(slots, before)
-        else:
-            found = self.among_candidates(slots, before)[0]
-        return Table(found[:, 0], found[:, 1:].unflatten(1, (length - 1, count)))
+        first = self._behind(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
+        width = 1 if self.choices is not None and self.judge is None else self.unary.shape[-1]
+        size = max(1, CHUNK // (len(first) * self.length * width))
+        parts = [self._behind(slice(1, None), before) for before in self.tokens[:, :-1].split(size, dim=2)]
+        return Table(first[:, 0, 0], torch.cat(parts, 2))
 
-    def _among_choices(self, slots: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Do as `among_candidates` does, without scores of the vocabulary: candidates are the first of the choices."""
-        answer = self.head.condition(self.ends, self.states[:, slots], before, slots, None)
-        choices = self.choices[:, slots]  # (B, c, k)
-        of_choices = torch.linalg.vecdot(self.head.out[choices], answer.correction[:, :, None].to(self.head.out.dtype))
-        scores = self.unary[:, slots].gather(2, choices) + of_choices
-        return scores.float().log_softmax(-1)[..., : self.tokens.shape[-1]]
+    def _behind(self, slots: slice, before: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each behind m tokens (B, s, m)."""
+        number = torch.arange(self.length, device=before.device)[slots, None]  # (s, 1)
+        answer = self.head.condition(self.ends, self.states[:, slots, None], before, number, None)
+        if self.choices is not None and self.judge is None:  # no scores of the vocabulary: candidates are among these
+            choices, out = self.choices[:, slots], self.head.out  # (B, s, k)
+            correction = answer.correction.to(out.dtype) @ out[choices].transpose(2, 3)
+            scores = self.unary[:, slots].gather(2, choices)[:, :, None] + correction
+            return scores.float().log_softmax(-1)[..., : self.count]
+        scores = self._corrected(self.unary[:, slots, None], answer)  # (B, s, m, V)
+        if self.judge is not None:
+            flat = number.expand(-1, before.shape[2]).flatten()  # (s m,)
+            scores = self.judge(scores.flatten(1, 2), flat).view_as(scores)
+        picked = scores.gather(3, self.tokens[:, slots, None].expand(-1, -1, before.shape[2], -1))
+        return (picked - scores.logsumexp(-1, keepdim=True)).clamp(max=0)
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the bonus token."""

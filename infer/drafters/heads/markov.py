@@ -72,7 +72,7 @@ class Markov(Head):
             return Conditioned(states, embedded, None, embedded)
         own = states.to(embedded.dtype)
         if self.kind == "gated":
-            gate = self.gate_proj(torch.cat([own, embedded], -1)).sigmoid()
+            gate = self.gate_proj(torch.cat([own.expand(*before.shape, -1), embedded], -1)).sigmoid()
             return Conditioned(states, gate * embedded, None, embedded)
         gate, candidate, out = self.joint_proj(torch.cat([memory, embedded, own], -1)).chunk(3, -1)
         gate = gate.sigmoid()

@@ -52,7 +52,7 @@ class SwiGLU(Head):
         self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
     ) -> Conditioned:
         embedded = self.norm(ends.embed(before).to(states.dtype))
-        up, gate = self.ug(torch.cat([embedded, ends.norm(states)], -1)).chunk(2, -1)
+        up, gate = self.ug(torch.cat([embedded, ends.norm(states).expand_as(embedded)], -1)).chunk(2, -1)
         return Conditioned(ends.norm(states + self.d(F.silu(gate) * up)))
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -11,6 +11,7 @@ from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.engine import engine as engine_module
 from infer.engine.capture import Graphs
+from infer.engine.controls import Kind
 from infer.trees import compiled
 
 
@@ -102,7 +103,8 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
         config = EngineConfig(method, budget, joint=joint, rows=3, positions=None, compile=compile)
         engine = Engine(target, drafter, config, 90)
         engine.captures = compile
-        engine.warm()
+        expected = [TextOptions(**each) for each in options]
+        engine.warm(texts=expected)
         prepared, texts[compile] = set(engine.graphs.graphs), []
         for i, prompt in enumerate(prompts):
             asked = TextOptions(max_new_tokens=8 + 5 * i, **options[i % len(options)])
@@ -116,7 +118,9 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
             assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert engine.graphs.replays > (10 if options is MIXED else 20) and engine.graphs.works
-    assert {rows for rows, *_ in prepared} == {1, 2, 3} and (budget == "auto" or len(prepared) == 3)
+    kinds = {Kind.of(beside, engine.columns.vocabulary) for beside in (*([text] for text in expected), expected)}
+    assert {rows for rows, *_ in prepared} == {1, 2, 3} and kinds == {kind for *_, kind in prepared}
+    assert budget == "auto" or len(prepared) == 3 * len(kinds)
     used = set(engine.graphs.graphs)
     assert {key[:2] for key in used} == {key[:2] for key in prepared} and (options is MIXED or used == prepared)
     assert options is GREEDY or len({kind for *_, kind in used}) > 3
