@@ -25,7 +25,7 @@ from gpu import Seen, bandwidth, check, finish, milliseconds, need_cuda, nullgpu
 from infer import Engine
 from infer.config import EngineConfig, TextOptions
 from infer.engine.capture import Graphs
-from infer.engine.choices import PIECE
+from infer.engine.choices import piece
 from infer.engine.verify import walk
 from infer.evaluation.evaluate import describe_device
 from infer.trees.tree import DraftTree, Proposal
@@ -87,7 +87,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
                 proposal = timed("draft", lambda: engine._propose([], engine.bonus, None, None, nodes))
         tree, ancestors = timed("tree", lambda: build(engine, proposal))
         features = timed("verify", lambda: target.verify(tree, ancestors, engine.cache, engine.layers))
-        pieces = features.last.split(PIECE, 1)
+        pieces = features.last.split(piece(rows), 1)
         chosen = timed("head", lambda: torch.cat([target.head(part).argmax(-1) for part in pieces], 1))
         timed("walk", lambda: walk(tree, chosen, ancestors))
     return found

@@ -13,7 +13,13 @@ from infer.engine.sequence import Sequence, TokenLogprob, text_end
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
-PIECE = 65  # nodes of a row whose logits are in memory at a time
+PIECE = 65  # nodes of a row whose logits are in memory at a time; of many rows fewer, as many as of MANY in all
+MANY = 8  # rows
+
+
+def piece(rows: int) -> int:
+    """Return how many nodes of so many rows have their logits in memory at a time."""
+    return max(1, PIECE * min(rows, MANY) // rows)
 
 
 def held_tokens(target: Target, texts: abc.Sequence[Sequence]) -> torch.Tensor | None:
@@ -33,15 +39,15 @@ def choose_tokens(
     texts: abc.Sequence[Sequence],
     noise: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for PIECE
-    nodes at a time, unless processors want to see them."""
+    """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for a `piece` of
+    the nodes at a time, unless processors want to see them."""
     pieces = []
     if tree.part is not None and within is None and noise is None and not any(text.judged for text in texts):
         packed, rows = tree.part.packed, len(last)
-        states = last.flatten(0, 1)[packed].split(PIECE * rows)  # (n, D) each
+        states = last.flatten(0, 1)[packed].split(piece(rows) * rows)  # (n, D) each
         chosen = torch.cat([target.head(part).argmax(-1) for part in states])  # (N,)
         return tree.tokens.new_zeros(tree.tokens.numel()).index_copy_(0, packed, chosen).view_as(tree.tokens)
-    width = last.shape[1] if any(text.judged for text in texts) else PIECE
+    width = last.shape[1] if any(text.judged for text in texts) else piece(len(last))
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)
         logits = target.head(last[:, here])  # (B, n, V)

@@ -430,6 +430,7 @@ class Engine(EngineBase):
         elif self.drafts:
             build = plain
         whole = self._constrained(build(proposal), proposal)
+        del proposal  # its marginals would be in memory as long as the round
         if forced:
             cut = Cut(whole, whole.budget, whole.log_probs)
         else:

@@ -17,6 +17,7 @@ from infer.engine.controls import FixedRows, column, index, pick, sampled_rows, 
 
 SLAB = 1 << 18  # numbers that one step of sampling works on at least
 ON_DEVICE = 1 << 24  # the same elsewhere than on the CPU, where the number of steps is what takes time
+NOISE = 1 << 22  # the same for noise, whose bits take eight bytes a number, and several copies of them
 NUCLEUS = 1024  # likeliest tokens that top-p puts in order first
 
 # (rows (b, 1), nodes (b or 1, q)) -> which tokens their true prefixes hold, (b, q, V) bool
@@ -57,17 +58,17 @@ def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -
     tokens = torch.arange(vocabulary, device=positions.device)
     keys = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN).flatten()  # (B Q,)
     noise = torch.empty(len(keys), vocabulary, device=positions.device)
-    for part in slabs(len(keys), vocabulary, keys.device):
+    for part in slabs(len(keys), vocabulary, keys.device, NOISE):
         bits = _shift(_mix(keys[part, None] + tokens * _GOLDEN), 11)  # 53 random bits
         uniform = bits.double().add_(0.5).mul_(2.0**-53)  # inside (0, 1)
         noise[part] = uniform.log_().neg_().log_().neg_()
     return noise.view(*positions.shape, vocabulary)
 
 
-def slabs(count: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers or 1/64 of all,
-    whichever is more, so that steps are few and what lies between them is small."""
-    size = max(1, (SLAB if device.type == "cpu" else ON_DEVICE) // width, count // 64)
+def slabs(count: int, width: int, device: torch.device, on_device: int = ON_DEVICE) -> Iterator[slice]:
+    """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers (elsewhere than on the
+    CPU `on_device`) or 1/64 of all, whichever is more, so that steps are few and what lies between them is small."""
+    size = max(1, (SLAB if device.type == "cpu" else on_device) // width, count // 64)
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
@@ -209,10 +210,24 @@ def condition_on_noise(
     (DECODING.md). Lossless in any case, since a tree only proposes. `seen` (B, 1, V) is for the repetition penalty."""
     if noise is None and seen is None:
         return marginals
-    scores = adjust(marginals, rows, seen)
+    judged = torch.empty_like(marginals)
+    for part in slabs(marginals.shape[1], marginals[:, 0].numel(), marginals.device):
+        judged[:, part] = with_noise(marginals[:, part], rows, noise, seen, part).log_softmax(-1)
+    return judged
+
+
+def with_noise(
+    scores: torch.Tensor,
+    rows: Sequence[TextOptions],
+    noise: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    slots: slice | torch.Tensor,
+) -> torch.Tensor:
+    """Return the adjusted scores (B, c, V) of `slots`, the target's noise there added where a row is sampled."""
+    scores = adjust(scores, rows, seen)
     if noise is not None:
-        scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, : marginals.shape[1]]
-    return scores.log_softmax(-1)
+        scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, slots]
+    return scores
 
 
 def judge_on_noise(rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None):
@@ -222,10 +237,7 @@ def judge_on_noise(rows: Sequence[TextOptions], noise: torch.Tensor | None, seen
         return None
 
     def judge(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        scores = adjust(scores.log_softmax(-1), rows, seen)
-        if noise is not None:
-            scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, slots]
-        return scores
+        return with_noise(scores.log_softmax(-1), rows, noise, seen, slots)
 
     return judge
 

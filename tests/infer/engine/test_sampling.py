@@ -8,8 +8,9 @@ import torch
 
 from infer import generate
 from infer.config import TextOptions
+from infer.engine.choices import MANY, PIECE, piece
 from infer.engine.controls import sampled_rows
-from infer.engine.sampling import adjust, choose, gumbel_noise, lowest_of_top_p, round_noise
+from infer.engine.sampling import adjust, choose, condition_on_noise, gumbel_noise, lowest_of_top_p, round_noise
 
 
 def sorted_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
@@ -66,8 +67,17 @@ def test_choosing_in_parts_is_choosing_at_once(monkeypatch):
 def test_noise_is_the_same_in_parts(monkeypatch):
     seeds, positions = torch.tensor([1, -2]), torch.arange(80).view(2, 40)
     whole = gumbel_noise(seeds, positions, 33)
+    rows, noise = [TextOptions(temperature=0.8, top_k=9), TextOptions(temperature=1.1, seed=4)], whole.view(2, 40, 33)
+    marginals = torch.randn(2, 7, 33, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    judged = condition_on_noise(marginals, rows, noise, None)
     monkeypatch.setattr("infer.engine.sampling.SLAB", 1)
     assert torch.equal(gumbel_noise(seeds, positions, 33), whole)
+    assert torch.equal(condition_on_noise(marginals, rows, noise, None), judged)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 100, 1000])
+def test_logits_of_many_rows_are_no_more_than_those_of_eight(rows):
+    assert 1 <= piece(rows) <= PIECE and rows * piece(rows) <= max(PIECE * MANY, rows)
 
 
 PROGRAM = """
