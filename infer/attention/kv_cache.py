@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerWindow:
-    """One layer of a window, as views of the cache's buffer."""
+    """One layer of a window, as views of the cache's buffer. Not frozen, since that takes longer to make."""
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
     index: int
@@ -37,16 +37,16 @@ class LayerWindow:
     @property
     def rows(self) -> int:
         """B."""
-        return len(self.keys)
+        return self.keys.shape[0]
 
     def write(self, new: torch.Tensor) -> None:
         """Write the new positions that are computed: keys and values of all heads, (B Q, 2 H, E)."""
-        write(self.buffer, 2 * self.index, self.slots, new.view(len(new), 2, -1).transpose(0, 1))
+        write(self.buffer, 2 * self.index, self.slots, new.view(new.shape[0], 2, -1).transpose(0, 1))
 
 
 def write(buffer: torch.Tensor, first: int, slots: torch.Tensor, new: torch.Tensor) -> None:
     """Write new (n, N, H * E) to the slots (N,) of n planes of a buffer (planes, rows * S, H * E), from `first` on."""
-    buffer[first : first + len(new)].index_copy_(1, slots, new)
+    buffer[first : first + new.shape[0]].index_copy_(1, slots, new)
 
 
 @dataclass

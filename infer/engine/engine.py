@@ -9,7 +9,7 @@ B rows, M tree nodes, L drafted positions, W = max depth + 1, D hidden size, V v
 import time
 from collections import abc
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ class Round:
 
     tree: DraftTree
     nodes: int  # drafted ones that are verified, in a row on average
-    features: Features  # of all nodes
+    features: Features | None  # of all nodes; None: they are committed already
     chosen: torch.Tensor  # (B, M) the target's token after every node
     accepted: Accepted
     packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, what sizes of trees
@@ -401,7 +401,7 @@ class Engine(EngineBase):
                 context, tokens = self._along(found, accepted.path)
                 self.drafter.update_context(self.target, context, tokens, None, self.state, accepted.lengths)
             self.bonuses[:rows] = accepted.bonus
-        return found
+        return replace(found, features=None)  # a graph keeps the memory of its results
 
     def _compute(
         self,

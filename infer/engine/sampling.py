@@ -225,7 +225,9 @@ def with_noise(
 ) -> torch.Tensor:
     """Return the adjusted scores (B, c, V) of `slots`, the target's noise there added where a row is sampled."""
     scores = adjust(scores, rows, seen)
-    if noise is not None:
+    if noise is not None and len(noise) == len(rows):
+        scores += noise[:, slots]
+    elif noise is not None:
         scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, slots]
     return scores
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
 from infer.targets.lean import Gated, Layer, LeanDecoder, Norm, Product
 
@@ -15,6 +16,7 @@ PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of L
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
 COARSE = 0.05  # the same in 16 bits
+SILU = nn.SiLU, type(ACT2FN["silu"])
 
 
 class UnknownLayer(Exception):
@@ -65,7 +67,7 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor],
             return (result if isinstance(result, torch.Tensor) else result[0])[0]  # some return their router's scores
 
         return run, None
-    activation = F.silu if isinstance(activation, nn.SiLU) else activation
+    activation = F.silu if isinstance(activation, SILU) else activation
     return Gated(fuse(inner), activation), fuse([module.down_proj])
 
 
