@@ -68,31 +68,14 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     path-conditioned ones. With a conditional head a token's probability behind its path takes its marginal's place."""
     if proposal.steps is not None and proposal.steps.recurrent:
         return guided_by_depth(proposal)
-<<<<<<< HEAD
-    if proposal.steps is None:
-        candidates = likeliest(proposal, unigrams=True)
-        steps = candidates.log_q[:, :, None]
-    else:
-        candidates, steps = conditioned(proposal)
-    rows, length, ranks = candidates.tokens.shape
-    nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
-    scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
-    ngram = proposal.ngram
-    for row, context in enumerate(_contexts(proposal)):
-        filled = nodes[row].numpy(), scores[row].numpy()
-        common = ngram.arrays, ngram.order, proposal.weight
-        guided.best_first(*common, of_row(candidates, row), np.ascontiguousarray(steps[row]), context, *filled)
-    return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
-=======
     table, ngram = choices(proposal), proposal.ngram
     rows, length, ranks = table.tokens.shape
-    nodes = torch.empty(3, rows, node_count(length, ranks, proposal.budget), dtype=torch.long)
-    scores = torch.empty(nodes.shape[1:], dtype=torch.float64)
+    nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
+    scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
     for row, context in enumerate(_contexts(proposal)):
-        filled = nodes[:, row].numpy(), scores[row].numpy()
+        filled = nodes[row].numpy(), scores[row].numpy()
         guided.best_first(ngram.arrays, ngram.order, proposal.weight, of_row(table, row), context, *filled)
-    return behind(proposal.bonus, Nodes(*nodes, scores.float()), length)
->>>>>>> 7ef63d7 (Fewer copies where a conditional head's table and n-grams make a tree; warm captures the kinds of rounds that a server is told to expect; gpu_round shows the memory of sampled rounds)
+    return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
 
 
 def choices(proposal: Proposal) -> guided.Table:
