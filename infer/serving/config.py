@@ -1,10 +1,10 @@
 """Options of the server. No torch here: a wrong option is refused before it loads."""
 
 import ipaddress
+import json
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from infer.config import TextOptions
 from infer.utils.checks import at_least
@@ -35,8 +35,9 @@ class ServerConfig:
     api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
     open: listen to other machines without asking for a key
     warm: on CUDA, prepare rounds of all sizes before the first text, so that none waits for it
-    expected: the options of texts that `warm` prepares for, each kind alone and all side by side: which of them are
-        used counts, not their values. As they are, greedy texts and those of a request that says nothing
+    expected: the options of texts that `warm` prepares for, such as "temperature=0.7 top_p=0.9", each kind alone and
+        all side by side; which of them are used counts, not their values. As it is: greedy texts, and those of
+        a request that says nothing
     verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
     """
 
@@ -51,7 +52,7 @@ class ServerConfig:
     api_key_file: str | None = None
     open: bool = False
     warm: bool = False
-    expected: list[dict[str, Any]] = field(default_factory=lambda: [{"temperature": 0.0}, {"temperature": 1.0}])
+    expected: list[str] = field(default_factory=lambda: ["temperature=0", "temperature=1"])
     verify: float = 0.0
 
     def check(self) -> None:
@@ -74,16 +75,17 @@ class ServerConfig:
 
     def expected_texts(self) -> list[TextOptions]:
         """Return the options of the texts to expect. Raises ValueError for what is no option of a text."""
-        texts = []
-        for options in self.expected:
-            unknown = options.keys() - {each.name for each in fields(TextOptions)}
+        texts, names = [], {each.name for each in fields(TextOptions)}
+        for said in self.expected:
+            options = [part.partition("=")[::2] for part in said.split()]
+            unknown = [name for name, _ in options if name not in names]
             if unknown:
-                raise ValueError(f"server.expected={options}: texts have no option {', '.join(sorted(unknown))}")
-            texts.append(TextOptions(**options))
+                raise ValueError(f"server.expected={said}: texts have no option {', '.join(unknown)}")
             try:
+                texts.append(TextOptions(**{name: json.loads(value) for name, value in options}))
                 texts[-1].check()
             except (TypeError, ValueError) as error:
-                raise ValueError(f"server.expected={options}: {error}") from error
+                raise ValueError(f"server.expected={said}: such as temperature=0.7 top_p=0.9 ({error})") from error
         return texts
 
     def key(self) -> bytes | None:

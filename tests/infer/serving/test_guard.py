@@ -179,9 +179,11 @@ def test_a_server_for_this_machine_answers_to_its_names_only(fuzzer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"temprature": 1.0}, "no option temprature"), ({"temperature": -1.0}, "temperature=-1.0")]
+    ("options", "said"),
+    [("temprature=1", "no option temprature"), ("temperature=-1", "temperature=-1"), ("top_k", "such as")],
 )
 def test_expected_texts_have_options_that_texts_can_have(options, said):
     with pytest.raises(ValueError, match=f"server.expected=.*{said}"):
-        ServerConfig(expected=[{}, options]).check()
-    assert ServerConfig(expected=[{}, {"top_k": 5}]).expected_texts()[1].top_k == 5
+        ServerConfig(expected=["", options]).check()
+    texts = ServerConfig(expected=["", "temperature=0.5 top_k=5"]).expected_texts()
+    assert [(text.temperature, text.top_k) for text in texts] == [(0.0, 0), (0.5, 5)]
