@@ -14,7 +14,7 @@ from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
 PIECE = 65  # nodes of a row whose logits are in memory at a time; of many rows fewer, as many as of MANY in all
-MANY = 8  # rows
+MANY = 4  # rows
 
 
 def piece(rows: int) -> int:
