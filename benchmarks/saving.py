@@ -5,7 +5,7 @@
 
 Stretches take turns in one process: the same steps, one stretch without a save, one that begins with a save of the
 training state (copied, then written, hashed and synced by another thread while the steps go on). Printed: wall and CPU
-seconds of either kind, and the median of the pairs' ratios.
+seconds of either kind, the median of the pairs' ratios and its interval.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
+from against import interval
 
 from infer.utils.entry import composed
 from train.config import TrainConfig
@@ -61,8 +62,8 @@ def main() -> None:
         print(f"{name:<8} a save: {wall:.2f} s, {cpu:.2f} CPU s")
     for index, name in enumerate(("wall", "CPU")):
         ratios = [b[index] / a[index] for a, b in zip(seconds[False], seconds[True], strict=True)]
-        spread = f"pairs {min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"{name}: {100 * (statistics.median(ratios) - 1):+.1f} % with saving ({spread})")
+        low, middle, high = (f"{100 * (r - 1):+.1f}" for r in sorted([statistics.median(ratios), *interval(ratios)]))
+        print(f"{name}: {middle} % with saving (95 %: {low} to {high}; pairs {min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":
