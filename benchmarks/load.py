@@ -70,7 +70,7 @@ def row(clients: int, seen: dict[str, Seen]) -> str:
         for way in BESIDE:
             cuts = statistics.quantiles(getattr(seen[way], what), n=100)
             cells.append(f"{cuts[49]:.0f}, {cuts[98]:.0f}")
-    return f"{clients:<8}" + "".join(f"{cell:>20}" for cell in cells)
+    return f"{clients:<8}" + "".join(f"{cell:>23}" for cell in cells)
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
         print(f"{turn} turns, {spent:.0f} s", file=sys.stderr, flush=True)
     columns = [*ways, *(f"auto / {way}, 95%" for way in ways if way != "auto"), "same"]
     columns += [f"{way}, {what}" for what in ("first", "pause") for way in BESIDE]
-    print(f"{'clients':<8}" + "".join(f"{name:>20}" for name in columns))
+    print(f"{'clients':<8}" + "".join(f"{name:>23}" for name in columns))
     for clients, of_ways in seen.items():
         print(row(clients, of_ways))
 
