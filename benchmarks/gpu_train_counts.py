@@ -3,6 +3,7 @@
     python benchmarks/gpu_train_counts.py                     # Qwen3-8B: 3,072 tokens, 512 anchors, eight passes a step
     python benchmarks/gpu_train_counts.py --shapes 0.6b 1.7b 4b long many hybrid
     python benchmarks/gpu_train_counts.py --layers 4          # targets of fewer layers
+    python benchmarks/gpu_train_counts.py --recompute         # the drafter's layers computed again in the backward pass
     python benchmarks/gpu_train_counts.py --shapes tiny       # does the script work?
 
 Steps are those of a run: `Prefetch`, `train_step`, DeepSpeed around the drafter. The first two compile; the third is
@@ -24,6 +25,7 @@ from infer.targets.target import Target
 from train.batches import Prefetch
 from train.config import ObjectiveConfig, TrainConfig
 from train.engine import build_engine
+from train.forecast import RandomRows
 from train.loop import train_step
 from train.plan import shape_of, step_memory
 from train.safety.processes import start_processes
@@ -42,27 +44,6 @@ SHAPES = {
 }
 
 
-class Rows:
-    """Random rows of three documents each."""
-
-    def __init__(self, count: int, length: int, vocabulary: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        third = length // 3
-        documents = (torch.arange(length) // third).clamp(max=2)
-        self.columns = {
-            "ids": torch.randint(vocabulary, (count, length), generator=generator),
-            "positions": (torch.arange(length) - documents * third).expand(count, -1),
-            "documents": documents.expand(count, -1),
-            "loss": torch.ones(count, length, dtype=torch.bool),
-        }
-
-    def __len__(self) -> int:
-        return len(self.columns["ids"])
-
-    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        return {name: column[indices] for name, column in self.columns.items()}
-
-
 def target_config(sizes: dict) -> PretrainedConfig:
     """Return the config of a Qwen3, or of a Qwen3.5 with three recurrent layers in four."""
     config = {name: sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
@@ -74,18 +55,18 @@ def target_config(sizes: dict) -> PretrainedConfig:
     return Qwen3_5TextConfig(**config, linear_num_value_heads=32, linear_num_key_heads=16)
 
 
-def run_config(sizes: dict, passes: int) -> TrainConfig:
+def run_config(sizes: dict, passes: int, recompute: bool = False) -> TrainConfig:
     """Return the configuration of a run of so many passes a step."""
     options = DrafterConfig(layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1)
-    train = TrainConfig(anchors=sizes["anchors"], drafter=options)
+    train = TrainConfig(anchors=sizes["anchors"], drafter=options, recompute=recompute)
     train.objective = ObjectiveConfig(weights="exponential", gamma=7.0)
     train.data.length, train.optim.batch, train.optim.micro = sizes["length"], passes, 1
     return train
 
 
-def build(sizes: dict, passes: int) -> tuple[Target, object]:
+def build(sizes: dict, train: TrainConfig) -> tuple[Target, object]:
     """Return a target and an engine around a drafter, both random."""
-    train, config = run_config(sizes, passes), target_config(sizes)
+    config = target_config(sizes)
     with torch.device("cuda"):
         model = (Qwen3_5ForCausalLM if sizes["hybrid"] else Qwen3ForCausalLM)(config)
         target = Target(model.to(torch.bfloat16))
@@ -93,13 +74,15 @@ def build(sizes: dict, passes: int) -> tuple[Target, object]:
     return target, build_engine(drafter, train, torch.device("cuda"))
 
 
-def count(name: str, sizes: dict, passes: int) -> None:
+def count(name: str, sizes: dict, config: TrainConfig) -> None:
     """Print what the third step of a shape asks of the device."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    target, engine = build(sizes, passes)
-    config = run_config(sizes, passes)
-    prefetch = Prefetch(Rows(4 * passes, sizes["length"], sizes["vocab_size"]), config, 0, 3, pinned=True)
+    target, engine = build(sizes, config)
+    passes = config.optim.batch
+    prefetch = Prefetch(
+        RandomRows(4 * passes, sizes["length"], sizes["vocab_size"], documents=3), config, 0, 3, pinned=True
+    )
     for step in range(3):
         drawn = prefetch()
         if step < 2:
@@ -111,7 +94,10 @@ def count(name: str, sizes: dict, passes: int) -> None:
     counters, peak = torch._dynamo.utils.counters, torch.cuda.max_memory_allocated() / 1e9
     planned = step_memory(shape_of(config, target.model.config, rows=1), config, 1, 2, 2, True)
     whole = sum(planned.values()) / 1e9
-    print(f"{name}: hidden {target.config.hidden_size}, {target.config.num_hidden_layers} layers, {passes} passes")
+    print(
+        f"{name}: hidden {target.config.hidden_size}, {target.config.num_hidden_layers} layers, {passes} passes"
+        + config.recompute * ", recomputed"
+    )
     print(f"  launches {seen.launches}, {seen.launches / passes:.0f} a pass")
     print(f"  waits    {len(seen.waits)}: {dict(Counter(seen.waits))}")
     print(f"  peak     {peak:.2f} GB; planned {whole:.2f}, {whole / peak:.3f} of it")
@@ -125,13 +111,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=SHAPES)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--passes", type=int, default=8)
+    parser.add_argument("--recompute", action="store_true")
     args = parser.parse_args()
     need_cuda()
     torch.cuda.set_device(0)
     start_processes(torch.device("cuda", 0))
     for name in args.shapes:
         sizes = dict(zip(FIELDS, SHAPES[name], strict=True))
-        count(name, sizes | ({"num_hidden_layers": args.layers} if args.layers else {}), args.passes)
+        sizes |= {"num_hidden_layers": args.layers} if args.layers else {}
+        count(name, sizes, run_config(sizes, args.passes, args.recompute))
         gc.collect()
         torch.cuda.empty_cache()
     finish([])

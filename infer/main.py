@@ -52,7 +52,7 @@ COMMANDS = {
         "compute a skipped training step again", "train.config:ReplayConfig", "train.safety.replay:print_replay"
     ),
     "plan": Command(
-        "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan", conf="train"
+        "estimate what a training run takes", "train.config:TrainConfig", "train.forecast:print_plan", conf="train"
     ),
     "pretrain": Command("make the embedded target anew", "train.config:PretrainConfig", "train.pretrain:pretrain"),
     "diffusion": Command(

@@ -246,7 +246,8 @@ class TrainConfig:
     keep_states: newest checkpoints that keep their training state (drafters and evaluations always stay)
     save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none besides
     compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
-    recompute: compute the drafter's layers again in the backward pass: less memory, a third more work
+    recompute: compute the drafter's layers again in the backward pass: less memory, a third more work; None: where a
+        step would not fit the device otherwise
     log_every: steps between reads of the metrics; more than 1 saves synchronisations on CUDA (one a step stays)
     target: see TargetConfig in infer/config.py
     drafter: see DrafterConfig in infer/config.py
@@ -272,7 +273,7 @@ class TrainConfig:
     keep_states: int = 2
     save_minutes: float | None = 10.0
     compile: bool | None = None
-    recompute: bool = False
+    recompute: bool | None = None
     log_every: int = 1
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)

@@ -45,7 +45,7 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     import deepspeed
 
     rows, passes = micro_batch(config, dist.get_world_size())
-    drafter.recompute = config.recompute
+    drafter.recompute = bool(config.recompute)
     if compiles(config, device.type == "cuda"):
         drafter.forward = torch.compile(drafter.forward, dynamic=False)  # DeepSpeed's hooks cannot be compiled
     kind = compute_dtype(config, device)

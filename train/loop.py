@@ -32,7 +32,16 @@ from train.engine import build_engine, compute_dtype, micro_batch, restore, take
 from train.features import StoredRows, dependencies, stored_features
 from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
 from train.optim import learning_rate, set_rate
-from train.plan import matmul_rate, shape_of, step_operations, total_steps
+from train.plan import (
+    Recompute,
+    Shape,
+    device_memory,
+    matmul_rate,
+    recompute_of,
+    shape_of,
+    step_operations,
+    total_steps,
+)
 from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
 from train.run.folder import check_run_folder, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
@@ -229,10 +238,13 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
     folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
-    seconds = seconds_at_full_rate(config, target, device)
-    said = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset)), seconds))
+    shape = shape_of(config, target.config)
+    seconds = seconds_at_full_rate(shape, config, device)
+    said = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset))))
+    recompute = choose_recompute(shape, config, target.dtype, device)
+    config = replace(config, recompute=recompute.chosen)
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
-        print(*said, sep="\n", flush=True)
+        print(*said, recompute, sep="\n", flush=True)
     if config.target.shard:
         target.shard(device)
     if stored is not None:
@@ -371,13 +383,24 @@ def finish(run: Run, progress: Progress, tracker: Tracker) -> None:
     dist.barrier()
 
 
-def seconds_at_full_rate(config: TrainConfig, target: Target, device: torch.device) -> float:
+def seconds_at_full_rate(shape: Shape, config: TrainConfig, device: torch.device) -> float:
     """Return the seconds that a step's work would take at this machine's rate of large matrix products."""
-    operations = step_operations(shape_of(config, target.config))
+    operations = step_operations(shape)
     if config.features:
         operations.pop("target")
     rate = matmul_rate(device, compute_dtype(config, device))
     return sum(operations.values()) / dist.get_world_size() / rate
+
+
+def choose_recompute(shape: Shape, config: TrainConfig, weights: torch.dtype, device: torch.device) -> Recompute:
+    """Return whether all processes compute the drafter's layers again in the backward pass: the smallest device's
+    memory decides, as sharded weights are gathered by all of them together. weights: the target's dtype."""
+    world, product = dist.get_world_size(), compute_dtype(config, device).itemsize
+    room = torch.tensor(device_memory(device, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)), dtype=torch.float64)
+    room = room.to(device)
+    dist.all_reduce(room, dist.ReduceOp.MIN)
+    of_pass = replace(shape, rows=micro_batch(config, world)[0])
+    return recompute_of(of_pass, config, world, weights.itemsize, product, device.type == "cuda", room.item())
 
 
 class Agreed(NamedTuple):

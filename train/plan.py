@@ -1,39 +1,32 @@
-"""The cost of a training run, before anything is loaded: parameters, operations, memory, disk, time.
+"""What a training step costs, by formulas: parameters, operations, memory. `train.forecast` prints it.
 
-`./launch.sh plan [the overrides of the run]`. All follows from the target's config.json and the run's configuration.
+All follows from the target's config.json and the run's configuration.
 
 B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block,
 Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I intermediate
 size, V vocabulary.
 """
 
-import json
 import os
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from data.packing import best_fit
-from data.rows import files_of, single, training_rows
 from infer.attention.masks import GROUP
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
-from infer.targets.loading import load_config, resolve_dtype, resolve_path
-from infer.targets.support import expert_share, head_size, key_heads, mlp_size, refuse_unsupported
+from infer.targets.loading import load_config, resolve_path
+from infer.targets.support import expert_share, head_size, key_heads, mlp_size
 from train.config import TrainConfig
-from train.engine import compiles, compute_dtype, micro_batch
-from train.features import row_bytes
-from train.run.initial import resolve_init
+from train.engine import compiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 BUCKET = 500_000_000  # gradients that ZeRO gathers before it reduces them, DeepSpeed's default
-SAMPLE = 2000  # texts whose lengths say how full rows become
-SHARE = 0.4  # of a device's rate that a run is expected to use
+FITS = 0.9  # of a device's memory, at most, that a step may be planned to take
 
 
 @dataclass(frozen=True)
@@ -199,6 +192,62 @@ def step_memory(
     }
 
 
+def device_memory(device: torch.device, processes: int) -> float:
+    """Return the bytes that one of a machine's processes may use: on a GPU what is free and what it holds already; on a
+    CPU an equal share of all memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Whether the drafter's layers are computed again in the backward pass, and why: bytes on one device at a step's
+    peak without and with it, and how many there are (None: not known, as the device is not at hand)."""
+
+    asked: bool | None  # None: where a step would not fit otherwise
+    without: float
+    with_it: float
+    room: float | None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether they are."""
+        if self.asked is None:
+            return self.room is not None and self.without > FITS * self.room
+        return self.asked
+
+    def __str__(self) -> str:
+        """One line for the user."""
+        peak, other = (self.with_it, self.without) if self.chosen else (self.without, self.with_it)
+        line = f"memory     {in_bytes(peak)} on each device at a step's peak"
+        if self.room is not None:
+            line += f", of {in_bytes(self.room)}"
+        if self.chosen:
+            line += f"; layers are computed again in the backward pass: without it {in_bytes(other)}"
+        else:
+            line += f"; {in_bytes(other)} with recompute=true"
+        if self.asked is None and self.room is None:
+            line += ", which a run chooses by itself where it would not fit"
+        if self.room is not None and peak > FITS * self.room:
+            line += (
+                ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take "
+                "less"
+            )
+        return line
+
+
+def recompute_of(
+    shape: Shape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool, room: float | None
+) -> Recompute:
+    """Return whether a run computes layers again; `room`: the bytes of a device, otherwise as `step_memory`."""
+    without, with_it = (
+        sum(step_memory(shape, replace(config, recompute=again), world, weight, product, cuda).values())
+        for again in (False, True)
+    )
+    return Recompute(config.recompute, without, with_it, room)
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
     """Operations a second of one large matrix product on this machine: the yardstick of utilisation."""
     size, clock = 8192 if device.type == "cuda" else 1024, synchronised_clock(device)
@@ -226,90 +275,6 @@ def target_config(config: TrainConfig) -> "PretrainedConfig":
     if options.sizes and not Path(resolve_path(options.path)).exists():
         return AutoConfig.for_model(**options.sizes)
     return load_config(options.path, options.trust_remote_code)
-
-
-def estimated_tokens(config: TrainConfig) -> float | None:
-    """Estimate how many tokens the training rows have, four bytes each; None where they are not on this machine yet."""
-    size = 0.0
-    for data, _ in single(config.data):
-        if data.source == "hub":
-            return None
-        if data.source in ("embedded", "stdlib"):
-            size += sum(len(row["prompt"] + row["text"]) for row in training_rows(data))
-        else:
-            size += sum(file.stat().st_size * (3 if file.suffix == ".parquet" else 1) for file in files_of(data.path))
-    return size / 4
-
-
-def row_fill(config: TrainConfig) -> float:
-    """Estimate how full packed rows are, from the first texts of the data, four bytes a token; 1 where they are not on
-    this machine yet."""
-    length, sizes = config.data.length, []
-    for data, _ in single(config.data):
-        if data.source == "hub":
-            return 1.0
-        for row in islice(training_rows(data), SAMPLE):
-            said = (
-                json.dumps(row["chat"]["messages"], ensure_ascii=False) if row["chat"] else row["prompt"] + row["text"]
-            )
-            tokens = len(said.encode(errors="replace")) // 4 + 1
-            sizes += [min(length, tokens - start) for start in range(0, tokens, length)]
-    rows = sum(1 for _ in best_fit(sizes, length))
-    return sum(sizes) / (rows * length) if rows else 1.0
-
-
-def print_plan(config: TrainConfig) -> None:
-    """Print the plan."""
-    config = replace(config, drafter=resolve_init(config.drafter, config.target))
-    theirs = target_config(config)
-    refuse_unsupported(theirs)
-    world = int(os.environ.get("NPROC") or 1)
-    rows, _ = micro_batch(config, world)
-    cuda = config.target.device.startswith("cuda") or (
-        config.target.device == "auto" and (torch.cuda.is_available() or config.target.path != "embedded")
-    )
-    device = torch.device("cuda" if cuda else "cpu")
-    weight, product = resolve_dtype(config.target.dtype, device).itemsize, compute_dtype(config, device).itemsize
-    shape = shape_of(config, theirs, rows)
-    operations, memory = step_operations(shape), step_memory(shape, config, world, weight, product, cuda)
-    whole = sum(operations.values()) * config.optim.batch / rows
-
-    print(
-        f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
-        f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
-        f"drafter    {config.drafter.family}, {shape.layers} layer{'s' * (shape.layers > 1)}, block {shape.block}: "
-        f"{shape.drafter_parameters / 1e6:,.1f} million\n"
-        f"step       {config.optim.batch} rows of {shape.length:,} tokens, {shape.anchors} blocks each; {world} "
-        f"{'GPU' if cuda else 'CPU'} process{'es' if world > 1 else ''}, {rows} rows a pass"
-    )
-    shares = ", ".join(f"{part} {100 * n / sum(operations.values()):.0f} %" for part, n in operations.items())
-    print(f"work       {whole / 1e12:,.3g} TFLOP a step ({shares})")
-    print(f"memory     {in_bytes(sum(memory.values()))} on each device at the peak")
-    for part, size in memory.items():
-        print(f"           {in_bytes(size):>10}  {part}")
-    stored = {store: row_bytes(1, shape.tapped, shape.hidden, store) for store in ("bfloat16", "int8")}  # of a token
-    print(
-        "features   stored by ./launch.sh features: "
-        + ", ".join(f"{in_bytes(size * 1e6)} a million tokens in {store}" for store, size in stored.items())
-    )
-    tokens = estimated_tokens(config)
-    if tokens is None:
-        print("data       on the hub: how many tokens it has, and so how many steps, shows once it is here")
-        steps = config.optim.steps or 1000
-    else:
-        fill = row_fill(config)
-        print(
-            f"data       about {tokens:,.0f} tokens, rows {100 * fill:.0f} % full; "
-            f"{in_bytes(stored['bfloat16'] * tokens / fill)} of features in bfloat16"
-        )
-        steps = total_steps(config, tokens / fill / shape.length)
-    present = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    here = matmul_rate(present, resolve_dtype("auto", present))
-    for name, rate in ((f"this machine's {present.type}", here), ("an H100 (989 TFLOP/s in bfloat16)", 989e12)):
-        seconds = steps * whole / world / (SHARE * rate)
-        print(
-            f"time       {steps:,} steps: about {in_time(seconds)} at {100 * SHARE:.0f} % of {name}, without evaluation"
-        )
 
 
 def in_bytes(size: float) -> str:

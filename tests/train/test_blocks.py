@@ -492,3 +492,16 @@ def test_training_sees_the_logits_that_decoding_sees(random_target, family):
     expected = ((log_p.exp() * (log_p - log_q)).sum(-1) * worth).sum()
     assert blocks.supervised.sum() > 6
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@FAMILIES
+def test_layers_computed_again_give_the_same_gradients_bit_by_bit(make_tiny, family):
+    rows = packed([[9, 14], [20]], 24)
+    found = []
+    for again in (False, True):
+        target, drafter = make_tiny(**family)
+        drafter.recompute = again
+        block_loss(drafter, target, rows, some_blocks(rows, 6), config()).loss.backward()
+        found.append({name: p.grad for name, p in drafter.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 5
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())

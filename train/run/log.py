@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ import torch.distributed as dist
 
 from infer.utils.files import atomic_write
 from train.config import TrainConfig
+from train.plan import in_time
 from train.run.progress import Progress
 from train.run.tracking import Tracker
 from train.safety.guards import Spikes
 from train.safety.processes import disk
 
 METRICS = "metrics.jsonl"
+EARLY = 12  # steps after which the time of the rest is said, by the last nine of them
 
 
 def finite(value: float) -> float | None:
@@ -53,6 +56,7 @@ class StepLog:
         self.config, self.run, self.full_rate = config, run, full_rate
         self.spikes = Spikes(config, rows, read_log(run))
         self.pending: list[tuple[int, float, StepMetrics]] = []
+        self.early: list[float] = []  # seconds of the first steps
         self.restart_clock()
 
     def restart_clock(self) -> float:
@@ -81,8 +85,19 @@ class StepLog:
                 progress.step(line)
                 if spike := self.spikes(line):
                     progress.say(spike)
+        self.foretell(progress, lines[-1]["step"], seconds)
         self.pending.clear()
         self.restart_clock()
+
+    def foretell(self, progress: Progress, step: int, seconds: float) -> None:
+        """Say once, as soon as the first steps have shown it, how long the rest takes; seconds: of a step."""
+        if len(self.early) >= EARLY:
+            return
+        self.early += [seconds] * len(self.pending)
+        if len(self.early) >= EARLY and progress.total > step:
+            typical = statistics.median(self.early[EARLY // 4 :])  # the first ones compile
+            left = in_time(typical * (progress.total - step))
+            progress.say(f"about {left} left, by steps of {1000 * typical:,.0f} ms so far; without evaluations")
 
 
 def read_log(run: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""The first three lines of a run: target, data, and what it will take."""
+"""The first three lines of a run: target, data, and how many steps."""
 
 from typing import TYPE_CHECKING
 
@@ -6,18 +6,14 @@ from data.rows import DataConfig
 from infer.targets.target import Target
 from train.config import TrainConfig
 from train.features import StoredRows
-from train.plan import SHARE, in_time
 from train.run.sources import column_parts
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def overview(
-    config: TrainConfig, target: Target, rows: "StoredRows | Dataset", steps: int, seconds: float
-) -> list[str]:
-    """Return three lines: which target, told what; which data, and how much there is to learn; how many steps, and
-    about how long. seconds: what a step would take at this machine's full rate."""
+def overview(config: TrainConfig, target: Target, rows: "StoredRows | Dataset", steps: int) -> list[str]:
+    """Return three lines: which target, told what; which data, and how much there is to learn; how many steps."""
     told = config.target.chat_template_kwargs
     layers, size = target.config.num_hidden_layers, target.config.hidden_size
     count = len(rows)
@@ -29,8 +25,7 @@ def overview(
         + (f"; chat template told {told}" if told else ""),
         f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
         f"full; {learnt:,} tokens to learn from",
-        f"run        {steps:,} steps of {config.optim.batch} rows, {config.anchors} blocks a row{share}; about "
-        f"{in_time(steps * seconds / SHARE)} at {100 * SHARE:.0f} % of this machine's rate, without evaluations",
+        f"run        {steps:,} steps of {config.optim.batch} rows, {config.anchors} blocks a row{share}",
     ]
 
 
