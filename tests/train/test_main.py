@@ -1,12 +1,15 @@
 """The way into training: which GPU a single process takes."""
 
 import os
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from train.config import TrainConfig
 from train.main import on_own_gpu
+from train.run.log import StepLog
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_the_hub_is_asked_only_for_what_is_not_here(monkeypatch, tmp_path):
 
 
 def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys, tmp_path):
-    """`+model=qwen3-4b` with a stand-in for target and chats: three lines, before all others."""
+    """`+model=qwen3-4b` with a stand-in for target and chats: four lines, before all others."""
     import json
 
     chats = tmp_path / "chats.jsonl"
@@ -57,6 +60,16 @@ def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys
     chats.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     bundle = ["data=jsonl", f"data.path={chats}", "document_anchors=3", "optim.steps=1"]
     run_here(small("+model=qwen3-4b", "target.path=embedded", "drafter=dflash-small", "optim=laptop", *bundle))
-    target, data, takes = capsys.readouterr().out.splitlines()[:3]
+    target, data, takes, memory = capsys.readouterr().out.splitlines()[:4]
     assert target.startswith("target     embedded, ") and str(chats) in data and "tokens to learn from" in data
-    assert takes.startswith("run        1 steps of 2 rows, 4 blocks a row, at most 3 a document; about ")
+    assert takes == "run        1 steps of 2 rows, 4 blocks a row, at most 3 a document"
+    assert re.match(r"memory     .* MB on each device at a step's peak, of .* GB; .* MB with recompute=true", memory)
+
+
+def test_the_first_steps_say_how_long_the_rest_takes(tmp_path):
+    log, said = StepLog(TrainConfig(), tmp_path, rows=10, full_rate=1.0), []
+    progress = SimpleNamespace(total=72, say=said.append)
+    for step in range(1, 20):
+        log.pending = [(step, 0.0, None)]
+        log.foretell(progress, step, 9.0 if step <= 3 else 2.0)
+    assert said == ["about 2.0 minutes left, by steps of 2,000 ms so far; without evaluations"]
