@@ -170,8 +170,11 @@ class DraftState:
 
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin (rows, width, E) of the positions behind every row's committed ones."""
-        positions = self.cache.positions(rows, width)
-        cos, sin = (table[0, positions] for table in self.angles)
+        return self.angles_at(self.cache.positions(rows, width))
+
+    def angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin (B, W, E) of positions (B, W)."""
+        cos, sin = (torch.embedding(table[0], positions) for table in self.angles)
         return cos, sin
 
     def keep(self, order: list[int]) -> None:
@@ -476,8 +479,7 @@ class Drafter(nn.Module):
         """Draft as `draft` does; with a conditional head, marginals are the scores without its corrections."""
         ends = state.cache.ends_of(len(bonus))
         positions = ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
-        rotary = tuple(table[0, positions] for table in state.angles)  # (B, W, E) each
-        place = Place(ends, rotary, state.cache.window(self.num_queries))
+        place = Place(ends, state.angles_at(positions), state.cache.window(self.num_queries))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
         states = self.for_head(states[:, self.first_draft_slot :])
         marginals = self.marginals(target, self.unconditioned(states))

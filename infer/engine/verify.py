@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.trees import compiled
 from infer.trees.tree import DraftTree
 
 
@@ -24,10 +25,16 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
 
     chosen (B, M): the target's token after every node, greedy or sampled: the same rule makes both lossless. Stays on
     the device: a node is reached if it and all its ancestors carry what was chosen at their parents, and the
-    deepest of these ends the path.
+    deepest of these ends the path. On the CPU a compiled loop finds the same.
     """
     if tree.max_depth == 0:
         return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])
+    if compiled.available(chosen):
+        sizes = torch.full_like(chosen[:, 0], tree.budget) if tree.part is None else tree.part.sizes
+        accepted = chosen.new_empty(len(chosen), tree.max_depth + 3)
+        columns = tree.tokens, tree.parents, tree.depths, chosen, sizes
+        compiled.walk(*(column.contiguous().numpy() for column in columns), accepted.numpy())
+        return Accepted(accepted[:, 2:], *accepted[:, :2].unbind(1))
     ancestors = tree.ancestors() if ancestors is None else ancestors
     match = tree.tokens == chosen.gather(1, tree.parents)  # (B, M)
     if tree.part is not None:

@@ -225,7 +225,7 @@ class LeanDecoder:
         groups, kinds = self.layers[0].heads // self.layers[0].key_heads, {layer.kind for layer in self.layers}
         masks = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
         dense = {id(seen): seen for seen in masks.values() if isinstance(seen, torch.Tensor)}
-        packed = {key: seen.repeat(1, 1, groups, 1) for key, seen in dense.items()}
+        packed = {key: torch.cat([seen] * groups, 2) for key, seen in dense.items()}
         flat = positions.flatten()
         rotations = {kind: look_up(self.angle_tables(states, capacity, kind), flat) for kind in kinds}
         return {kind: packed.get(id(seen), seen) for kind, seen in masks.items()}, rotations
@@ -242,7 +242,7 @@ class LeanDecoder:
 
 def look_up(tables: Rotation, positions: torch.Tensor) -> Rotation:
     """Return cos and sin (B Q, 1, R) of positions (B Q,), from tables (capacity, R)."""
-    return tables[0][positions, None], tables[1][positions, None]
+    return tables[0].index_select(0, positions)[:, None], tables[1].index_select(0, positions)[:, None]
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:

@@ -17,7 +17,6 @@ from functools import cached_property, wraps
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from infer.attention.attend import has_kernel
 from infer.attention.kv_cache import KVCache, Window
@@ -403,7 +402,9 @@ class Target:
         nodes = ancestors.shape[1]
         if nodes == 1 and lean:
             return None
-        return F.pad(additive(ancestors, self.dtype), (window.extent - nodes, 0))[:, None]
+        mask = ancestors.new_zeros(len(ancestors), 1, nodes, window.extent, dtype=self.dtype)
+        mask[..., -nodes:].masked_fill_(~ancestors[:, None], torch.finfo(self.dtype).min)
+        return mask
 
 
 def without_plans(run: Callable) -> Callable:

@@ -81,3 +81,25 @@ def ancestors(parents, mask):
                 of_node[above] = of_parent[above]
             of_node[node] = True
             of_node[node + 1 :] = False
+
+
+@jit.njit
+def walk(tokens, parents, depths, chosen, sizes, accepted):
+    """Follow what the target chose at the nodes down every row's tree, tokens, parents, depths and chosen (R, M) int64,
+    of which the first sizes (R,) drafted nodes count. Fill accepted (R, 2 + W) int64: how many nodes the path has, the
+    token after it, and its nodes from the root down, the last one repeated."""
+    rows, nodes = tokens.shape
+    reached = np.empty(nodes, np.bool_)
+    for row in range(rows):
+        reached[0], last = True, 0
+        for node in range(1, nodes):
+            parent = parents[row, node]
+            reached[node] = node <= sizes[row] and reached[parent] and tokens[row, node] == chosen[row, parent]
+            if reached[node] and depths[row, node] > depths[row, last]:
+                last = node
+        length = depths[row, last] + 1
+        accepted[row, 0], accepted[row, 1] = length, chosen[row, last]
+        for depth in range(accepted.shape[1] - 3, -1, -1):
+            accepted[row, 2 + depth] = last
+            if depth < length:
+                last = parents[row, last]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -99,7 +98,8 @@ class DFlashState(DraftState):
 
     layers: list[lean.Layer]
     norm: lean.Norm  # of the context
-    projection: torch.Tensor  # (layers * 2 * H * E, D) key and value weights of all layers, that see the same context
+    fc: lean.Product  # of the features
+    projection: lean.Product  # D to (layers * 2 * H * E): keys and values of all layers, that see the same context
     key_norm: lean.Norm  # weight (layers, 1, E)
 
     def pass_inputs(self, rows: int) -> tuple[list[lean.Layer], bool]:
@@ -278,14 +278,15 @@ class DFlash(Drafter):
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
-        projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)]).detach()
+        projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)])
         key_norm = lean.Norm(torch.stack([each.k_norm.weight.detach() for each in attentions])[:, None], eps)
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
         layers = [] if self.convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
         layers = [read_layer(layer, "", *heads).turned() for layer in layers]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
-        return DFlashState(cache, angles, layers, norm, projection, key_norm)
+        fc, projection = (lean.Product(weight.detach().t()).turned() for weight in (self.fc.weight, projection))
+        return DFlashState(cache, angles, layers, norm, fc, projection, key_norm)
 
     @torch.no_grad()
     def update_context(
@@ -301,18 +302,21 @@ class DFlash(Drafter):
         (B, C) do not matter here. `counts[b]` positions of row b are real, the rest is padding; `on_device` (B,) is
         `counts` where that is on the device already, and alone where the host does not know them. One projection serves
         all layers: it computes what `Attention.keys_values` does in training, layer by layer."""
-        cache = state.cache
+        cache, layers = state.cache, len(self.layers)
         rows, width, _ = features.shape
-        both = F.linear(state.norm(self.fc(features)), state.projection).flatten(0, 1)
-        both = both.unflatten(1, (len(self.layers), 2 * cache.heads, -1))  # (B * C, layers, 2 * H, E)
-        keys = both[:, :, : cache.heads]
+        both = state.projection(state.norm(state.fc(features.flatten(0, 1))))
+        parts = both.view(rows * width, layers, 2 * cache.heads, -1)  # (B * C, layers, 2 * H, E)
+        keys = parts[:, :, : cache.heads]
         slots = cache.window(width).slots[:rows]
         cos, sin = (angle.flatten(0, 1)[:, None, None] for angle in state.rotary(rows, width))
         lean.rotate(state.key_norm(keys), cos, sin, out=keys)
-        cache.buffer.index_copy_(
-            1, slots.flatten(), both.unflatten(2, (2, -1)).flatten(3).flatten(1, 2).transpose(0, 1)
-        )
+        cache.buffer.index_copy_(1, slots.flatten(), both.view(rows * width, 2 * layers, -1).transpose(0, 1))
         cache.advance(counts, on_device)
+
+    def last_norm(self, states: torch.Tensor) -> torch.Tensor:
+        if states.is_cpu and not torch.is_grad_enabled():  # as the layers before it do: its code is at hand
+            return lean.Norm(self.norm.weight, self.norm.eps)(states)
+        return super().last_norm(states)
 
     @property
     def convolves(self) -> bool:

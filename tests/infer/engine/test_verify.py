@@ -6,6 +6,7 @@ import torch
 from infer.config import TextOptions
 from infer.engine.sampling import choose, gumbel_noise, round_noise
 from infer.engine.verify import walk
+from infer.trees import compiled
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal, root_only
 
@@ -25,7 +26,10 @@ def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
         path += children
 
 
-def test_walk_equals_a_plain_walk():
+@pytest.mark.parametrize("loops", [True, False], ids=["compiled", "tensors"])
+def test_walk_equals_a_plain_walk(loops, monkeypatch):
+    if not loops:
+        monkeypatch.setattr(compiled, "available", lambda tensor: False)
     generator = torch.Generator().manual_seed(0)
     seen = set()
     for budget in (1, 3, 10, 40):
