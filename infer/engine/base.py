@@ -138,6 +138,11 @@ class EngineBase:
         thirds = max(1, 3 - math.ceil(3 * prompts / limit))
         return min(full, max(2, int(limit * thirds / 3 / weight) >> (len(self.writing) - 1).bit_length()))
 
+    def _likely_positions(self) -> int:
+        """Return how many positions a row's tree will take, as far as is known, in a round before which prompts are
+        computed: what trees leave is theirs."""
+        return self._tree_positions(1)
+
     def _context(self) -> int:
         """Return the length of the longest text in work: its row's context is computed for every row."""
         return max(len(text.prompt) + len(text.ids) for text in self.writing)
@@ -146,7 +151,7 @@ class EngineBase:
         """Compute prompts of waiting texts: a piece if other texts are being written, else all."""
         room, self.computed = math.inf, 0.0
         if self.writing and self.options.positions is not None:
-            trees = len(self.writing) * self._tree_positions(1) * self._weight(self._context())
+            trees = len(self.writing) * self._likely_positions() * self._weight(self._context())
             room = max(min(self.options.positions - trees, self.options.positions * 2 / 3), trees / 2, 1)
         while room > 0:
             mark = self.clock()

@@ -4,6 +4,7 @@ take and commit, and picks the fastest size of a round, down to none at all.
 B rows, M tree nodes.
 """
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +25,10 @@ POSITIONS = 4096  # most positions of all rows that a target pass computes, root
 TRIAL = 8  # rounds that draft before it is asked whether to
 OTHER = 100  # of rounds of the kind that seems slower, what is lost is one in so many
 SOON = 4  # rounds between two of that kind at least
-BESIDE = 12  # rounds between two whose trees are a size larger or smaller than seems best
-SHARE = 0.1  # of a round in the averages, once there are enough
+BESIDE = 16  # rounds between two whose trees are a size larger or smaller than seems best
+SHARE = 0.05  # of a round in its cost, once there are enough
+MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
+NEAR = 16  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,16 @@ class Pace:
     decoding is faster, as it is when many rows share the machine. A round of the other kind now and then keeps both
     known.
 
+    A tree of n nodes commits what the drafter promises, the sum of their probabilities, times how much of such promises
+    was kept. Among the sizes of a tree that is there, the next nodes are worth their time where they commit more than
+    rounds do in that time on average: as many as possible a second over all rounds, not in each by itself.
+
     Where rows share their budgets (`joint`), nodes are those that a row has on average.
 
-    Averages are exponential, over about 1 / SHARE rounds. Costs are kept as ratios to the rule's, by rows (to the next
-    power of two) and nodes, so that they carry over to rows and nodes of about the same number. The first round of each
-    does not count once there is a second: it may have waited for what is made once.
+    Averages are exponential, over about `MEMORY` rows of drafting rounds, costs over 1 / SHARE rounds. Costs are ratios
+    to the rule's, by rows (to the next power of two) and nodes; those of like rows and nodes lean on each other, so
+    that a size need not be tried often. The first round of each does not count once there is a second: it may have
+    waited for what is made once.
     """
 
     def __init__(self, rule: BudgetRule, most: int, joint: bool = False) -> None:
@@ -67,11 +75,13 @@ class Pace:
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
         self.ratios: dict[tuple[int, int], float] = {}  # (bits of rows, nodes) -> seconds over the rule's
         self.known: Counter[tuple[int, int]] = Counter()  # how many rounds these are of
-        self.lengths: dict[int, float] = {}  # nodes -> tokens that a row commits
-        self.drafted = self.expected = 1.0  # tokens that were committed and expected beside the bonus token
+        self.promised: dict[int, float] = {}  # nodes -> tokens beside the bonus token that a row expected
+        self.kept: dict[int, tuple[float, float]] = {}  # nodes -> such tokens committed, and expected of these trees
+        self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
         self._expected = [1.0]  # of the tree that was chosen last, by nodes
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
         self.texts = 0  # rows of all rounds that drafted
+        self.last = most  # nodes of the last round
 
     def cost(self, rows: int, nodes: int) -> float:
         """Return the seconds of a round of so many rows and drafted nodes; without nodes nothing is drafted."""
@@ -81,13 +91,24 @@ class Pace:
         return self.rule.cost(rows * (nodes + 1)) - (0 if nodes else self.rule.other)
 
     def _ratio(self, bits: int, nodes: int) -> float:
-        """Return the known ratio of the nearest rows and nodes."""
-        nearest = min(self.ratios, key=lambda known: (abs(known[0] - bits), abs(known[1] - nodes)), default=None)
-        return 1.0 if nearest is None else self.ratios[nearest]
+        """Return the mean of the known ratios: one of twice the rows or nodes weighs a NEAR-th."""
+        weighted = total = 0.0
+        for (other_bits, other), ratio in self.ratios.items():
+            far = abs(other_bits - bits) + abs(math.log2((other + 1) / (nodes + 1)))
+            weight = min(self.known[other_bits, other], 1 / SHARE) * NEAR**-far
+            weighted, total = weighted + weight * ratio, total + weight
+        return weighted / total if total else 1.0
+
+    def trust(self, nodes: int) -> float:
+        """Return how many tokens so many nodes commit for every one that is expected of them; beyond what was tried, as
+        many as of the largest trees."""
+        committed, promised = self.kept.get(max((size for size in self.kept if size <= nodes), default=0), (1, 1))
+        return committed / promised
 
     def length(self, nodes: int) -> float:
-        """Return how many tokens a row commits with so many nodes; beyond what was tried, no more."""
-        return max((length for size, length in self.lengths.items() if size <= nodes), default=1.0)
+        """Return how many tokens a row commits with so many nodes; beyond what was found, no more."""
+        promised = self.promised.get(max((size for size in self.promised if size <= nodes), default=0), 0.0)
+        return 1 + promised * self.trust(nodes)
 
     def most_nodes(self, rows: int, most: int, full: int | None = None) -> int:
         """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none. `full`:
@@ -95,10 +116,11 @@ class Pace:
         prompts to keep up."""
         self.rounds += 1
         sizes = [size for size in self._up_to(most) if rows * (size + 1) <= POSITIONS] or self.sizes[:1]
-        if self.rounds <= TRIAL or not self.lengths:
+        if self.rounds <= TRIAL or not self.kept:
             return next((size for size in reversed(sizes) if size <= FIRST), sizes[0])
         best = max(sizes, key=lambda size: self.length(size) / self.cost(rows, size))
         full, drafting, plain = full or rows, self.cost(rows, best), self.cost(rows, 0)
+        self.rate = max(self.length(best) / drafting, 1 / plain)
         gain = rows * self.length(best) / drafting * self.cost(full, 0) / full  # over drafting nothing
         other = self.alike >= self._patience(rows, gain, plain / drafting if gain > 1 else drafting / plain)
         self.alike = 0 if other else self.alike + 1
@@ -114,9 +136,9 @@ class Pace:
         return rounds if tried else min(rounds, BESIDE)
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
-        """Return the size, at most so many nodes, whose expected tokens per second are highest, for ranked trees with
-        log-probabilities (B, M), or such as `infer.trees.joint.by_place` returns: the first n nodes are the best tree
-        of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
+        """Return the size, at most so many nodes, that commits most tokens a second over all rounds, for ranked trees
+        with log-probabilities (B, M), or such as `infer.trees.joint.by_place` returns: the first n nodes are the best
+        tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
         corrected by how right they were lately. All rows get the same size, or share it."""
         self._expected = self._by_size(log_probs)
         return self._best(len(log_probs), most)
@@ -149,18 +171,18 @@ class Pace:
     def _best(self, rows: int, most: int) -> int:
         """Return the best size of at most so many nodes by what is expected of each."""
         expected = self._expected + self._expected[-1:] * (most + 1 - len(self._expected))  # by nodes and the root
-        trust = self.drafted / self.expected
         sizes = self._up_to(most)
-        best = max(range(len(sizes)), key=lambda i: (1 + (expected[sizes[i]] - 1) * trust) / self.cost(rows, sizes[i]))
+        worth = [(expected[size] - 1) * self.trust(size) - self.rate * self.cost(rows, size) for size in sizes]
+        best = worth.index(max(worth))
         turn, last = divmod(self.rounds, BESIDE)
-        if last == BESIDE - 1:  # what the sizes beside it cost is found out by taking them
+        if last == BESIDE - 1:  # what the sizes beside it cost and commit is found out by taking them
             best = max(0, min(len(sizes) - 1, best + (1 if turn % 2 else -1)))
         return sizes[best]
 
     def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out; where
         rows share their budgets, the size that each of them needs."""
-        rows = len(paths)
+        rows, self.last = len(paths), nodes
         key, ratio = (rows.bit_length(), nodes), seconds / self._by_rule(rows, nodes)
         self.known[key] += 1
         known = ratio if self.known[key] < 3 else self.ratios[key]
@@ -169,13 +191,17 @@ class Pace:
         if not nodes:
             return
         self.texts += rows
-        share = rows / min(rows + 1 / SHARE - 1, self.texts + 1)  # many rows say more
-        for size in (size for size in self.sizes if size <= nodes):
-            length = 1 + sum(node <= size for path in paths for node in path) / rows
-            known = self.lengths.get(size, self._expected[size])
-            self.lengths[size] = known + share * (length - known)
-        self.drafted += share * (sum(map(len, paths)) / rows - self.drafted)
-        self.expected += share * (self._expected[nodes] - 1 - self.expected)
+        share = rows / min(rows + MEMORY - 1, self.texts)  # many rows say more
+        for size in (size for size in self.sizes if size < len(self._expected)):
+            promised, known = self._expected[size] - 1, self.promised.get(size)
+            self.promised[size] = promised if known is None else known + share * (promised - known)
+            if size <= nodes:
+                committed = sum(node <= size for path in paths for node in path)
+                before = self.kept.get(size, (1.0, 1.0))  # to begin with, as if one was right
+                self.kept[size] = tuple(
+                    (1 - rows / (rows + MEMORY)) * old + now
+                    for old, now in zip(before, (committed, rows * promised), strict=True)
+                )
 
 
 @torch.inference_mode()

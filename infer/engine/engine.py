@@ -236,6 +236,10 @@ class Engine(EngineBase):
         # a sampled text of a method that draws depends on its trees, which may not depend on the rows beside it
         return self.nodes + 1 if self.method.draws else super()._tree_positions(prompts)
 
+    def _likely_positions(self) -> int:
+        most = super()._likely_positions()
+        return most if self.pace is None else min(most, self.pace.last + 1)
+
     def _prefill(self, width: int) -> int:
         """Run a piece of the prompts through target and drafter."""
         prompts = [text.known for text in self.entering]
