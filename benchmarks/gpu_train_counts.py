@@ -14,9 +14,10 @@ import argparse
 import gc
 import sys
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
-from gpu import finish, need_cuda, watch
+from gpu import Seen, finish, need_cuda, watch
 from transformers import PretrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from infer.config import DrafterConfig
@@ -55,12 +56,12 @@ def target_config(sizes: dict) -> PretrainedConfig:
     return Qwen3_5TextConfig(**config, linear_num_value_heads=32, linear_num_key_heads=16)
 
 
-def run_config(sizes: dict, passes: int, recompute: bool = False) -> TrainConfig:
-    """Return the configuration of a run of so many passes a step."""
+def run_config(sizes: dict, passes: int, recompute: bool = False, rows: int = 1) -> TrainConfig:
+    """Return the configuration of a run of so many passes a step, of so many rows each."""
     options = DrafterConfig(layers=sizes["drafter"], block_size=sizes["block"], mask_token_id=sizes["vocab_size"] - 1)
     train = TrainConfig(anchors=sizes["anchors"], drafter=options, recompute=recompute)
     train.objective = ObjectiveConfig(weights="exponential", gamma=7.0)
-    train.data.length, train.optim.batch, train.optim.micro = sizes["length"], passes, 1
+    train.data.length, train.optim.batch, train.optim.micro = sizes["length"], passes * rows, rows
     return train
 
 
@@ -74,15 +75,23 @@ def build(sizes: dict, train: TrainConfig) -> tuple[Target, object]:
     return target, build_engine(drafter, train, torch.device("cuda"))
 
 
-def count(name: str, sizes: dict, config: TrainConfig) -> None:
-    """Print what the third step of a shape asks of the device."""
+@dataclass(frozen=True)
+class Asked:
+    """What a step asked of the device."""
+
+    seen: Seen
+    passes: int
+    peak: float  # GB, of the allocator
+    planned: dict[str, float]  # bytes, by part
+
+
+def third_step(sizes: dict, config: TrainConfig) -> Asked:
+    """Return what the third step of a shape asks of the device."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     target, engine = build(sizes, config)
-    passes = config.optim.batch
-    prefetch = Prefetch(
-        RandomRows(4 * passes, sizes["length"], sizes["vocab_size"], documents=3), config, 0, 3, pinned=True
-    )
+    rows = RandomRows(4 * config.optim.batch, sizes["length"], sizes["vocab_size"], documents=3)
+    prefetch = Prefetch(rows, config, 0, 3, pinned=True)
     for step in range(3):
         drawn = prefetch()
         if step < 2:
@@ -91,17 +100,21 @@ def count(name: str, sizes: dict, config: TrainConfig) -> None:
         torch.cuda.reset_peak_memory_stats()
         with watch() as seen:
             train_step(engine, target, drawn, config, lambda phase: None)
-    counters, peak = torch._dynamo.utils.counters, torch.cuda.max_memory_allocated() / 1e9
-    planned = step_memory(shape_of(config, target.model.config, rows=1), config, 1, 2, 2, True)
-    whole = sum(planned.values()) / 1e9
-    print(
-        f"{name}: hidden {target.config.hidden_size}, {target.config.num_hidden_layers} layers, {passes} passes"
-        + config.recompute * ", recomputed"
-    )
+    planned = step_memory(shape_of(config, target.model.config, config.optim.micro), config, 1, 2, 2, True)
+    passes = config.optim.batch // config.optim.micro
+    return Asked(seen, passes, torch.cuda.max_memory_allocated() / 1e9, planned)
+
+
+def count(name: str, sizes: dict, config: TrainConfig) -> None:
+    """Print what the third step of a shape asks of the device."""
+    asked, counters = third_step(sizes, config), torch._dynamo.utils.counters
+    seen, passes, whole = asked.seen, asked.passes, sum(asked.planned.values()) / 1e9
+    layers, again = sizes["num_hidden_layers"], ", recomputed" if config.recompute else ""
+    print(f"{name}: hidden {sizes['hidden_size']}, {layers} layers, {passes} passes{again}")
     print(f"  launches {seen.launches}, {seen.launches / passes:.0f} a pass")
     print(f"  waits    {len(seen.waits)}: {dict(Counter(seen.waits))}")
-    print(f"  peak     {peak:.2f} GB; planned {whole:.2f}, {whole / peak:.3f} of it")
-    print("           " + ", ".join(f"{part} {size / 1e9:.2f}" for part, size in planned.items()))
+    print(f"  peak     {asked.peak:.2f} GB; planned {whole:.2f}, {whole / asked.peak:.3f} of it")
+    print("           " + ", ".join(f"{part} {size / 1e9:.2f}" for part, size in asked.planned.items()))
     print(f"  compiled {counters['stats']['unique_graphs']} programs, graph breaks {dict(counters['graph_break'])}")
     sys.stdout.flush()
 
