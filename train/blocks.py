@@ -37,20 +37,35 @@ class Blocks:
         return torch.cat([ids.gather(1, self.anchors)[..., None], self.labels[..., :-1]], -1)
 
 
+def anchor_candidates(loss: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    """Return where anchors may stand in rows (B, T): bool. An anchor's token and its successor both carry loss; these
+    two and the token before them belong to one document, since a bonus token always follows a prompt."""
+    candidate = torch.zeros_like(loss)
+    same = documents[:, :-1] == documents[:, 1:]
+    candidate[:, 1:-1] = loss[:, 1:-1] & loss[:, 2:] & same[:, 1:] & same[:, :-1]
+    return candidate
+
+
+def anchor_room(loss: torch.Tensor, documents: torch.Tensor, per_document: int | None = None) -> torch.Tensor:
+    """Return how many anchors each row has room for, (B,): its candidates, at most so many of each document."""
+    candidate = anchor_candidates(loss, documents)
+    if per_document is None:
+        return candidate.sum(1)
+    own = documents + 1  # padding has number 0
+    return torch.zeros_like(own).scatter_add(1, own, candidate.long()).clamp(max=per_document).sum(1)
+
+
 def draw_anchors(
     loss: torch.Tensor, documents: torch.Tensor, jitter: torch.Tensor, per_document: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return anchor positions (B, N) int64, sorted, and whether each slot is used (B, N), from jitter (B, N) in [0, 1).
 
-    An anchor's token and its successor both carry loss; these two and the token before them belong to one document,
-    since a bonus token always follows a prompt. Slot j draws uniformly from the j-th of N equal strata of a row's
-    candidates, and takes the next free one where its neighbour has drawn the same: no candidate is drawn twice, each
-    document gets its share of the slots, the list is sorted as drawn, and shapes are fixed. With `per_document`, a
-    document's share is at most so many. Slots that are more than there is to draw go unused.
+    Slot j draws uniformly from the j-th of N equal strata of a row's `anchor_candidates`, and takes the next free one
+    where its neighbour has drawn the same: no candidate is drawn twice, each document gets its share of the slots, the
+    list is sorted as drawn, and shapes are fixed. With `per_document`, a document's share is at most so many. Slots
+    that are more than there is to draw (`anchor_room`) go unused.
     """
-    candidate = torch.zeros_like(loss)  # (B, T)
-    same = documents[:, :-1] == documents[:, 1:]
-    candidate[:, 1:-1] = loss[:, 1:-1] & loss[:, 2:] & same[:, 1:] & same[:, :-1]
+    candidate = anchor_candidates(loss, documents)  # (B, T)
     counts = candidate.sum(1, keepdim=True)  # (B, 1)
     place = torch.arange(jitter.shape[1], device=loss.device)  # (N,)
     order = candidate.cumsum(1) - 1  # (B, T) rank of each candidate

@@ -50,7 +50,7 @@ from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.ngrams import count_rows
 from train.run.overview import overview
 from train.run.progress import Progress
-from train.run.sources import sources
+from train.run.sources import most_anchors, sources
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
 from train.safety.processes import StallWatch, catch_signals, first_only, start_processes
@@ -238,6 +238,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
     folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
+    asked, config = config.anchors, replace(config, anchors=first_only(lambda: most_anchors(dataset, config)))
     shape = shape_of(config, target.config)
     seconds = seconds_at_full_rate(shape, config, device)
     said = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset))))
@@ -250,6 +251,8 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     if stored is not None:
         target.body.layers.to("meta")
     checkpoint, notes = newest(folder)
+    if config.anchors < asked:
+        notes.append(f"anchors={asked}: no row has room for more than {config.anchors}")
     state = load(checkpoint) if checkpoint is not None else {}
     if state:
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})

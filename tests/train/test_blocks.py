@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Gemma2Config
 
 from infer.attention import masks
@@ -11,9 +12,10 @@ from infer.attention.masks import block_mask_mod, dense, masked_attention, packe
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dart.model import DART
-from train.blocks import block_mask, draw_anchors, lay_out
+from train.blocks import anchor_room, block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.loop import block_loss, draft_states
+from train.run.sources import most_anchors
 
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(
@@ -185,6 +187,22 @@ def test_a_document_has_at_most_its_share(slots, wanted):
     used = anchors[valid].tolist()
     found = [sum(rows["documents"][0, a].item() == n for a in used) for n in range(4)]
     assert len(set(used)) == len(used) and all(abs(a - b) <= 2 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("per_document", [None, 1, 3])
+def test_slots_that_no_row_has_room_for_draw_nothing(per_document):
+    """A run leaves them out: what it draws is the same."""
+    rows = packed([[9, 14], [20], [2, 2, 30]], 40)
+    room = anchor_room(rows["loss"], rows["documents"], per_document)
+    drawn = jitter(3, 38)
+    anchors, valid = draw_anchors(rows["loss"], rows["documents"], drawn, per_document)
+    assert torch.equal(valid.sum(1), room) and room.min() > 0
+    few, all_valid = draw_anchors(rows["loss"], rows["documents"], drawn[:, : room.max()], per_document)
+    assert torch.equal(few[all_valid], anchors[valid])
+    dataset = Dataset.from_dict({name: column.tolist() for name, column in rows.items()})
+    settings = TrainConfig(anchors=38, document_anchors=per_document)
+    settings.data.length = 40
+    assert most_anchors(dataset, settings) == room.max() < 38
 
 
 def test_every_anchor_counts_once_however_many_slots_there_are():

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from infer.targets.loading import weight_files
 from infer.targets.target import Target
 from infer.utils.files import json_digest, refuse_other_settings, write_json
+from train.blocks import anchor_room
+from train.config import TrainConfig
 from train.features import StoredRows, weights_digest
 
 if TYPE_CHECKING:
@@ -55,6 +58,16 @@ def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray
         return
     for chunk in rows.data.column(name).chunks:  # pyarrow's, memory-mapped
         yield chunk.flatten().to_numpy(zero_copy_only=False)
+
+
+def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
+    """Return how many of the configuration's anchors any row has room for: the slots beyond would be computed and
+    learn nothing."""
+    most = 1
+    for columns in zip(column_parts(rows, "loss"), column_parts(rows, "documents"), strict=True):
+        loss, documents = (torch.from_numpy(np.array(part)).view(-1, config.data.length) for part in columns)
+        most = max(most, int(anchor_room(loss, documents.long(), config.document_anchors).max()))
+    return min(config.anchors, most)
 
 
 def refuse_other_sources(run: Path, wanted: dict) -> None:
