@@ -58,12 +58,16 @@ class ConditionalDraft:
             self.unary = torch.full_like(marginals, -torch.inf).scatter(
                 2, self.choices, marginals.gather(2, self.choices)
             )
-        scores = self.unary
-        if judge is not None:
-            scores = judge(scores, torch.arange(states.shape[1], device=states.device))
-        most = min(candidates, self.head.top_k or candidates, scores.shape[-1])
-        self.tokens = scores.topk(most, dim=-1).indices  # (B, L, M)
-        self.length, self.count = self.tokens.shape[1:]
+        self.length, vocabulary = self.unary.shape[1:]
+        room = CHUNK if judge is None else CHUNK // 2  # a judge makes copies
+        self.at_once = max(1, room // (len(bonus) * vocabulary))  # queries whose scores are in memory
+        self.count = min(candidates, self.head.top_k or candidates, vocabulary)  # M
+        if judge is None:
+            self.tokens = self.unary.topk(self.count, dim=-1).indices  # (B, L, M)
+        else:
+            slots = torch.arange(self.length, device=states.device).split(self.at_once)
+            parts = zip(self.unary.split(self.at_once, dim=1), slots, strict=True)
+            self.tokens = torch.cat([judge(*part).topk(self.count, dim=-1).indices for part in parts], 1)
 
     def scores(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None
@@ -85,13 +89,11 @@ class ConditionalDraft:
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, c, M) of the slots' candidates, and the memory; arguments as in `scores`."""
-        size = max(1, CHUNK // (len(before) * self.unary.shape[-1]))
         found, memories = [], []
-        for start in range(0, len(slots), size):
-            part = slice(start, start + size)
+        for start in range(0, len(slots), self.at_once):
+            part = slice(start, start + self.at_once)
             scores, after = self.scores(slots[part], before[:, part], None if memory is None else memory[:, part])
-            picked = scores.gather(2, self.tokens[:, slots[part]])
-            found.append((picked - scores.logsumexp(-1, keepdim=True)).clamp(max=0))
+            found.append(scores.log_softmax(-1).gather(2, self.tokens[:, slots[part]]))
             memories.append(after)
         return torch.cat(found, 1), None if memories[0] is None else torch.cat(memories, 1)
 
@@ -99,10 +101,14 @@ class ConditionalDraft:
     def table(self) -> Table:
         """The log-probabilities of all candidates behind all candidates, of a head that is not recurrent."""
         first = self._behind(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
-        width = 1 if self.choices is not None and self.judge is None else self.unary.shape[-1]
-        size = max(1, CHUNK // (len(first) * self.length * width))
-        parts = [self._behind(slice(1, None), before) for before in self.tokens[:, :-1].split(size, dim=2)]
-        return Table(first[:, 0, 0], torch.cat(parts, 2))
+        at_once = self.length * self.count if self.choices is not None and self.judge is None else self.at_once
+        steps = []
+        for start in range(1, self.length, at_once):  # as many slots as there is room for; of these, candidates
+            slots = slice(start, min(start + at_once, self.length))
+            before = self.tokens[:, start - 1 : slots.stop - 1]  # (B, s, M)
+            parts = before.split(max(1, at_once // before.shape[1]), dim=2)
+            steps.append(torch.cat([self._behind(slots, part) for part in parts], 2))
+        return Table(first[:, 0, 0], torch.cat(steps, 1) if steps else first[:, 1:])
 
     def _behind(self, slots: slice, before: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each behind m tokens (B, s, m)."""
@@ -117,8 +123,7 @@ class ConditionalDraft:
         if self.judge is not None:
             flat = number.expand(-1, before.shape[2]).flatten()  # (s m,)
             scores = self.judge(scores.flatten(1, 2), flat).view_as(scores)
-        picked = scores.gather(3, self.tokens[:, slots, None].expand(-1, -1, before.shape[2], -1))
-        return (picked - scores.logsumexp(-1, keepdim=True)).clamp(max=0)
+        return scores.log_softmax(-1).gather(3, self.tokens[:, slots, None].expand(-1, -1, before.shape[2], -1))
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the bonus token."""

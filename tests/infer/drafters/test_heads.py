@@ -10,6 +10,7 @@ from infer import load_drafter
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import Block
+from infer.drafters.heads import draft
 from infer.drafters.heads.table import HEADS
 from infer.engine.sampling import judge_on_noise
 from infer.formats.checkpoint import save_drafter
@@ -154,6 +155,30 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
     taught = drafter.behind(target, block, torch.cat([bonus[:, None], tokens[:, :-1]], 1))
     assert torch.allclose(taught.gather(2, tokens[..., None])[..., 0], log_probs, atol=1e-5)
     assert torch.equal(taught.argmax(-1), tokens)
+
+
+@pytest.mark.parametrize("kind", ["gated", "selector"])
+def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kind, monkeypatch):
+    """Room for three queries of both rows, less than a block has slots: the same candidates and table as at once."""
+    target, drafter = with_head(kind, 6)
+    bonus, block = drafted(target, drafter)
+    judged, noise = [], torch.randn(2, 6, 97, generator=torch.Generator().manual_seed(2))
+    judge = judge_on_noise([DecodeOptions(temperature=0.7)] * 2, noise, None)
+
+    def noted(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        judged.append(scores.numel())
+        return judge(scores, slots)
+
+    at_once = drafter.conditional_draft(target, bonus, block, noted, 5)
+    expected = at_once.table
+    assert max(judged) > (room := 2 * 3 * 97)
+    judged.clear()
+    monkeypatch.setattr(draft, "CHUNK", 2 * room)
+    in_pieces = drafter.conditional_draft(target, bonus, block, noted, 5)
+    assert torch.equal(in_pieces.tokens, at_once.tokens)
+    for found, right in zip(in_pieces.table, expected, strict=True):
+        assert torch.allclose(found, right, atol=1e-6)
+    assert max(judged) <= room
 
 
 @pytest.mark.parametrize("kind", KINDS)
