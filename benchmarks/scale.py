@@ -6,8 +6,9 @@
 One size of a small shape is doubled at a time, the others stay. Each point has a process of its own on a CPU: CPU
 seconds are the least over some steps, one thread; memory the most in use above what there was before the models, in
 another process that gives freed memory back at once. Behind each figure stands the exponent from the point before: 1 is
-linear, 0 no growth. Costs that do not depend on a size pull it below; above 1.1 it is marked. Ranks: processes that
-train together (ZeRO 2, one row each), CPU seconds of each.
+linear, 0 no growth; costs that do not depend on a size pull it below. Beside them the step's useful operations
+(`train.plan`): seconds whose exponent is 0.2 above theirs are marked, and all else that is 0.2 above linear. Ranks:
+processes that train together (ZeRO 2, one row each), CPU seconds of each.
 """
 
 import argparse
@@ -29,7 +30,7 @@ REAL = {"length": (1024, 2048, 4096), "anchors": (128, 256, 512), "batch": (1, 2
 REAL |= {"vocabulary": (32_000, 64_000, 128_000)}
 RANKS = (1, 2, 4)
 FIXED = {"hidden": 128, "head_dim": 32, "layers": 4, "block": 8}  # of the small shape
-STEEP = 1.1
+STEEP = 0.2
 
 
 def measure(sizes: dict, steps: int) -> dict:
@@ -47,7 +48,10 @@ def measure(sizes: dict, steps: int) -> dict:
         began = time.process_time()
         step()
         seconds.append(time.process_time() - began)
-    return {"CPU s": min(seconds[1:]), "GB": memory.peak() / 1e9}
+    peak = memory.peak() / 1e9
+    target, _, _, config = script.build(argparse.Namespace(**DEFAULTS | FIXED | sizes))
+    work = sum(script.step_operations(script.shape_of(config, target.config)).values()) / 1e9
+    return {"GFLOP": work, "CPU s": min(seconds[1:]), "GB": peak}
 
 
 def on_cpu(sizes: dict) -> dict:
@@ -136,12 +140,13 @@ def table(name: str, points: dict[int, dict]) -> None:
     print("| ---: |" + " ---: |" * (2 * len(kinds)))
     before: tuple[int, dict] | None = None
     for size, found in points.items():
-        line = f"| {size:,} |"
+        line, allowed = f"| {size:,} |", 1.0
         for kind, value in found.items():
             exponent = ""
             if before is not None and value > 0 < before[1][kind]:
                 power = math.log(value / before[1][kind]) / math.log(size / before[0])
-                exponent = f"{power:.2f}" + (" **steep**" if power > STEEP else "")
+                exponent = f"{power:.2f}" + (" **steep**" if power > allowed + STEEP else "")
+                allowed = power if kind == "GFLOP" else 1.0  # the seconds stand behind the operations
             line += (f" {value:,.0f} |" if value >= 100 or kind == "waits" else f" {value:.3f} |") + f" {exponent} |"
         print(line, flush=True)
         before = size, found
