@@ -22,7 +22,7 @@ import time
 import torch
 from again import run_again
 
-from infer.attention.masks import block_mask_mod, dense
+from infer.attention.masks import block_ranges, dense
 from infer.config import DrafterConfig
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.evaluate import describe_device, synchronised_clock
@@ -99,8 +99,7 @@ def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
     embedded, block_positions = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     slots = blocks.anchors.shape[1]
     queries = slots * drafter.block_size
-    mod = block_mask_mod(blocks.anchors, rows["documents"], drafter.block_size)
-    allowed = dense(mod, len(rows["ids"]), queries, length + queries, target.device)
+    allowed = dense(block_ranges(blocks.anchors, rows["documents"], drafter.block_size), length + queries)
     hidden = drafter(features.float(), rows["positions"], embedded, block_positions, allowed)
     hidden = hidden.unflatten(1, (slots, drafter.block_size))[:, :, 1:]
     log_q = target.head(hidden.to(target.dtype)).float().log_softmax(-1)  # (B, N, L, V)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infer.attention.masks import GroupedMask, block_mask_mod, block_ranges, grouped_mask, range_mask
+from infer.attention.masks import PieceMask, block_ranges, range_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -120,18 +120,9 @@ def lay_out(columns: dict[str, torch.Tensor], anchors: torch.Tensor, valid: torc
 
 
 def block_mask(
-    starts: torch.Tensor,
-    documents: torch.Tensor,
-    width: int,
-    dtype: torch.dtype = torch.float32,
-    causal: bool = False,
-    window: int | None = None,
-) -> "GroupedMask | BlockMask":
+    starts: torch.Tensor, documents: torch.Tensor, width: int, causal: bool = False, window: int | None = None
+) -> "PieceMask | BlockMask":
     """Return the prefix-shared mask of blocks of `width`, which see the context before their starts (B, N): from
-    queries N*width to keys T + N*width: for FlexAttention on CUDA; the same predicate in pieces, additive in the
-    attention's `dtype`, elsewhere (SDPA would turn boolean ones into such in every layer, and keep each for the
-    backward pass)."""
-    if starts.device.type == "cuda":
-        keys = documents.shape[1] + starts.shape[1] * width
-        return range_mask(block_ranges(starts, documents, width, causal, window), keys)
-    return grouped_mask(block_mask_mod(starts, documents, width, causal, window), starts, documents, width, dtype)
+    queries N*width to keys T + N*width (`infer.attention.masks.block_ranges`)."""
+    keys = documents.shape[1] + starts.shape[1] * width
+    return range_mask(block_ranges(starts, documents, width, causal, window), keys)

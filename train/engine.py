@@ -6,16 +6,32 @@ import torch.distributed as dist
 from torch import nn
 
 from infer.drafters.base import Drafter
+from infer.targets.loading import resolve_dtype
 from train.config import TrainConfig
 from train.optim import make_optimizer
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the drafter's products; its weights, gradients and moments are always float32."""
+    """Return the dtype of training's products: the drafter's, whose weights, gradients and moments are always float32,
+    and on a CPU the target's too (`target_dtype`)."""
     name = config.optim.precision
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
+        name = "bfloat16" if device.type == "cuda" or (device.type == "cpu" and has_bfloat16()) else "float32"
     return getattr(torch, name)
+
+
+def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the frozen target in training's passes. Decoding's is `target.dtype`, float32 on a CPU where
+    that is auto: what an evaluation writes is exact."""
+    if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
+        return compute_dtype(config, device)
+    return resolve_dtype(config.target.dtype, device)
+
+
+def has_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 numbers, twice as fast as float32: one that does not is slower."""
+    known = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 def compiles(config: TrainConfig, cuda: bool) -> bool:

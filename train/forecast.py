@@ -21,12 +21,12 @@ from data.packing import best_fit
 from data.rows import files_of, single, training_rows
 from infer.drafters.families import FAMILIES
 from infer.evaluation.evaluate import synchronised_clock
-from infer.targets.loading import resolve_dtype, without_memory
+from infer.targets.loading import without_memory
 from infer.targets.support import refuse_unsupported
 from infer.targets.target import Target
 from train.batches import Prefetch
 from train.config import TrainConfig
-from train.engine import build_engine, compute_dtype, micro_batch
+from train.engine import build_engine, compute_dtype, micro_batch, target_dtype
 from train.features import row_bytes
 from train.loop import train_step
 from train.plan import (
@@ -123,7 +123,7 @@ def random_steps(
 ) -> Iterator[Callable[[], object]]:
     """A function that takes the next one of `count` steps of a run on random rows, from random weights."""
     start_processes(device)
-    target = random_target(theirs, resolve_dtype(config.target.dtype, device), device)
+    target = random_target(theirs, target_dtype(config, device), device)
     family = FAMILIES[config.drafter.family].load()
     with device:
         drafter = family(family.config_for(config.drafter, None, target.config))
@@ -164,7 +164,7 @@ class Work:
     @property
     def memory(self) -> dict[str, float]:
         """Bytes on one device at a step's peak, by part."""
-        weight = resolve_dtype(self.config.target.dtype, self.device).itemsize
+        weight = target_dtype(self.config, self.device).itemsize
         product, cuda = compute_dtype(self.config, self.device).itemsize, self.device.type == "cuda"
         return step_memory(self.shape, self.config, self.world, weight, product, cuda)
 
@@ -182,7 +182,7 @@ def work_of(config: TrainConfig) -> Work:
     device = torch.device("cuda" if cuda else "cpu")
     room = device_memory(device, world) if cuda == torch.cuda.is_available() else None
     shape = shape_of(config, theirs, micro_batch(config, world)[0])
-    weight, product = resolve_dtype(config.target.dtype, device).itemsize, compute_dtype(config, device).itemsize
+    weight, product = target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize
     recompute = recompute_of(shape, config, world, weight, product, cuda, room)
     return Work(replace(config, recompute=recompute.chosen), theirs, shape, world, device, recompute)
 

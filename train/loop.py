@@ -28,7 +28,7 @@ from infer.utils.entry import INTERRUPTED
 from train.batches import Prefetch, StepRows, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import TrainConfig, check_head_training
-from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step
+from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step, target_dtype
 from train.features import StoredRows, dependencies, stored_features
 from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
 from train.optim import learning_rate, set_rate
@@ -90,9 +90,7 @@ def draft_states(
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     starts = (blocks.anchors - module.anchor_offset).clamp(min=0)
-    masks = [
-        block_mask(starts, rows["documents"], module.num_queries, kind, *view) for view in module.attention_patterns
-    ]
+    masks = [block_mask(starts, rows["documents"], module.num_queries, *view) for view in module.attention_patterns]
     hidden = drafter(features.context.to(kind), rows["positions"], *inputs, *masks)  # (B, N*W, D)
     drafted = hidden.unflatten(1, (-1, module.num_queries))[:, :, module.first_draft_slot :]  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
@@ -183,19 +181,22 @@ def train_step(
     )
 
 
-def load_frozen(config: TrainConfig, device: torch.device, stored: StoredRows | None = None) -> Target:
-    """Load the target onto the device, or onto the host if it is to be sharded. With stored features, load only its
-    embedding, its head and the layers that the drafter is initialised from."""
+def load_frozen(
+    config: TrainConfig, device: torch.device, stored: StoredRows | None = None, dtype: torch.dtype | None = None
+) -> Target:
+    """Load the target onto the device, or onto the host if it is to be sharded, in the dtype of training's passes or
+    another. With stored features, load only its embedding, its head and the layers that the drafter is initialised
+    from."""
     options, layers = config.target, None
     if stored is not None:
         known = stored.manifest
         family = FAMILIES[config.drafter.family].load()
         theirs = load_config(options.path, options.trust_remote_code).get_text_config()
         layers = family.warm_layers(known["layers"], config.drafter.layers, theirs)
-    dtype = str(resolve_dtype(options.dtype, device)).removeprefix("torch.")
+    kind = str(dtype or target_dtype(config, device)).removeprefix("torch.")
     place = "cpu" if options.shard else str(device)
     told = options.chat_template_kwargs
-    return load_target(options.path, dtype, place, options.trust_remote_code, layers, options.adapter, told)
+    return load_target(options.path, kind, place, options.trust_remote_code, layers, options.adapter, told)
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,11 @@ class Run:
     def total(self) -> int:
         """Steps of the whole run."""
         return total_steps(self.config, len(self.dataset))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of decoding: the target's in evaluations, and the saved drafters'."""
+        return resolve_dtype(self.config.target.dtype, self.device)
 
     @property
     def stops(self) -> set[int]:
@@ -347,7 +353,7 @@ def step_on(
             watch.report_progress("saving")
             if step in run.stops:
                 first_only(writer.wait)
-                saved = save(run.folder, step, engine, run.target.dtype, config.keep_states)
+                saved = save(run.folder, step, engine, run.dtype, config.keep_states)
                 evaluate(run, step, watch, progress, tracker)
             else:
                 save_rolling(run.folder, step, engine, writer)
@@ -364,8 +370,10 @@ def step_on(
 def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker: Tracker) -> None:
     """Decode held-out prompts with the checkpoint of a step, and update the report."""
 
-    def whole_target() -> Target:  # with stored features, the whole target is in memory only for the evaluation
-        return run.target if run.stored is None else load_frozen(run.config, run.device)
+    def whole_target() -> Target:  # with stored features, or trained in another dtype: in memory only meanwhile
+        if run.stored is None and run.target.dtype == run.dtype:
+            return run.target
+        return load_frozen(run.config, run.device, dtype=run.dtype)
 
     def alive() -> None:
         watch.report_progress("an evaluation")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from infer.attention.masks import DocumentMask, TreeMask, flex_attention
+from infer.attention.masks import PieceMask, TreeMask, attend_pieces, flex_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -21,7 +21,7 @@ def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: "torch.Tensor | TreeMask | DocumentMask | BlockMask | None",
+    mask: "torch.Tensor | TreeMask | PieceMask | BlockMask | None",
     scale: float,
 ) -> torch.Tensor:
     """Return the attention (B, K, G Q, E) of queries packed by the key head they share over keys and values (B, K, S,
@@ -36,32 +36,12 @@ def attend(
 
 
 def attend_packed(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: "DocumentMask | BlockMask",
-    scale: float,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: "PieceMask | BlockMask", scale: float
 ) -> torch.Tensor:
-    """Return `attend`'s result for packed rows, S = Q: by FlexAttention under its own masks; else document by document,
-    or in one piece where every row is one document."""
-    key_heads, width = keys.shape[1:3]
-    heads = queries.unflatten(2, (-1, width)).flatten(1, 2)  # (B, H, Q, E)
-    if not isinstance(mask, DocumentMask):
-        mixed = flex_attention(heads, keys, values, mask, scale)
-    elif len(mask.spans) == len(queries) and mask.near.count(None) == len(mask.near):
-        mixed = F.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True, scale=scale)
-    else:
-        mixed = torch.empty_like(heads)
-        for (row, begin, end), near in zip(mask.spans, mask.near, strict=True):
-            part = slice(row, row + 1), slice(None), slice(begin, end)
-            mixed[part] = F.scaled_dot_product_attention(
-                *(each[part] for each in (heads, keys, values)),
-                attn_mask=near,
-                is_causal=near is None,
-                enable_gqa=True,
-                scale=scale,
-            )
-    return mixed.unflatten(1, (key_heads, -1)).flatten(2, 3)
+    """Return `attend`'s result for packed rows, S = Q: in pieces, or by FlexAttention."""
+    heads = queries.unflatten(2, (-1, keys.shape[2])).flatten(1, 2)  # (B, H, Q, E)
+    run = attend_pieces if isinstance(mask, PieceMask) else flex_attention
+    return run(heads, keys, values, mask, scale).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
 
 
 def attend_grouped(

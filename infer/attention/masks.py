@@ -1,18 +1,19 @@
-"""Attention masks: one predicate for training, and its dense counterparts for decoding.
+"""Attention masks: what training and packed rows see, as ranges of keys, and masks of caches for decoding.
 
-B rows, N anchors, K block size, T packed context length, Q new positions, M tree nodes.
+B rows, N anchors, K block size, T packed context length, Q new positions, M tree nodes, H query heads, H' key heads,
+G = H / H', E head size.
 
 Training lays the queries of one packed row out as N blocks of K positions, and the keys as
-[T context positions | N * K block positions]. `block_mask_mod` defines the mask of this layout; `grouped_mask` has it
-in pieces for SDPA, `block_ranges` as ranges of keys for FlexAttention on CUDA (torch has no backward of FlexAttention
-on the CPU), `dense` evaluates it everywhere. It is the prefix-shared mask of DART section 3.2 and figure 4, for DFlash
-blocks: a block sees the context features strictly before its anchor, and itself.
+[T context positions | N * K block positions]. What a query sees is one range of the context and one of its own block
+(`block_ranges`): the prefix-shared mask of DART section 3.2 and figure 4, for DFlash blocks: a block sees the context
+features strictly before its anchor, and itself. What a position of packed documents sees is one range
+(`packed_ranges`). `range_mask` makes FlexAttention's mask of them on CUDA, and elsewhere pieces of some queries each
+(torch has no backward of FlexAttention on the CPU).
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,59 +23,17 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-GROUP = 64  # queries of a piece of the training mask
+GROUP = 64  # queries of a piece of a mask
 TILE = 128  # queries, and keys, of a tile of FlexAttention's masks
 Range = tuple[torch.Tensor, torch.Tensor]  # the first key that every query sees and the one behind the last, (B, Q)
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def block_mask_mod(
-    anchors: torch.Tensor, documents: torch.Tensor, block_size: int, causal: bool = False, window: int | None = None
-) -> MaskMod:
-    """Return the predicate of the prefix-shared training mask.
-
-    anchors (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones before (an
-    unused slot may hold any position: its block attends to something and carries no loss); documents (B, T) int64
-    document number of every context position, -1 for padding. `causal` makes positions inside a block see only those
-    before them (DART), otherwise all (DFlash). With a `window` they see only what is less than that many positions
-    away, context and block alike (sliding attention)."""
-    length = documents.shape[1]
-
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        block, slot = q // block_size, q % block_size
-        anchor = anchors[b, block]
-        is_context = kv < length
-        context = torch.where(is_context, kv, 0)
-        before_anchor = context < anchor
-        same_document = documents[b, context] == documents[b, anchor]
-        inside = (kv - length) // block_size == block
-        before = slot - (kv - length) % block_size
-        if causal:
-            inside = inside & (before >= 0)
-        if window is not None:
-            before_anchor = before_anchor & (anchor + slot - context < window)
-            inside = inside & (before.abs() < window)
-        return torch.where(is_context, before_anchor & same_document, inside)
-
-    return mask_mod
-
-
-def packed_causal_mod(documents: torch.Tensor) -> MaskMod:
-    """Return the predicate of causal attention inside each document of a packed row; documents (B, T), padding (-1)
-    sees padding."""
-
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return (documents[b, q] == documents[b, kv]) & (kv <= q)
-
-    return mask_mod
-
-
-def dense(mask_mod: MaskMod, rows: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Evaluate a predicate everywhere: (rows, 1, queries, keys) bool."""
-    b = torch.arange(rows, device=device).view(-1, 1, 1, 1)
-    q = torch.arange(queries, device=device).view(1, 1, -1, 1)
-    kv = torch.arange(keys, device=device).view(1, 1, 1, -1)
-    return mask_mod(b, torch.zeros_like(b), q, kv).expand(rows, 1, queries, keys)
+def dense(ranges: list[Range], keys: int | torch.Tensor) -> torch.Tensor:
+    """Return which keys lie in one of the ranges of every query, (B, 1, Q, S) bool; keys: how many, or their places
+    (S,)."""
+    places = keys if isinstance(keys, torch.Tensor) else torch.arange(keys, device=ranges[0][0].device)
+    seen = [(low[..., None] <= places) & (places < high[..., None]) for low, high in ranges]
+    return (seen[0] if len(seen) == 1 else seen[0] | seen[1])[:, None]
 
 
 def opens(documents: torch.Tensor) -> torch.Tensor:
@@ -87,8 +46,14 @@ def opens(documents: torch.Tensor) -> torch.Tensor:
 def block_ranges(
     starts: torch.Tensor, documents: torch.Tensor, width: int, causal: bool = False, window: int | None = None
 ) -> list[Range]:
-    """Return what `block_mask_mod` lets the queries of blocks of `width` see, as ranges of keys (B, N * width): one of
-    the context, one of their own block."""
+    """Return what the queries of blocks of `width` see, as ranges of keys (B, N * width): one of the context, one of
+    their own block.
+
+    starts (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones before (an
+    unused slot may hold any position: its block attends to something and carries no loss); documents (B, T) int64
+    document number of every context position, -1 for padding. `causal` makes positions inside a block see only those
+    before them (DART), otherwise all (DFlash). With a `window` they see only what is less than that many positions
+    away, context and block alike (sliding attention)."""
     length, steps = documents.shape[1], torch.arange(width, device=starts.device)
     ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
     begins = opens(documents).gather(1, starts)[..., None]
@@ -113,7 +78,12 @@ def packed_ranges(
     return [(begins, (places + 1).expand_as(begins))]
 
 
-def range_mask(ranges: list[Range], keys: int) -> "BlockMask":
+def range_mask(ranges: list[Range], keys: int) -> "PieceMask | BlockMask":
+    """Return the mask of queries that see ranges of `keys` keys, for the device that they are on."""
+    return flex_mask(ranges, keys) if ranges[0][0].device.type == "cuda" else piece_mask(ranges)
+
+
+def flex_mask(ranges: list[Range], keys: int) -> "BlockMask":
     """Return the mask of queries that see ranges of `keys` keys, for FlexAttention: which tiles of queries and keys it
     looks into, and which it need not ask. They follow from the ranges' edges: no mask of queries x keys is evaluated,
     and no program compiled for it."""
@@ -163,91 +133,101 @@ def _flex():
 
 
 @dataclass(frozen=True)
-class GroupedMask:
-    """The training mask in pieces, for SDPA: some blocks of a row at a time, which see the part of the context that
-    lies before them in their documents, and each other. Most of the whole mask hides what no block sees."""
+class Piece:
+    """Some queries of a row, and what they see."""
 
-    length: int  # T
-    groups: list[list[tuple[int, int, int, int, torch.Tensor]]]  # of each row: first query and the one behind the
-    # last, the same of the context, and what they see of context and of their own keys, additive (1, 1, q, keys)
+    row: int
+    queries: slice
+    spans: list[slice]  # of the keys: all that one of the queries sees lies there
+    mask: torch.Tensor  # (queries, keys of the spans) additive, float32
 
-    def pieces(self) -> Iterator[tuple[int, tuple[int, int, int, int, torch.Tensor]]]:
-        """Yield every piece with its row's number."""
-        return ((row, piece) for row, groups in enumerate(self.groups) for piece in groups)
+    def seen(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what the piece sees of keys or values (B, H', S, E), (H', keys, E)."""
+        parts = [states[self.row, :, span] for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-
-def grouped_mask(
-    mask_mod: MaskMod, starts: torch.Tensor, documents: torch.Tensor, width: int, dtype: torch.dtype
-) -> GroupedMask:
-    """Evaluate the training predicate piece by piece; starts (B, N) where blocks of `width` begin, documents (B, T)."""
-    length, slots = documents.shape[1], starts.shape[1]
-    size = max(1, GROUP // width)  # blocks
-    places = torch.arange(length)
-    begins = opens(documents).gather(1, starts)  # (B, N)
-    groups: list[list[tuple[int, int, int, int, torch.Tensor]]] = []
-    for row in range(len(starts)):
-        groups.append([])
-        for first in range(0, slots, size):
-            last = min(first + size, slots)
-            begin, end = int(begins[row, first:last].min()), int(starts[row, first:last].max())
-            queries = torch.arange(first * width, last * width)
-            keys = torch.cat([places[begin:end], length + queries])
-            seen = mask_mod(torch.tensor(row), None, queries[:, None], keys)
-            groups[-1].append((first * width, last * width, begin, end, additive(seen, dtype)[None, None]))
-    return GroupedMask(length, groups)
+    def add(self, states: torch.Tensor, part: torch.Tensor) -> None:
+        """Add a part (H', keys, E) to what the piece sees of states (B, H', S, E)."""
+        sizes = [span.stop - span.start for span in self.spans]
+        for span, one in zip(self.spans, part.split(sizes, dim=1), strict=True):
+            states[self.row, :, span] += one
 
 
-def _seen_by(
-    states: torch.Tensor, row: int, piece: tuple[int, int, int, int, torch.Tensor], length: int
-) -> torch.Tensor:
-    """Return the keys or values that a piece of a row sees, (1, H', keys, E), of those of all rows."""
-    first, last, begin, end, _ = piece
-    parts = states[row : row + 1, :, begin:end], states[row : row + 1, :, length + first : length + last]
-    return torch.cat(parts, dim=2)
+@dataclass(frozen=True)
+class PieceMask:
+    """A mask in pieces: most of the whole one hides what no query sees."""
+
+    pieces: list[Piece]
 
 
-class _GroupedAttention(torch.autograd.Function):
-    """Attention under a mask in pieces. What a piece sees is put together twice, before its forward and before its
-    backward pass, so that it need not be kept; gradients are added up in place."""
+def piece_mask(ranges: list[Range]) -> PieceMask:
+    """Return the mask of queries that see ranges of keys, in pieces."""
+    pieces, (rows, width) = [], ranges[0][0].shape
+    for row, first in product(range(rows), range(0, width, GROUP)):
+        queries = slice(first, min(first + GROUP, width))
+        here = [(low[row : row + 1, queries], high[row : row + 1, queries]) for low, high in ranges]
+        edges = [(int(low.min()), int(high.max())) for low, high in here]
+        spans = [slice(begin, end) for begin, end in edges if begin < end]
+        keys = torch.cat([torch.arange(span.start, span.stop, device=ranges[0][0].device) for span in spans])
+        pieces.append(Piece(row, queries, spans, additive(dense(here, keys)[0, 0], torch.float32)))
+    return PieceMask(pieces)
+
+
+class _PieceAttention(torch.autograd.Function):
+    """Attention under a mask in pieces. Nothing is kept of a piece: its backward pass computes its weights again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask: GroupedMask):
-        mixed, sums, attend = torch.empty_like(q), [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        for row, piece in mask.pieces():
-            keys, values = (_seen_by(states, row, piece, mask.length) for states in (k, v))
-            queries = slice(row, row + 1), slice(None), slice(*piece[:2])
-            mixed[queries], logsumexp = attend(q[queries], keys, values, attn_mask=piece[-1].to(q.dtype))
-            sums.append(logsumexp)
-        ctx.save_for_backward(q, k, v, mixed, *sums)
-        ctx.mask = mask
+    def forward(ctx, q, k, v, mask: PieceMask, scale: float):
+        mixed = torch.empty_like(q)  # (B, H, Q, E)
+        for piece in mask.pieces:
+            here = slice(piece.row, piece.row + 1), slice(None), piece.queries
+            both = (piece.seen(states)[None] for states in (k, v))
+            mixed[here] = F.scaled_dot_product_attention(
+                q[here], *both, attn_mask=piece.mask.to(q.dtype), scale=scale, enable_gqa=True
+            )
+        ctx.save_for_backward(q, k, v, mixed)
+        ctx.mask, ctx.scale = mask, scale
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        q, k, v, mixed, *sums = ctx.saved_tensors
-        of_q, of_both, length = torch.empty_like(q), (torch.zeros_like(k), torch.zeros_like(v)), ctx.mask.length
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        for (row, piece), logsumexp in zip(ctx.mask.pieces(), sums, strict=True):
-            first, last, begin, end, seen = piece
-            keys, values = (_seen_by(states, row, piece, length) for states in (k, v))
-            queries = slice(row, row + 1), slice(None), slice(first, last)
-            known = upstream[queries], q[queries], keys, values, mixed[queries], logsumexp
-            of_q[queries], *found = attend(*known, 0.0, False, attn_mask=seen.to(q.dtype))
-            for whole, part in zip(of_both, found, strict=True):
-                whole[row : row + 1, :, begin:end] += part[:, :, : end - begin]
-                whole[row : row + 1, :, length + first : length + last] = part[:, :, end - begin :]
-        gradients = of_q, *of_both
-        return *gradients, None
+        q, k, v, mixed = ctx.saved_tensors
+        of_q, of_k, of_v = (torch.zeros_like(states) for states in (q, k, v))
+        inner, heads = (upstream * mixed).sum(-1, keepdim=True), (k.shape[1], -1)
+        for piece in ctx.mask.pieces:
+            keys, values = piece.seen(k), piece.seen(v)  # (H', keys, E)
+            packed = (
+                states[piece.row, :, piece.queries].unflatten(0, heads).flatten(1, 2) for states in (q, upstream, inner)
+            )
+            queries, above, mean = packed  # (H', G n, E), the same, (H', G n, 1)
+            scores = (queries @ keys.mT).mul_(ctx.scale)  # (H', G n, keys)
+            scores.unflatten(1, (-1, len(piece.mask))).add_(piece.mask)
+            weights = torch.softmax(scores, -1, out=scores)
+            change = (above @ values.mT).sub_(mean).mul_(weights)  # with respect to the scores
+            piece.add(of_v, weights.mT @ above)
+            piece.add(of_k, change.mT @ queries)
+            of_q[piece.row, :, piece.queries] = (change @ keys).unflatten(1, (-1, len(piece.mask))).flatten(0, 1)
+        gradients = of_q.mul_(ctx.scale), of_k.mul_(ctx.scale), of_v
+        return *gradients, None, None
+
+
+def attend_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: PieceMask, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of queries (B, H, Q, E) over keys and values (B, H', S, E), grouped heads included; in float32 where
+    these are less, which takes no longer on a CPU. The result has the values' dtype."""
+    wide = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
+    return _PieceAttention.apply(*wide, mask, q.shape[-1] ** -0.5 if scale is None else scale).to(v.dtype)
 
 
 def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "torch.Tensor | BlockMask | GroupedMask | None"
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: "torch.Tensor | BlockMask | PieceMask | None"
 ) -> torch.Tensor:
     """Attention of queries (B, H, Q, E) over keys and values (B, H', S, E), grouped heads included: FlexAttention for
     its own masks, SDPA for dense ones, (B, 1, Q, S) bool or additive, and for those in pieces."""
-    if isinstance(mask, GroupedMask):
-        return _GroupedAttention.apply(q.to(v.dtype), k.to(v.dtype), v, mask)
+    if isinstance(mask, PieceMask):
+        return attend_pieces(q, k, v, mask)
     if mask is None or isinstance(mask, torch.Tensor):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
@@ -304,37 +284,6 @@ def block_mask(ends: torch.Tensor, width: int, causal: bool, window: int | None)
     if window is not None:
         inside = inside & ((steps[:, None] - steps).abs() < window)
     return TreeMask(ends, inside[None], ends[:, None] + steps, window)
-
-
-@dataclass(frozen=True)
-class DocumentMask:
-    """Causal attention inside the documents of packed rows, on the host: attention goes through document by document,
-    so that no mask of T x T exists."""
-
-    spans: list[tuple[int, int, int]]  # row, begin and end of every document, padding included
-    near: list[torch.Tensor | None]  # additive (1, 1, n, n): documents that a window does not hold; None: causal
-
-
-def document_mask(
-    positions: torch.Tensor, documents: torch.Tensor, width: int | None, chunked: bool, dtype: torch.dtype
-) -> "DocumentMask | BlockMask":
-    """Return what positions (B, T) of packed rows see: what is before them in their document (B, T); with a `width`,
-    of that the last so many positions, or those in the same chunk of so many."""
-    if documents.device.type == "cuda":
-        return range_mask(packed_ranges(positions, documents, width, chunked), documents.shape[1])
-    spans, near = [], []
-    for row, numbers in enumerate(documents):
-        sizes = numbers.unique_consecutive(return_counts=True)[1].tolist()
-        ends = list(accumulate(sizes))
-        spans += [(row, end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    for row, begin, end in spans:
-        here = positions[row : row + 1, begin:end]
-        if width is None or (end - begin <= width and not chunked):
-            near.append(None)
-            continue
-        seen = (same_chunk if chunked else nearby)(here, None, end - begin, width)
-        near.append(additive(seen & torch.ones_like(seen).tril(), dtype))
-    return DocumentMask(spans, near)
 
 
 def nearby(positions: torch.Tensor, ends: torch.Tensor | None, extent: int, window: int) -> torch.Tensor:

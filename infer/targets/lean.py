@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from infer.attention.attend import attend
 from infer.attention.kv_cache import LayerWindow, Window
-from infer.attention.masks import DocumentMask, TreeMask
+from infer.attention.masks import PieceMask, TreeMask
 
 COPIED = 1 << 20  # most numbers of a weight that is worth a copy
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
-Mask = torch.Tensor | TreeMask | DocumentMask | None
+Mask = torch.Tensor | TreeMask | PieceMask | None
 Masks = Mask | dict[str, Mask]
 
 
@@ -41,13 +41,15 @@ class Norm:
 
     def __post_init__(self) -> None:
         size = self.weight.shape[-1]
-        object.__setattr__(self, "scaled", self.weight * size**0.5)
-        object.__setattr__(self, "least", self.weight.new_tensor(size * self.eps) ** 0.5)
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        object.__setattr__(self, "scaled", wide * size**0.5)
+        object.__setattr__(self, "least", wide.new_tensor(size * self.eps) ** 0.5)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if states.is_cpu and states.dtype == torch.float32:  # half as long there as rms_norm
-            length = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
-            return (states / torch.hypot(length, self.least)).mul_(self.scaled)
+        if states.is_cpu and states.dtype in (torch.float32, torch.bfloat16):  # in less time there than rms_norm
+            wide = states.float()
+            length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            return (wide / torch.hypot(length, self.least)).mul_(self.scaled).to(states.dtype)
         if self.weight.ndim == 1 and self.weight.dtype == states.dtype:
             return F.rms_norm(states, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(states.to(self.weight.dtype), states.shape[-1:], None, self.eps) * self.weight

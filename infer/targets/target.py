@@ -25,9 +25,9 @@ from infer.attention.masks import (
     additive,
     cached,
     dense,
-    document_mask,
     nearby,
-    packed_causal_mod,
+    packed_ranges,
+    range_mask,
     same_chunk,
 )
 from infer.targets.layers import UnknownLayer, close, lean_decoder
@@ -267,8 +267,8 @@ class Target:
         self, ids: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor, layers: tuple[int, ...]
     ) -> Features:
         """Do as `packed_features` does, through Hugging Face's layers under a dense mask."""
-        rows, length = ids.shape
-        allowed = dense(packed_causal_mod(documents), rows, length, length, ids.device)
+        length = ids.shape[1]
+        allowed = dense(packed_ranges(positions, documents), length)
         window = PackedWindow(States(lineage=Lineage.packed(documents))) if self.recurrent else None
         return Features(*self.library_pass(ids, positions, self.masks(allowed, positions), window, layers))
 
@@ -377,7 +377,7 @@ class Target:
     def _packed_masks(self, positions: torch.Tensor, documents: torch.Tensor) -> Masks:
         """Return the masks of packed rows for the lean pass, by kind of layers; all arguments (B, T)."""
         return {
-            kind: document_mask(positions, documents, width, kind == CHUNKED, self.dtype)
+            kind: range_mask(packed_ranges(positions, documents, width, kind == CHUNKED), documents.shape[1])
             for kind, width in self.windows.items()
         }
 

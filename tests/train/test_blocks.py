@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import Gemma2Config
 
 from infer.attention import masks
-from infer.attention.masks import block_mask_mod, dense, masked_attention, packed_causal_mod
+from infer.attention.masks import block_ranges, dense, masked_attention, packed_ranges
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dart.model import DART
@@ -235,10 +235,7 @@ def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
     if inputs is None:
         inputs = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
-    masks = [
-        block_mask(starts, rows["documents"], drafter.num_queries, features.dtype, *view)
-        for view in drafter.attention_patterns
-    ]
+    masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
     hidden = drafter(features, rows["positions"], *inputs, *masks)
     return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.num_queries))
 
@@ -344,28 +341,29 @@ def test_rows_of_a_batch_draft_as_if_alone(make_tiny, family):
     assert torch.allclose(drafter.draft(target, bonus[[2, 1]], together), second[[2, 1]], atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_mask_predicate_equals_a_double_loop(causal):
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0]])
-    anchors = torch.tensor([[1, 4], [0, 6]])
-    allowed = dense(block_mask_mod(anchors, documents, 3, causal), 2, 6, 14, torch.device("cpu"))
-    for b in range(2):
-        for q in range(6):
-            for kv in range(14):
-                anchor = int(anchors[b, q // 3])
-                if kv < 8:
-                    expected = kv < anchor and documents[b, kv] == documents[b, anchor]
-                else:
-                    expected = (kv - 8) // 3 == q // 3 and (not causal or (kv - 8) % 3 <= q % 3)
-                assert bool(allowed[b, 0, q, kv]) == bool(expected), (b, q, kv)
-    assert allowed.any(-1).all()  # no query sees nothing, so no softmax is NaN
+def blocks_see(starts, documents, width: int, causal: bool, window: int | None) -> torch.Tensor:
+    """What blocks see of context and blocks, (B, N * W, T + N * W), place by place."""
+    rows, length = documents.shape
+    queries = starts.shape[1] * width
+    seen = torch.zeros(rows, queries, length + queries, dtype=torch.bool)
+    for b, q, kv in itertools.product(range(rows), range(queries), range(length + queries)):
+        block, slot, other = q // width, q % width, (kv - length) % width
+        start = int(starts[b, block])
+        if kv < length:
+            inside = kv < start and documents[b, kv] == documents[b, start]
+            distance = start + slot - kv
+        else:
+            inside, distance = (kv - length) // width == block and (other <= slot or not causal), slot - other
+        seen[b, q, kv] = inside and (window is None or abs(distance) < window)
+    return seen
 
 
 def seen_through(mask) -> torch.Tensor:
     """What FlexAttention sees under a block mask, (B, Q, S): all of whole tiles, of the others what the predicate
     says."""
     rows, (queries, keys) = mask.kv_indices.shape[0], mask.seq_lengths
-    inside = dense(mask.mask_mod, rows, queries, keys, torch.device("cpu"))[:, 0]
+    b, q, kv = torch.meshgrid(*(torch.arange(size) for size in (rows, queries, keys)), indexing="ij")
+    inside = mask.mask_mod(b, None, q, kv)
     side, seen = mask.BLOCK_SIZE[0], torch.zeros(rows, queries, keys, dtype=torch.bool)
     for kind in ("", "full_"):
         counts, indices = (getattr(mask, f"{kind}kv_{part}")[:, 0] for part in ("num_blocks", "indices"))
@@ -378,21 +376,23 @@ def seen_through(mask) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("causal, window", [(False, None), (True, None), (False, 5), (True, 5)])
-def test_ranges_are_the_predicates(monkeypatch, causal, window):
-    """Of blocks in two documents, with an unused slot and padding, and of packed rows; tiles of 8 that lengths do not
-    divide. The tables by keys are the transposed tables by queries, as torch makes them."""
+def test_ranges_are_what_a_double_loop_sees(monkeypatch, causal, window):
+    """Of blocks in two documents, with an unused slot and padding, and of packed rows; FlexAttention's tiles of 8 that
+    lengths do not divide. The tables by keys are the transposed tables by queries, as torch makes them."""
     monkeypatch.setattr(masks, "TILE", 8)
     documents = torch.tensor([[0] * 9 + [1] * 18 + [-1] * 3, [0] * 20 + [-1] * 10])
     positions = torch.tensor([[*range(9), *range(18), *range(3)], [*range(20), *range(10)]])
     starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
-    mask = masks.range_mask(masks.block_ranges(starts, documents, 3, causal, window), 45)
-    mod = block_mask_mod(starts, documents, 3, causal, window)
-    assert torch.equal(seen_through(mask), dense(mod, 2, 15, 45, torch.device("cpu"))[:, 0])
-    packed_mask = masks.range_mask(masks.packed_ranges(positions, documents, window, chunked=causal), 30)
-    expected = dense(packed_causal_mod(documents), 2, 30, 30, torch.device("cpu"))
+    ranges = block_ranges(starts, documents, 3, causal, window)
+    mask, expected = masks.flex_mask(ranges, 45), blocks_see(starts, documents, 3, causal, window)
+    assert torch.equal(dense(ranges, 45)[:, 0], expected) and torch.equal(seen_through(mask), expected)
+    assert expected.any(-1).all()  # no query sees nothing, so no softmax is NaN
+    ranges = packed_ranges(positions, documents, window, chunked=causal)
+    packed_mask, places = masks.flex_mask(ranges, 30), torch.arange(30)
+    expected = (documents[:, :, None] == documents[:, None]) & (places <= places[:, None])
     if window:
-        expected = expected & (masks.same_chunk if causal else masks.nearby)(positions, None, 30, window)
-    assert torch.equal(seen_through(packed_mask), expected[:, 0])
+        expected &= (masks.same_chunk if causal else masks.nearby)(positions, None, 30, window)[:, 0]
+    assert torch.equal(dense(ranges, 30)[:, 0], expected) and torch.equal(seen_through(packed_mask), expected)
     assert bool(packed_mask.full_kv_num_blocks.any()) == (window is None)
     for one in (mask, packed_mask):
         kv = (one.kv_num_blocks, one.kv_indices, one.full_kv_num_blocks, one.full_kv_indices)
@@ -410,7 +410,7 @@ def test_flex_attention_takes_the_same_mask():
     anchors = torch.tensor([[3, 12, 25, 40]])
     q = torch.randn(1, 4, 16, 8, generator=generator)
     k, v = torch.randn(2, 1, 2, 80, 8, generator=generator)
-    mask = masks.range_mask(masks.block_ranges(anchors, documents, K), 80)
+    mask = masks.flex_mask(block_ranges(anchors, documents, K), 80)
     flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     assert torch.allclose(flex, masked_attention(q, k, v, block_mask(anchors, documents, K)), atol=1e-5)
 
@@ -424,9 +424,8 @@ def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
     starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
     q = torch.randn(2, 4, 5 * K, 8, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 24 + 5 * K, 8, generator=generator, dtype=torch.float64)
-    mod, found = block_mask_mod(starts, documents, K, causal, window), []
-    whole = masks.additive(dense(mod, 2, 5 * K, 24 + 5 * K, torch.device("cpu")), torch.float64)
-    for mask in (whole, block_mask(starts, documents, K, torch.float64, causal, window)):
+    found, seen = [], blocks_see(starts, documents, K, causal, window)
+    for mask in (seen[:, None], block_mask(starts, documents, K, causal, window)):
         parts = [part.clone().requires_grad_() for part in (q, k, v)]
         out = masked_attention(*parts, mask)
         found.append([out, *torch.autograd.grad(out.square().sum(), parts)])
@@ -466,7 +465,7 @@ def test_packed_rows_give_the_target_what_single_documents_give(make_tiny):
         assert torch.allclose(together.context[:, begin : begin + length], expected, atol=1e-5)
         assert torch.allclose(target.head(together.last)[:, begin : begin + length], out.logits, atol=1e-4)
         begin += length
-    mask = dense(packed_causal_mod(rows["documents"]), 1, 26, 26, torch.device("cpu"))
+    mask = dense(packed_ranges(rows["positions"], rows["documents"]), 26)
     assert mask.any(-1).all()
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from infer.attention.masks import additive, block_mask_mod, dense
+from infer.attention.masks import block_ranges, dense
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES
 from infer.targets.support import refuse_unsupported
@@ -52,8 +52,7 @@ def test_operations_are_what_torch_counts(make_tiny, family):
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
         width, causal = drafter.num_queries, drafter.attention_patterns[0][0]
-        seen = block_mask_mod(starts, rows["documents"], width, causal)
-        mask = additive(dense(seen, 2, 6 * width, 32 + 6 * width, ids.device), torch.float32)
+        mask = dense(block_ranges(starts, rows["documents"], width, causal), 32 + 6 * width)
         inputs = drafter.inputs(target, ids, rows["positions"], blocks.anchors)
         drafter(features, rows["positions"], *inputs, mask).sum().backward()
     counted = counter.get_total_flops()
