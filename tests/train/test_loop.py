@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from infer.ngrams.model import NGram
 from infer.targets.loading import load_target
@@ -24,6 +25,7 @@ SMALL = [
     "data.length=64",
     "anchors=4",
     "optim.batch=2",
+    "optim.precision=float32",
     "drafter.layers=1",
     "evaluation.prompts=1",
     "evaluation.prompt_tokens=8",
@@ -32,6 +34,7 @@ SMALL = [
     "evaluation.outside=0",
     "evaluation.sampled=null",
 ]
+WHOLE = ("optim.steps=60", "checkpoints=3", "optim.precision=bfloat16")
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +78,7 @@ def whole_run(start, make_once) -> Path:
     """An uninterrupted run of 60 steps with checkpoints every 20."""
 
     def run(runs: Path) -> None:
-        output = start(runs, "name=whole", "optim.steps=60", "checkpoints=3", pictures=True).finish()
+        output = start(runs, "name=whole", *WHOLE, pictures=True).finish()
         for word in ("plain", "chain", "ddtree", "report.html", "tokens/s"):
             assert word in output
 
@@ -93,7 +96,7 @@ def test_ctrl_c_ends_the_step_and_saves(start, tmp_path):
 
 def test_killed_and_resumed_run_has_the_same_losses(start, whole_run):
     """A SIGTERM, then a kill -9 between checkpoints, then the rest."""
-    runs, options = whole_run.parent, ("name=killed", "optim.steps=60", "checkpoints=3")
+    runs, options = whole_run.parent, ("name=killed", *WHOLE)
     run = runs / "killed"
     process = start(runs, *options)
     wait_for_step(process, run, 17)
@@ -270,6 +273,9 @@ def test_run_folder_explains_itself(whole_run):
         for path in whole_run.glob("checkpoints/step-*/evaluation/evaluation.json")
     }
     assert len(evaluations) == 3
+    assert all(result["dtype"] == "float32" for result in evaluations.values())  # the steps' products are bfloat16
+    weights = load_file(whole_run / "checkpoints" / "best" / "drafter" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
     best = max(evaluations, key=lambda name: max(method["tau"] for method in evaluations[name]["methods"]))
     taus = {name: max(m["tau"] for m in evaluations[name]["methods"]) for name in evaluations}
     assert taus[(whole_run / "checkpoints" / "best").readlink().name] == taus[best]
@@ -280,7 +286,7 @@ def test_run_folder_explains_itself(whole_run):
 
 def test_finished_run_is_shown_again_and_never_overwritten(start, whole_run):
     before = (whole_run / "metrics.jsonl").read_bytes()
-    options = ("name=whole", "optim.steps=60", "checkpoints=3")
+    options = ("name=whole", *WHOLE)
     assert "report.html" in start(whole_run.parent, *options, pictures=True).finish()
     assert (whole_run / "metrics.jsonl").read_bytes() == before
     for more, word in ((("resume=never",), "holds a run already"), (("optim.lr=0.1",), "optim.lr differ")):

@@ -98,10 +98,8 @@ def replay_pass(
             seen.look(f"stored {name}", rows[name])
     anchors, valid = rows.pop("anchors"), rows.pop("valid")
     blocks = lay_out(rows, anchors, valid, config.drafter.block_size)
-    kind = compute_dtype(config, target.device)
     with watched(drafter, seen):
-        with torch.autocast(target.device.type, kind, enabled=kind != torch.float32):
-            loss = block_loss(drafter, target, rows, blocks, config).loss
+        loss = block_loss(drafter, target, rows, blocks, config).loss
         seen.look("loss", loss.detach())
         loss.backward()
     weights = position_weights(config.objective, config.drafter.block_size - 1).to(target.device)
@@ -131,6 +129,9 @@ def replay(options: ReplayConfig) -> dict:
         raise FileNotFoundError(f"{weights} is gone: without the weights that met it the step cannot be computed")
     drafter.load_state_dict(load_file(weights))
     drafter.to(target.device)
+    kind = compute_dtype(config, target.device)
+    autocast = torch.autocast(target.device.type, kind, enabled=kind != torch.float32)
+    drafter.forward = autocast(drafter.forward)  # of the drafter's pass alone, as the engine has it
     seen = Seen()
     for name, parameter in drafter.named_parameters():
         seen.look(f"weight {name}", parameter.detach())

@@ -15,7 +15,7 @@ from infer.config import DrafterConfig
 from infer.utils.entry import Stopped
 from train.batches import Prefetch, draw_blocks
 from train.config import FeaturesConfig, ObjectiveConfig, ReplayConfig, TrainConfig
-from train.engine import build_engine, training_state
+from train.engine import build_engine, compute_dtype, target_dtype, training_state
 from train.features import checksum, write_features, write_manifest
 from train.objective import RowLoss
 from train.run.log import read_log
@@ -69,10 +69,11 @@ def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here,
 
 
 def test_a_kept_step_replayed_gives_the_loss_it_should_have_had(small, run_here, monkeypatch, tmp_path):
-    plain = read_log(run_here(small("optim.steps=2", "name=plain")))[1]
+    options = "optim.steps=2", "optim.precision=float32"  # gradients in bfloat16 round with the loss's factor
+    plain = read_log(run_here(small(*options, "name=plain")))[1]
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", poisoned({2: "loss"}, []))
-        run = run_here(small("optim.steps=2"))
+        run = run_here(small(*options))
     found = replay(ReplayConfig(run=str(run)))
     assert found["step"] == 2 and not found["seen"]  # the fault was not in rows and weights
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
@@ -150,11 +151,23 @@ def checked(make_tiny, family: dict, dtype=torch.float32, **objective) -> str:
     start_processes(torch.device("cpu"))
     target, drafter = make_tiny(dtype=dtype, **family)
     config = TrainConfig(anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(**objective))
-    config.optim.batch, config.objective.chunk_rows = 2, 5
+    config.optim.batch, config.optim.precision, config.objective.chunk_rows = 2, "float32", 5
     check = SelfCheck(drafter, target, Rows(6, 30), config)
     assert check.expected.count_nonzero() > 3
     blocks = draw_blocks(check.rows, config, 0)
     return check(loop.block_loss(drafter, target, check.rows, blocks, config))
+
+
+@pytest.mark.parametrize("flag, kind", [("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)])
+def test_products_are_bfloat16_where_a_cpu_has_them(monkeypatch, flag, kind):
+    """The frozen target's too, unless its dtype is given."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {flag: True}, raising=False)
+    config, cpu = TrainConfig(), torch.device("cpu")
+    assert compute_dtype(config, cpu) == target_dtype(config, cpu) == kind
+    config.target.dtype = "float32"
+    assert (compute_dtype(config, cpu), target_dtype(config, cpu)) == (kind, torch.float32)
+    config.optim.precision, config.target.dtype = "float32", "auto"
+    assert compute_dtype(config, cpu) == target_dtype(config, cpu) == torch.float32
 
 
 def test_deepspeeds_hooks_are_not_compiled(run_here, make_tiny, monkeypatch):
