@@ -27,29 +27,34 @@ SAMPLING, HF = "tests/infer/engine/test_sampling.py", "tests/infer/serving/test_
 PROTOCOL, GUARD = "tests/infer/serving/test_protocol.py", "tests/infer/serving/test_guard.py"
 # name, file, (what is there, what is put there) ..., tests to run
 MUTANTS = [
-    ("context leaks at the anchor", "infer/attention/masks.py", ("context < anchor", "context <= anchor"), BLOCKS),
+    (
+        "context leaks at the anchor",
+        "infer/attention/masks.py",
+        ("ends = starts[..., None].expand(-1, -1, width)", "ends = 1 + starts[..., None].expand(-1, -1, width)"),
+        BLOCKS,
+    ),
     (
         "context leaks after the anchor",
         "infer/attention/masks.py",
-        ("context < anchor", "context < anchor + 2"),
+        ("ends = starts[..., None].expand(-1, -1, width)", "ends = 2 + starts[..., None].expand(-1, -1, width)"),
         BLOCKS,
     ),
     (
         "a block sees other blocks",
         "infer/attention/masks.py",
-        ("// block_size == block", "// block_size <= block"),
+        ("first, last = own, own + (", "first, last = own * 0 + length, own + ("),
         BLOCKS,
     ),
     (
         "a block sees other documents",
         "infer/attention/masks.py",
-        ("before_anchor & same_document, inside", "before_anchor, inside"),
+        ("begins = opens(documents).gather(1, starts)[..., None]", "begins = 0 * starts[..., None]"),
         BLOCKS,
     ),
     (
         "the target sees other documents",
         "infer/attention/masks.py",
-        ("(documents[b, q] == documents[b, kv]) & (kv <= q)", "kv <= q"),
+        ("begins, places = opens(documents), ", "begins, places = 0 * documents, "),
         BLOCKS,
     ),
     (
@@ -75,7 +80,7 @@ MUTANTS = [
     (
         "padding sees nothing, and -inf makes it NaN",
         "infer/attention/masks.py",
-        ("== documents[b, kv]) & (kv <= q)", "== documents[b, kv]) & (kv <= q) & (documents[b, q] >= 0)"),
+        ("(places + 1).expand_as(begins)", "torch.where(documents < 0, 0, places + 1)"),
         ("torch.finfo(dtype).min", 'float("-inf")'),
         BLOCKS,
     ),
@@ -227,8 +232,8 @@ MUTANTS = [
     (
         "a sliding drafter sees too far",
         "infer/attention/masks.py",
-        ("anchor + slot - context < window", "True"),
-        LAYOUTS,
+        ("begins = torch.maximum(begins, ends + steps - window + 1)", "pass"),
+        BLOCKS,
     ),
     (
         "speculators' layers are counted from 0",
