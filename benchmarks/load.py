@@ -1,48 +1,102 @@
-"""Tokens a second under load: plain decoding, fixed budgets and the budget that follows the load, by turns.
+"""Is the budget that follows the load ever slower than the best of plain decoding and all fixed budgets?
 
-    python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --clients 1 4 16 64
-    python benchmarks/load.py DRAFTER --minutes 12 --threads 2      # a quiet machine
+    python benchmarks/load.py runs/embedded-dflash/checkpoints/best/drafter --threads 2  # 12 minutes, quiet
+    python benchmarks/load.py DRAFTER --clients 1 64 --minutes 4
 
-A turn goes through all numbers of clients, and the ways take turns at each: they write the same texts of 16 to 64
-tokens, one a client and at least eight one after the other, other texts in the next turn, as many side by side as the
-server's default has rows. Every way keeps its engine, so that `auto` goes on from what it knows, and meets another load
-each time. Times are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a
-second of every way; of `auto` the median over turns of its ratio to each of the others, with its interval of 95%
-(bootstrap); whether all wrote the same texts; and of `auto` and plain decoding the milliseconds to a text's first piece
-and between two pieces, the 50th and 99th percentile.
+As many clients as `--clients` says write texts of 16 to 64 tokens, as many side by side as the server's default has
+rows. All ways write the same texts in a turn, one a client and at least eight, other texts in the next turn, and every
+way keeps its engine: what `auto` learns, it keeps, and it meets another load each turn. Before the first turn every
+engine writes sixteen texts.
+
+The first three turns at each number of clients choose the best way other than `auto`, by the tokens a second in all of
+them; what falls below 0.85 of the best leaves. The turns after them compare `auto` with that way alone, one beside the
+other in either order, on texts that did not choose it: the best of many noisy figures would flatter it. Numbers of
+clients take turns so that each has as much of the time.
+
+Times are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second of
+every way in the turns that choose (- after it left: of the first ones), the chosen way, how many turns compare; tokens
+a second of `auto` over those of that way in the first turn by itself, and in all turns that compare, with the interval
+of 95% (turns resampled); whether all ways wrote the same texts; of plain decoding and `auto`, in the turns that choose,
+the milliseconds to a text's first piece and between two pieces, the 50th and 99th percentile. Last: at which numbers of
+clients the interval begins at 0.95 or above.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from against import interval
 
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
 
-WAYS = {"plain": ("plain", 1), "chain": ("chain", 7), "ddtree 16": ("ddtree", 16), "ddtree 64": ("ddtree", 64)}
+BUDGETS = (2, 4, 8, 16, 64)
+WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {f"{nodes} nodes": ("ddtree", nodes) for nodes in BUDGETS}
 BESIDE = ("plain", "auto")  # whose waiting times are printed
 ROWS, LEAST = EngineConfig().rows, 8  # texts side by side at most; of a turn at least
+CHOOSING = 3  # turns
+GOAL = 0.95
 
 
 @dataclass
 class Seen:
-    """What a way did with a number of clients, turn by turn."""
+    """What a way did with a number of clients."""
 
-    speeds: list[float] = field(default_factory=list)  # tokens a second
-    texts: list[list[list[int]]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # turn by turn
     firsts: list[float] = field(default_factory=list)  # milliseconds to a text's first piece
     pauses: list[float] = field(default_factory=list)  # and between two pieces
 
 
-def write(engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]], seen: Seen) -> None:
+@dataclass
+class Load:
+    """A number of clients: which ways still take part, and what they did."""
+
+    clients: int
+    ways: list[str]
+    seen: dict[str, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    tokens: list[int] = field(default_factory=list)  # turn by turn
+    same: bool = True
+
+    @property
+    def compared(self) -> float:
+        """Seconds of the turns that compare."""
+        return sum(sum(seen.seconds[CHOOSING:]) for seen in self.seen.values())
+
+    def speed(self, way: str) -> float:
+        """Return the tokens a second of a way in the turns that choose, as far as it took part."""
+        seconds = self.seen[way].seconds[:CHOOSING]
+        return sum(self.tokens[: len(seconds)]) / sum(seconds)
+
+    def choose(self) -> None:
+        """Let ways leave that are slow; all but the best and `auto` after the last turn that chooses."""
+        fixed = [way for way in self.ways if way != "auto"]
+        best = max(fixed, key=self.speed)
+        if len(self.tokens) < CHOOSING:
+            self.ways = [way for way in self.ways if way in BESIDE or self.speed(way) > 0.85 * self.speed(best)]
+        elif len(self.tokens) == CHOOSING:
+            self.ways = [best, "auto"]
+
+    def ratio(self, turns: Sequence[int]) -> float:
+        """Return the tokens a second of `auto` over those of the chosen way, in these turns."""
+        best, auto = (self.seen[way].seconds for way in self.ways)
+        return sum(best[turn] for turn in turns) / sum(auto[turn] for turn in turns)
+
+    def interval(self) -> tuple[float, float]:
+        """Return the interval of 95% of that ratio in the turns that compare, from two thousand resamplings."""
+        dice, turns = random.Random(0), range(CHOOSING, len(self.tokens))
+        ratios = sorted(self.ratio(dice.choices(turns, k=len(turns))) for _ in range(2000))
+        return ratios[50], ratios[1949]
+
+
+def write(engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]], seen: Seen) -> list[list[int]]:
     """Write the texts that are asked for, as many at a time as there are clients, and note what it took."""
     took, texts = 0.0, []
     for start in range(0, len(asked), clients):
@@ -53,62 +107,74 @@ def write(engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions
                 times[text].append(engine.clock())
         took += engine.clock() - began
         texts += [text.ids for text in times]
-        seen.firsts += [1000 * (time[1] - time[0]) for time in times.values()]
-        seen.pauses += [1000 * (after - before) for time in times.values() for before, after in pairwise(time[1:])]
-    seen.texts.append(texts)
-    seen.speeds.append(sum(map(len, texts)) / took)
+        if len(seen.seconds) < CHOOSING:
+            seen.firsts += [1000 * (time[1] - time[0]) for time in times.values()]
+            seen.pauses += [1000 * (after - before) for time in times.values() for before, after in pairwise(time[1:])]
+    seen.seconds.append(took)
+    return texts
 
 
-def row(clients: int, seen: dict[str, Seen]) -> str:
+def take_turn(load: Load, engines: dict[str, Engine], asked: list[tuple[list[int], TextOptions]]) -> None:
+    """Let all ways that still take part write the next texts."""
+    turn, count = len(load.tokens), max(load.clients, LEAST)
+    texts = [asked[(turn * count + i) % len(asked)] for i in range(count)]
+    order = load.ways[:: -1 if turn % 2 else 1]
+    written = [write(engines[way], load.clients, texts, load.seen[way]) for way in order]
+    load.same &= all(each == written[0] for each in written)
+    load.tokens.append(sum(map(len, written[0])))
+    load.choose()
+
+
+def row(load: Load) -> str:
     """Return a line of the table."""
-    cells = [f"{statistics.median(each.speeds):.0f}" for each in seen.values()]
-    for way in list(seen)[:-1]:
-        ratios = [a / b for a, b in zip(seen["auto"].speeds, seen[way].speeds, strict=True)]
-        cells.append("{:.2f}, {:.2f} to {:.2f}".format(statistics.median(ratios), *interval(ratios)))
-    cells.append("yes" if all(each.texts == seen["auto"].texts for each in seen.values()) else "NO")
+    cells = [f"{load.speed(way):.0f}" for way in load.seen]
+    cells += [load.ways[0], f"{len(load.tokens) - CHOOSING}", f"{load.ratio([0]):.2f}"]
+    cells.append("{:.3f}, {:.3f} to {:.3f}".format(load.ratio(range(CHOOSING, len(load.tokens))), *load.interval()))
+    cells.append("yes" if load.same else "NO")
     for what in ("firsts", "pauses"):
         for way in BESIDE:
-            cuts = statistics.quantiles(getattr(seen[way], what), n=100)
+            cuts = statistics.quantiles(getattr(load.seen[way], what), n=100)
             cells.append(f"{cuts[49]:.0f}, {cuts[98]:.0f}")
-    return f"{clients:<8}" + "".join(f"{cell:>23}" for cell in cells)
+    return "".join(f"{cell:>{WIDTH[i]}}" for i, cell in enumerate([str(load.clients), *cells]))
+
+
+COLUMNS = [*WAYS, "auto", "best", "turns", "first turn", "auto / best, 95%", "same"]
+COLUMNS += [f"{way}, {what}" for what in ("first", "pause") for way in BESIDE]
+WIDTH = [7, *(max(9, len(name) + 2) for name in COLUMNS)]
+WIDTH[1 + COLUMNS.index("auto / best, 95%")] = 24
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="beside auto and plain")
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--minutes", type=float, help="as many turns as end by then, and two at least")
+    parser.add_argument("--minutes", type=float, default=12, help="it ends by then, after two turns that compare")
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
     args = parser.parse_args()
+    began = time.monotonic()
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
     target, drafter = load_target("embedded", device="cpu"), load_drafter(args.drafter)
     prompts = held_out_prompts(DataConfig(), target.tokenizer, 64, 64)
     asked = [(ids, TextOptions(max_new_tokens=16 + 29 * i % 49, ignore_eos=True)) for i, ids in enumerate(prompts)]
-    ways = {way: WAYS[way] for way in dict.fromkeys(["plain", *args.ways])} | {"auto": ("ddtree", "auto")}
     engines = {
         way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), 128, clock)
-        for way, (method, budget) in ways.items()
+        for way, (method, budget) in (WAYS | {"auto": ("ddtree", "auto")}).items()
     }
     for engine in engines.values():  # warms up
         write(engine, ROWS, asked[:ROWS], Seen())
-    seen = {clients: {way: Seen() for way in ways} for clients in args.clients}
-    began, turn, spent = time.monotonic(), 0, 0.0
-    while turn < args.turns if args.minutes is None else turn < 2 or spent * (turn + 1) / turn <= 60 * args.minutes:
-        for clients in args.clients:
-            count = max(clients, LEAST)
-            texts = [asked[(turn * count + i) % len(asked)] for i in range(count)]
-            for way in list(ways)[:: -1 if turn % 2 else 1]:
-                write(engines[way], clients, texts, seen[clients][way])
-        turn, spent = turn + 1, time.monotonic() - began
-        print(f"{turn} turns, {spent:.0f} s", file=sys.stderr, flush=True)
-    columns = [*ways, *(f"auto / {way}, 95%" for way in ways if way != "auto"), "same"]
-    columns += [f"{way}, {what}" for what in ("first", "pause") for way in BESIDE]
-    print(f"{'clients':<8}" + "".join(f"{name:>23}" for name in columns))
-    for clients, of_ways in seen.items():
-        print(row(clients, of_ways))
+    loads = [Load(clients, [*engines]) for clients in args.clients]
+    for turn in range(CHOOSING + 2):
+        for load in loads:
+            take_turn(load, engines, asked)
+        print(f"{turn + 1} turns, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    while time.monotonic() - began < 60 * args.minutes - 10:
+        take_turn(min(loads, key=lambda load: load.compared), engines, asked)
+    print("".join(f"{name:>{WIDTH[i]}}" for i, name in enumerate(["clients", *COLUMNS])))
+    for load in loads:
+        print(row(load))
+    held = [load.clients for load in loads if load.interval()[0] >= GOAL]
+    print(f"auto reaches {GOAL} of the best at {held or 'no number of'} clients of {args.clients}")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ take and commit, and picks the fastest size of a round, down to none at all.
 B rows, M tree nodes.
 """
 
-import math
 import statistics
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from infer.drafters.base import Drafter
@@ -46,8 +46,7 @@ class BudgetRule:
     def cost(self, positions: int) -> float:
         """Return the seconds of a round whose target pass computes this many positions, all rows together: interpolated
         between measurements, and extrapolated linearly beyond them."""
-        i = next((i for i, p in enumerate(self.positions) if p >= positions), len(self.positions) - 1)
-        i = max(1, i)
+        i = min(max(1, bisect_left(self.positions, positions)), len(self.positions) - 1)
         left, right = self.positions[i - 1], self.positions[i]
         slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
         return self.seconds[i - 1] + slope * (positions - left) + self.other
@@ -73,10 +72,14 @@ class Pace:
     def __init__(self, rule: BudgetRule, most: int, joint: bool = False) -> None:
         self.rule, self.joint = rule, joint
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
-        self.ratios: dict[tuple[int, int], float] = {}  # (bits of rows, nodes) -> seconds over the rule's
-        self.known: Counter[tuple[int, int]] = Counter()  # how many rounds these are of
-        self.promised: dict[int, float] = {}  # nodes -> tokens beside the bonus token that a row expected
-        self.kept: dict[int, tuple[float, float]] = {}  # nodes -> such tokens committed, and expected of these trees
+        # by bits of rows and place of the nodes among the sizes, none at 0 (32, S + 1): seconds over the rule's
+        self.ratios = np.ones((32, len(self.sizes) + 1))
+        self.known = np.zeros_like(self.ratios)  # how many rounds these are of
+        nodes = np.log2([1, *(size + 1 for size in self.sizes)])
+        self._near = float(NEAR) ** -abs(nodes[:, None] - nodes)  # (S + 1, S + 1) weight of a size for another
+        self._means: dict[int, list[float]] = {}  # bits of rows -> means of the ratios, by place
+        self.promised = [0.0]  # by place, as far as was found: tokens that a row expected beside the bonus token
+        self.kept = [(1.0, 1.0)]  # by place, as far as was verified: such tokens committed, and expected of these trees
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
         self._expected = [1.0]  # of the tree that was chosen last, by nodes
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
@@ -85,30 +88,34 @@ class Pace:
 
     def cost(self, rows: int, nodes: int) -> float:
         """Return the seconds of a round of so many rows and drafted nodes; without nodes nothing is drafted."""
-        return self._by_rule(rows, nodes) * self._ratio(rows.bit_length(), nodes)
+        return self._by_rule(rows, nodes) * self._ratios(rows.bit_length())[self._place(nodes)]
+
+    def _place(self, nodes: int) -> int:
+        """Return the place of the largest size of at most so many nodes, from 1; 0 for none."""
+        return bisect_right(self.sizes, nodes)
 
     def _by_rule(self, rows: int, nodes: int) -> float:
         return self.rule.cost(rows * (nodes + 1)) - (0 if nodes else self.rule.other)
 
-    def _ratio(self, bits: int, nodes: int) -> float:
-        """Return the mean of the known ratios: one of twice the rows or nodes weighs a NEAR-th."""
-        weighted = total = 0.0
-        for (other_bits, other), ratio in self.ratios.items():
-            far = abs(other_bits - bits) + abs(math.log2((other + 1) / (nodes + 1)))
-            weight = min(self.known[other_bits, other], 1 / SHARE) * NEAR**-far
-            weighted, total = weighted + weight * ratio, total + weight
-        return weighted / total if total else 1.0
+    def _ratios(self, bits: int) -> list[float]:
+        """Return the means of the known ratios, by place: one of twice the rows or nodes weighs a NEAR-th."""
+        if bits not in self._means:
+            rows = float(NEAR) ** -abs(np.arange(len(self.known)) - bits)
+            weights = rows[:, None] * np.minimum(self.known, 1 / SHARE)
+            total = weights.sum(0) @ self._near
+            means = np.divide((weights * self.ratios).sum(0) @ self._near, total, np.ones_like(total), where=total > 0)
+            self._means[bits] = means.tolist()
+        return self._means[bits]
 
     def trust(self, nodes: int) -> float:
         """Return how many tokens so many nodes commit for every one that is expected of them; beyond what was tried, as
         many as of the largest trees."""
-        committed, promised = self.kept.get(max((size for size in self.kept if size <= nodes), default=0), (1, 1))
+        committed, promised = self.kept[min(self._place(nodes), len(self.kept) - 1)]
         return committed / promised
 
     def length(self, nodes: int) -> float:
         """Return how many tokens a row commits with so many nodes; beyond what was found, no more."""
-        promised = self.promised.get(max((size for size in self.promised if size <= nodes), default=0), 0.0)
-        return 1 + promised * self.trust(nodes)
+        return 1 + self.promised[min(self._place(nodes), len(self.promised) - 1)] * self.trust(nodes)
 
     def most_nodes(self, rows: int, most: int, full: int | None = None) -> int:
         """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none. `full`:
@@ -116,7 +123,7 @@ class Pace:
         prompts to keep up."""
         self.rounds += 1
         sizes = [size for size in self._up_to(most) if rows * (size + 1) <= POSITIONS] or self.sizes[:1]
-        if self.rounds <= TRIAL or not self.kept:
+        if self.rounds <= TRIAL or len(self.kept) == 1:
             return next((size for size in reversed(sizes) if size <= FIRST), sizes[0])
         best = max(sizes, key=lambda size: self.length(size) / self.cost(rows, size))
         full, drafting, plain = full or rows, self.cost(rows, best), self.cost(rows, 0)
@@ -132,8 +139,8 @@ class Pace:
         """Return how many rounds of the better kind come between two of the other, of which one costs so much more;
         few where nothing is known of it."""
         rounds = max(SOON, OTHER * cost * (1 - min(gain, 1 / gain)))
-        tried = any(bits == rows.bit_length() and bool(nodes) != (gain > 1) for bits, nodes in self.ratios)
-        return rounds if tried else min(rounds, BESIDE)
+        known = self.known[rows.bit_length()]
+        return rounds if (known[:1] if gain > 1 else known[1:]).any() else min(rounds, BESIDE)
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
         """Return the size, at most so many nodes, that commits most tokens a second over all rounds, for ranked trees
@@ -183,25 +190,27 @@ class Pace:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out; where
         rows share their budgets, the size that each of them needs."""
         rows, self.last = len(paths), nodes
-        key, ratio = (rows.bit_length(), nodes), seconds / self._by_rule(rows, nodes)
+        key, ratio = (rows.bit_length(), self._place(nodes)), seconds / self._by_rule(rows, nodes)
         self.known[key] += 1
         known = ratio if self.known[key] < 3 else self.ratios[key]
         share = max(SHARE, 1 / self.known[key])
         self.ratios[key] = known + share * (min(ratio, 3 * known) - known)  # a pause is not the machine's pace
+        self._means.clear()
         if not nodes:
             return
         self.texts += rows
-        share = rows / min(rows + MEMORY - 1, self.texts)  # many rows say more
-        for size in (size for size in self.sizes if size < len(self._expected)):
-            promised, known = self._expected[size] - 1, self.promised.get(size)
-            self.promised[size] = promised if known is None else known + share * (promised - known)
+        share, keep = rows / min(rows + MEMORY - 1, self.texts), MEMORY / (rows + MEMORY)  # many rows say more
+        for place, size in enumerate(self.sizes[: self._place(len(self._expected) - 1)], 1):
+            promised = self._expected[size] - 1
+            if place == len(self.promised):
+                self.promised.append(promised)
+            self.promised[place] += share * (promised - self.promised[place])
             if size <= nodes:
+                if place == len(self.kept):
+                    self.kept.append((1.0, 1.0))  # to begin with, as if one was right
                 committed = sum(node <= size for path in paths for node in path)
-                before = self.kept.get(size, (1.0, 1.0))  # to begin with, as if one was right
-                self.kept[size] = tuple(
-                    (1 - rows / (rows + MEMORY)) * old + now
-                    for old, now in zip(before, (committed, rows * promised), strict=True)
-                )
+                before, expected = self.kept[place]
+                self.kept[place] = keep * before + committed, keep * expected + rows * promised
 
 
 @torch.inference_mode()

@@ -294,7 +294,7 @@ def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
     known yet, are soon tried."""
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), other=0.5)
     pace = Pace(rule, 64)
-    pace.promised, pace.kept, pace.rounds = {2: 0.2, 8: 1.5}, {2: (10.0, 10.0)}, TRIAL
+    pace.promised, pace.kept, pace.rounds = [0.0, 0.1, 0.2, 0.8, 1.5], [(1.0, 1.0), (10.0, 10.0)], TRIAL
     assert pace.most_nodes(4, 64) >= 8 and pace.most_nodes(4, 2) == 0
     assert [pace.most_nodes(4, 64) for _ in range(BESIDE)].count(0) == 1
     # where texts wait for rows, plain rounds would soon have all of them
