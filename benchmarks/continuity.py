@@ -86,14 +86,14 @@ def main() -> None:
             proposal = Proposal(bonus, marginals, budget, model, [ids], ends=target.end_ids)
             tokens, guide = likeliest(proposal, AUTHORS.unigrams), of_row(choices(proposal), 0)
             beamed, judged = of_row(tokens, 0), of_row(judge(tokens, AUTHORS, target.end_ids), 0)
-            common = model.arrays, model.order
+            common, counted = (model.arrays, model.order), (model.arrays, model.tokens, model.order)
             for name, runs in {
                 "continuity": (
                     lambda: guided.beam(*common, AUTHORS.epsilon, beamed, judged, end, BEAM, nodes, kept),  # noqa: B023
                     lambda: continuity(proposal),  # noqa: B023
                 ),
                 "DDTree + continuity": (
-                    lambda: guided.best_first(*common, 1.0, guide, end, nodes, scores),  # noqa: B023
+                    lambda: guided.best_first(*counted, 1.0, guide, end, nodes, scores),  # noqa: B023
                     lambda: guided_ddtree(proposal),  # noqa: B023
                 ),
                 "DDTree": (None, lambda: ddtree(proposal)),  # noqa: B023

@@ -115,6 +115,7 @@ class KVCache:
         self.ends = torch.zeros(rows, dtype=torch.long, device=device)  # the same on the device, 0 for unused rows
         self.live = torch.zeros_like(self.ends)  # 1 for used rows
         self.origins = torch.arange(rows, device=device) * capacity
+        self.steps = torch.arange(capacity, device=device)
         self.fixed_rows = 0  # inside `fixed`: how many rows passes have
 
     @contextmanager
@@ -189,7 +190,7 @@ class KVCache:
 
     def positions(self, rows: int, width: int) -> torch.Tensor:
         """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
-        return self.ends[:rows, None] + torch.arange(width, device=self.ends.device)
+        return self.ends[:rows, None] + self.steps[:width]
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return copies of `count` positions of a used row, (n, count, width) of every buffer."""

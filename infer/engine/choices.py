@@ -53,7 +53,7 @@ def choose_tokens(
         logits = target.head(last[:, here])  # (B, n, V)
         before = within and (lambda rows, nodes, first=first: within(rows, nodes + first))
         pieces.append(choose(logits, tree.depths[:, here], options, noise, before))
-    chosen = torch.cat(pieces, 1)
+    chosen = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     order = sampled_rows(options)
     for row, text in enumerate(texts):
         if text.judged:

@@ -69,12 +69,13 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     if proposal.steps is not None and proposal.steps.recurrent:
         return guided_by_depth(proposal)
     table, ngram = choices(proposal), proposal.ngram
+    counted = ngram.arrays, ngram.tokens, ngram.order
     rows, length, ranks = table.tokens.shape
     nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
     for row, context in enumerate(_contexts(proposal)):
         filled = nodes[row].numpy(), scores[row].numpy()
-        guided.best_first(ngram.arrays, ngram.order, proposal.weight, of_row(table, row), context, *filled)
+        guided.best_first(*counted, proposal.weight, of_row(table, row), context, *filled)
     return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
 
 
@@ -86,9 +87,7 @@ def choices(proposal: Proposal) -> guided.Table:
         first, steps = top[:, 0], top[:, 1:, None]
     else:
         ids, (first, steps) = proposal.steps.tokens, proposal.steps.table
-    tokens, places = ids.cpu().sort(-1)
-    log_q = (part.float().cpu().numpy() for part in (first, steps))
-    return guided.Table(tokens.numpy(), places.numpy(), *log_q, unigram_shares(tokens, proposal))
+    return guided.Table(ids.cpu().numpy(), *(part.float().cpu().numpy() for part in (first, steps)))
 
 
 def guided_by_depth(proposal: Proposal) -> DraftTree:

@@ -48,11 +48,9 @@ class Judged(NamedTuple):
 class Table(NamedTuple):
     """What the best-first search chooses from, for a row."""
 
-    tokens: np.ndarray  # (L, K) int64, ascending in each position
-    places: np.ndarray  # (L, K) int64: where they stand in what follows
+    tokens: np.ndarray  # (L, K) int64
     first: np.ndarray  # (K,) float32: log q of the first position's tokens
     steps: np.ndarray  # (L - 1, R, K) float32: of the others', behind each of the position before (R = K), or any (1)
-    unigrams: np.ndarray  # (L, K) float64, as in `Candidates`
 
 
 @njit
@@ -68,6 +66,17 @@ def unigrams(arrays, total, tokens, out):
     """Fill out (K,) with the unigram probabilities of tokens (K,) int64."""
     for i in range(len(tokens)):
         out[i] = count_of(arrays, find(arrays, tokens, i, i + 1)) / max(total, 1)
+
+
+@njit
+def ascend(given, tokens, places):
+    """Fill tokens (K,) with the given ones (K,) in ascending order, and places (K,) with where they stood."""
+    for i in range(len(given)):
+        hole = i
+        while hole > 0 and tokens[hole - 1] > given[i]:
+            tokens[hole], places[hole] = tokens[hole - 1], places[hole - 1]
+            hole -= 1
+        tokens[hole], places[hole] = given[i], i
 
 
 @njit
@@ -223,12 +232,16 @@ def judge_level(arrays, weight, tokens, alone, log_q, suffixes, grown):
 
 
 @njit
-def best_first(arrays, order, weight, table, context, nodes, scores):
+def best_first(arrays, total, order, weight, table, context, nodes, scores):
     """Find the best prefixes under the drafter's probabilities times n-gram probabilities to the power of `weight`, for
-    one row: a `Table`, else arguments as in `beam`; fill nodes (3, M - 1) and scores (M - 1,), all of them, best
-    first."""
-    tokens, places, first, steps, alone = table
-    length, ranks = tokens.shape
+    one row: a `Table`, how many tokens the model counted in all, else arguments as in `beam`; fill nodes (3, M - 1) and
+    scores (M - 1,), all of them, best first."""
+    given, first, steps = table
+    length, ranks = given.shape
+    tokens, places, alone = np.empty_like(given), np.empty_like(given), np.empty((length, ranks))
+    for level in range(length):
+        ascend(given[level], tokens[level], places[level])
+        unigrams(arrays, total, tokens[level], alone[level])
     budget, longest = nodes.shape[1], max(order - 1, 1)
     last = np.zeros(budget + 1, np.int64)  # the place of the candidate that a node is
     # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken

@@ -275,11 +275,11 @@ def test_the_searches_run_without_numba_too(model):
     log_q, tokens = marginals(1, 4, seed=2)[0, :, :25].double().numpy(), np.tile(np.arange(25), (4, 1))
     candidates = guided.Candidates(tokens, log_q, np.full((4, 25), 0.01))
     first, steps = np.float32(log_q[0]), np.float32(log_q[1:, None])
-    table = guided.Table(tokens, tokens, first, steps, candidates.unigrams)
+    table = guided.Table(tokens[:, ::-1].copy(), first, steps)
     judged, context = guided.Judged(np.exp(log_q), tokens == 3), np.array([5, 9])
     calls = {
         guided.beam: (model.arrays, 3, 1e-5, candidates, judged, context, 20),
-        guided.best_first: (model.arrays, 3, 1.0, table, context),
+        guided.best_first: (model.arrays, model.tokens, 3, 1.0, table, context),
     }
     for search, arguments in calls.items():
         results = []
