@@ -5,8 +5,9 @@
 
 Every checkout decodes in a process of its own, whose only API are `load_target`, `load_drafter` and `generate`; prompt
 by prompt the ways take turns, so that a noisy machine is equally noisy for all. Times are the processor's for a
-process of one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second, the median over prompts
-of the ratio to the first way with its interval of 95% (bootstrap), and whether all texts are the same.
+process of one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second; the median over prompts
+of the ratio to transformers' `generate`, to its DFlash decoding, to our plain decoding and to the same way by the other
+checkout, each with its interval of 95% (bootstrap); and whether all texts are the same.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
+BASES = {"generate": "transformers", "its DFlash": "transformers DFlash", "plain": "plain"}  # what ratios are to
 AUTHORS = ("authors chain", "authors 16", "authors 64")
 
 
@@ -110,11 +112,13 @@ def ask(worker: subprocess.Popen, way: str, prompt: list[int]) -> tuple[float, l
     return seconds, ids
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """Of the median, 95%, from a thousand resamplings."""
+def ratio(found: list[tuple[float, list[int]]], base: list[tuple[float, list[int]]]) -> str:
+    """Return the median over prompts of how much faster they were decoded, and its interval of 95% from a thousand
+    resamplings."""
+    ratios = [theirs / ours for (ours, _), (theirs, _) in zip(found, base, strict=True)]
     dice = random.Random(0)
     medians = sorted(statistics.median(dice.choices(ratios, k=len(ratios))) for _ in range(1000))
-    return medians[25], medians[975]
+    return f"{statistics.median(ratios):.2f} ({medians[25]:.2f} to {medians[975]:.2f})"
 
 
 def main() -> None:
@@ -147,20 +151,18 @@ def main() -> None:
     for prompt in prompts:
         for side, way in rows:
             done[side, way].append(ask(workers[side], way, prompt))
-    first = done[rows[0]]
     clock = f"{args.threads} threads" if args.threads else "processor time of one thread"
-    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {clock}")
-    print(f"{'':<22}{'tokens/s':>9}{'ratio':>7}{'95%':>14}{'other':>7}{'95%':>14}{'same':>6}")
+    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {clock}; ratios to")
+    bases = [(name, way) for name, way in BASES.items() if ("", way) in done]
+    columns = [*(name for name, _ in bases), *(["the other's"] if args.other else [])]
+    print(f"{'':<22}{'tokens/s':>9}" + "".join(f"{name:>22}" for name in columns) + f"{'same':>6}")
     for side, way in rows:
         found = done[side, way]
         line = f"{side + way:<22}{sum(len(i) for _, i in found) / sum(s for s, _ in found):>9.0f}"
-        bases = [first] + ([done["other: ", way]] if not side and ("other: ", way) in done else [])
-        for base in bases:
-            ratios = [b / s for (s, _), (b, _) in zip(found, base, strict=True)]
-            low, high = interval(ratios)
-            line += f"{statistics.median(ratios):>7.2f}{f'{low:.2f} to {high:.2f}':>14}"
-        line += " " * (21 * (2 - len(bases)))
-        print(line + f"{'yes' if [i for _, i in found] == [i for _, i in first] else 'NO':>6}")
+        beside = [("", base) for _, base in bases] + ([("other: ", way)] if args.other else [])
+        shown = (ratio(found, done[base]) if base in done and base != (side, way) else "" for base in beside)
+        line += "".join(f"{each:>22}" for each in shown)
+        print(line + f"{'yes' if [i for _, i in found] == [i for _, i in done[rows[0]]] else 'NO':>6}")
     for worker in workers.values():
         worker.stdin.close()
         worker.wait()
