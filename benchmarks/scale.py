@@ -140,13 +140,14 @@ def table(name: str, points: dict[int, dict]) -> None:
     print("| ---: |" + " ---: |" * (2 * len(kinds)))
     before: tuple[int, dict] | None = None
     for size, found in points.items():
-        line, allowed = f"| {size:,} |", 1.0
+        line, allowed = f"| {size:,} |", 1.0 + STEEP
         for kind, value in found.items():
             exponent = ""
             if before is not None and value > 0 < before[1][kind]:
                 power = math.log(value / before[1][kind]) / math.log(size / before[0])
-                exponent = f"{power:.2f}" + (" **steep**" if power > allowed + STEEP else "")
-                allowed = power if kind == "GFLOP" else 1.0  # the seconds stand behind the operations
+                steep = kind != "GFLOP" and power > allowed
+                exponent = f"{power:.2f}" + " **steep**" * steep
+                allowed = (power if kind == "GFLOP" else 1.0) + STEEP  # the seconds stand behind the operations
             line += (f" {value:,.0f} |" if value >= 100 or kind == "waits" else f" {value:.3f} |") + f" {exponent} |"
         print(line, flush=True)
         before = size, found

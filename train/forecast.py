@@ -205,7 +205,11 @@ def print_time(work: Work, steps: int) -> None:
     config, why = work.config, obstacle(work)
     if why is None:
         own = replace(config, optim=replace(config.optim, batch=config.optim.batch // work.world))
-        seconds = measure_step(own, work.theirs, work.device)
+        try:
+            seconds = measure_step(own, work.theirs, work.device)
+        except RuntimeError as error:  # of memory, of kernels: the plan is of use without it
+            why = str(error).splitlines()[0]
+    if why is None:
         alone = " of one process alone" if work.world > 1 else ""
         print(
             f"time       {steps:,} steps: about {in_time(steps * seconds)} without evaluations, by steps{alone} of "

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -145,6 +146,10 @@ def test_a_step_is_measured_before_a_run_where_it_can_be(small, monkeypatch, cap
         taken.setattr(forecast, "measure_step", lambda config, theirs, device: 0.25)
         forecast.print_time(work, 240)
     assert "240 steps: about 1.0 minutes without evaluations, by steps of 250 ms, measured" in capsys.readouterr().out
+    with monkeypatch.context() as taken:
+        taken.setattr(forecast, "random_target", Mock(side_effect=RuntimeError("out of memory\nby 3 GB")))
+        forecast.print_time(work, 240)
+    assert capsys.readouterr().out.endswith("a step was not measured: out of memory\n")
     assert 0 < forecast.measure_step(work.config, work.theirs, work.device) < 60
     nowhere = replace(work, recompute=replace(work.recompute, room=None))
     too_small = replace(work, recompute=replace(work.recompute, room=1e6))
