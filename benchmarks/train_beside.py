@@ -41,7 +41,7 @@ DEFAULTS |= {"chunk_rows": 256, "recompute": False, "compile": False, "device": 
 HERE = Path(__file__).resolve().parent
 
 
-def measure(way: str, place: str, shape: str, steps: int) -> dict:
+def measure(way: str, place: str, shape: str, steps: int, precision: str) -> dict:
     """Return the least CPU seconds of a step, and the peak in GB, of one way in this process."""
     tree = Path(place) if way == "earlier" else HERE.parent
     sys.path[:0] = [str(tree)]
@@ -59,6 +59,7 @@ def measure(way: str, place: str, shape: str, steps: int) -> dict:
 
     torch.set_num_threads(1)
     options = {"hidden": 64, "vocabulary": 100, "length": 32, "anchors": 4, "layers": 4, "block": 8} | DEFAULTS
+    options["precision"] = precision
     tiny, real = (argparse.Namespace(**options | more) for more in ({"head_dim": 32}, SHAPES[shape]))
     step_of = {"earlier": whole_step, "ours": whole_step, "specforge": specforge, "ours on features": ours_on_features}
     step_of |= {"speculators": speculators, "our objective": our_objective}
@@ -117,6 +118,7 @@ def specforge(script, args, place):
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
 
+    args.precision = "float32"
     target, drafter, rows, _ = script.build(args)
     features = script.draw_features(target, drafter, args)
     drafter.config._attn_implementation = "sdpa"
@@ -143,16 +145,21 @@ def states_of(script, args):
     torch.manual_seed(0)
     rows = args.anchors * (args.block - 1)
     drafted, teacher = torch.randn(2, rows, args.hidden)
-    return drafted.requires_grad_(), teacher, torch.randn(args.vocabulary, args.hidden) * args.hidden**-0.5
+    return drafted, teacher, torch.randn(args.vocabulary, args.hidden) * args.hidden**-0.5
 
 
 def our_objective(script, args, place):
     """Our KL, forward and backward."""
     import torch
 
+    from train.engine import target_dtype
     from train.objective import divergence
 
-    drafted, teacher, head = states_of(script, args)
+    config = script.TrainConfig()
+    config.optim.precision = args.precision
+    kind = target_dtype(config, torch.device("cpu"))
+    drafted, teacher, head = (part.to(kind) for part in states_of(script, args))
+    drafted.requires_grad_()
     which = torch.arange(len(drafted))[:, None]
 
     def step() -> float:
@@ -172,6 +179,7 @@ def speculators(script, args, place):
     from speculators.losses.eager import kl_div_loss
 
     drafted, teacher, head = states_of(script, args)
+    drafted.requires_grad_()
 
     def step() -> float:
         drafted.grad = None
@@ -184,7 +192,7 @@ def speculators(script, args, place):
 
 def process(way: str, args, shape: str, steps: int, environment: dict[str, str]) -> dict:
     """Measure one way in a process of its own."""
-    more = ["--way", way, "--shapes", shape, "--steps", str(steps)]
+    more = ["--way", way, "--shapes", shape, "--steps", str(steps), "--precision", args.precision]
     return run_again([__file__, args.other, args.place, *more], environment)
 
 
@@ -195,10 +203,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--precision", default="auto", help="of our products: auto, float32; the others' are float32")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        print(json.dumps(measure(args.way, args.place, args.shapes[0], args.steps)))
+        print(json.dumps(measure(args.way, args.place, args.shapes[0], args.steps, args.precision)))
         return
     ours = {"earlier": "ours", "specforge": "ours on features", "speculators": "our objective"}[args.other]
     lean = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

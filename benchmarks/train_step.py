@@ -29,6 +29,7 @@ from infer.evaluation.evaluate import describe_device, synchronised_clock
 from infer.targets.target import Features, Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
+from train.engine import compute_dtype, target_dtype
 from train.loop import block_loss, draft_states, score
 from train.objective import position_weights
 from train.optim import make_optimizer
@@ -42,7 +43,9 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     device = torch.device(args.device)
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    train = TrainConfig(anchors=args.anchors, recompute=args.recompute)
+    train.optim.precision = args.precision
+    kind = target_dtype(train, device)
     heads = args.hidden // 64 if args.heads is None else args.heads
     config = Qwen3Config(
         vocab_size=args.vocabulary,
@@ -72,9 +75,11 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
         "loss": torch.ones_like(ids, dtype=torch.bool),
     }
     objective = ObjectiveConfig(weights="exponential", gamma=7.0, chunk_rows=args.chunk_rows)
-    train = TrainConfig(anchors=args.anchors, drafter=options, objective=objective, recompute=args.recompute)
+    train.drafter, train.objective = options, objective
     train.data.length, train.optim.batch = args.length, args.batch
     drafter.recompute = args.recompute
+    half = compute_dtype(train, device) != torch.float32
+    drafter.forward = torch.autocast(args.device, torch.bfloat16, enabled=half)(drafter.forward)
     if args.compile:
         drafter.compile(dynamic=False)
     return target, drafter, rows, train
@@ -123,18 +128,15 @@ def steps(args) -> dict:
     """The steps themselves."""
     clock, memory = synchronised_clock(torch.device(args.device)), Memory(args.device)
     target, drafter, rows, config = build(args)
-    half = torch.autocast(args.device, torch.bfloat16, enabled=target.dtype == torch.bfloat16)
     optimizer = make_optimizer(drafter, OptimConfig())
     times: dict[str, list[float]] = {part: [] for part in ("step", *PARTS)}
     losses = []
     for step in range(args.steps + 2):
         blocks = draw_blocks(rows, config, step * args.batch)
         began = clock()
-        with half:
-            if args.way == "ours":
-                loss = block_loss(drafter, target, rows, blocks, config).loss
-            else:
-                loss = reference_loss(drafter, target, rows, blocks, config)
+        run = block_loss if args.way == "ours" else reference_loss
+        loss = run(drafter, target, rows, blocks, config)
+        loss = getattr(loss, "loss", loss)
         (loss / blocks.supervised.sum()).backward()
         before = clock()
         optimizer.step()
@@ -146,7 +148,7 @@ def steps(args) -> dict:
     peak = memory.peak()
     if args.way == "ours":
         for step in range(args.steps + 1):
-            measure_parts(drafter, target, rows, draw_blocks(rows, config, step), config, half, clock, times)
+            measure_parts(drafter, target, rows, draw_blocks(rows, config, step), config, clock, times)
     shape = shape_of(config, target.config)
     operations = step_operations(shape)
     bytes_each = target.dtype.itemsize
@@ -165,14 +167,13 @@ def steps(args) -> dict:
     }
 
 
-def measure_parts(drafter, target, rows, blocks, config, half, clock, times) -> None:
+def measure_parts(drafter, target, rows, blocks, config, clock, times) -> None:
     """The target's pass, drafter and objective, one after the other, each with its backward pass."""
     began = clock()
     features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
     times["target"].append(clock() - began)
     began = clock()
-    with half:
-        drafted = draft_states(drafter, target, rows, blocks, features)
+    drafted = draft_states(drafter, target, rows, blocks, features)
     drafted.backward(torch.ones_like(drafted))
     drafter.zero_grad()
     times["drafter"].append(clock() - began)
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--chunk-rows", type=int, default=256)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--precision", default="auto", choices=["auto", "float32", "bfloat16"], help="of products")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3, help="processes of each way, by turns; medians are shown")
