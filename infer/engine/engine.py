@@ -132,6 +132,11 @@ class Engine(EngineBase):
                 f"method={self.method.name} needs distributions of positions by themselves, and a drafter that writes "
                 f"token by token has none: use method={takers}, without continuity"
             )
+        if isinstance(drafter, Drafter) and (kind := drafter.norm.weight.dtype) != target.dtype:
+            mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (kind, target.dtype))
+            raise ValueError(
+                f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)"
+            )
         if self.drafts:
             self.length, self.layers = drafter.block_size - 1, drafter.layer_ids  # L
             self.nodes = SIZES[-1] if options.budget == "auto" else options.budget

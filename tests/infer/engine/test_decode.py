@@ -1,5 +1,6 @@
 """The round loop: lossless for every method, budget, block size and batch; sampling exact; ends where it should."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -292,6 +293,8 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
         generate(target, drafter, [[1], []])
     with pytest.raises(ValueError, match="tokenizer"):
         generate(target, drafter, "text")
+    with pytest.raises(ValueError, match=r"bfloat16, the target's float32: load_drafter\(folder, target.dtype\)"):
+        generate(target, deepcopy(drafter).bfloat16(), [1, 2, 3])
 
 
 def test_tree_verification_equals_sequential_logits(make_tiny):
