@@ -41,6 +41,7 @@ def test_a_run_starts_from_exactly_those_weights_with_their_loss(start_command, 
     options += ["data=stdlib", "data.length=64", "data.limit=12", "optim.batch=2", "optim.name=adamw", "optim.lr=1e-30"]
     options += ["name=tuned", "optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
     options += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"]
+    options += ["optim.precision=float32"]  # as the loss below
     start_command("train/main.py", options).finish()
     run = tmp_path / "tuned"
     saved = run / "checkpoints" / "best" / "drafter"
