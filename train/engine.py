@@ -1,6 +1,8 @@
 """DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same for every ZeRO
 stage and number of processes."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,6 +67,8 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
     if compiles(config, device.type == "cuda"):
         drafter.forward = torch.compile(drafter.forward, dynamic=False)  # DeepSpeed's hooks cannot be compiled
     kind = compute_dtype(config, device)
+    if kind != torch.float32:  # the norms' weights are float32 on purpose
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     zero: dict = {"stage": config.deepspeed.stage}
     if config.deepspeed.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
