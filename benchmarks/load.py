@@ -22,7 +22,6 @@ clients the interval begins at 0.95 or above.
 """
 
 import argparse
-import random
 import statistics
 import sys
 import time
@@ -31,12 +30,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
+from infer.evaluation.ruler import interval
 
 BUDGETS = (2, 4, 8, 16, 64)
 WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {f"{nodes} nodes": ("ddtree", nodes) for nodes in BUDGETS}
@@ -90,10 +91,9 @@ class Load:
         return sum(best[turn] for turn in turns) / sum(auto[turn] for turn in turns)
 
     def interval(self) -> tuple[float, float]:
-        """Return the interval of 95% of that ratio in the turns that compare, from two thousand resamplings."""
-        dice, turns = random.Random(0), range(CHOOSING, len(self.tokens))
-        ratios = sorted(self.ratio(dice.choices(turns, k=len(turns))) for _ in range(2000))
-        return ratios[50], ratios[1949]
+        """Return the interval of that ratio in the turns that compare; of a few turns nothing is known."""
+        best, auto = (np.array(self.seen[way].seconds[CHOOSING:]) for way in self.ways)
+        return tuple(interval(lambda drawn: best[drawn].sum(1) / auto[drawn].sum(1), len(best)) or (0, np.inf))
 
 
 def write(engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]], seen: Seen) -> list[list[int]]:

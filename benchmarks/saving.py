@@ -12,8 +12,6 @@ of, counted: bytes, and the wall and CPU seconds of each of its parts.
 """
 
 import argparse
-import random
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -21,8 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from infer.evaluation.ruler import interval
 from infer.utils.entry import composed
 from train.config import TrainConfig
 from train.loop import Run, prefetch_of, prepare_run, train_step
@@ -32,13 +32,6 @@ from train.safety.processes import start_processes
 
 EVERY = 10.0  # seconds between two saves of the run that the goal speaks of
 PARTS = {"training_state": "copy the state (the step waits)", "save_file": "write", "_digest": "hash", "sync": "sync"}
-
-
-def mean_interval(values: list[float]) -> tuple[float, float, float]:
-    """Return the mean and its 95 % interval, from two thousand resamplings."""
-    dice = random.Random(0)
-    means = sorted(statistics.mean(dice.choices(values, k=len(values))) for _ in range(2000))
-    return statistics.mean(values), means[50], means[1949]
 
 
 @contextmanager
@@ -106,7 +99,9 @@ def main() -> None:
         size = (rolling(Path(run.folder))[-1] / "state" / STATE).stat().st_size
     print(f"\n{args.pairs} pairs of {count} steps; torch threads {torch.get_num_threads()}; state {size / 1e6:.1f} MB")
     for name, values in excess.items():
-        middle, low, high = (1000 * value for value in mean_interval(values))
+        each = 1000 * np.array(values)
+        middle = each.mean()
+        low, high = interval(lambda drawn, each=each: each[drawn].mean(1), len(each)) or (-np.inf, np.inf)
         share, least, most = (value / 10 / EVERY for value in (middle, low, high))
         print(
             f"{name + ' of a save':<14}{middle:>8.1f} ms (95 %: {low:.1f} to {high:.1f}); every {EVERY:.0f} seconds: "
