@@ -1,6 +1,8 @@
 """The key/value cache of target and drafter: one preallocated buffer, rows of their own lengths.
 
-B rows in use, Q new positions, S capacity, H key/value heads, E head size.
+Packed rows, which need no cache, go by the same interface.
+
+B rows in use, Q new positions, S capacity, H key/value heads, E head size, T length of packed rows.
 """
 
 from collections.abc import Iterator
@@ -86,6 +88,39 @@ class Window:
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]
+
+
+@dataclass
+class PackedLayer:
+    """Keys and values of packed rows in one layer: nothing is there before them, and nothing stays."""
+
+    rows: int  # B
+    width: int  # T
+    keys: torch.Tensor | None = None  # (B, H, T, E)
+    values: torch.Tensor | None = None
+
+    def spread(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states as they are: all positions are computed."""
+        return states
+
+    pick = spread
+
+    def write(self, new: torch.Tensor) -> None:
+        """Take the keys and values of all heads, (B T, 2 H, E)."""
+        self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A pass over packed rows, in the place of a cache's window."""
+
+    rows: int  # B
+    capacity: int  # T
+    count: int  # of layers
+
+    def layers(self, packed: None = None) -> Iterator[PackedLayer]:
+        """Yield the memory of one layer after the other; only the last is kept."""
+        return (PackedLayer(self.rows, self.capacity) for _ in range(self.count))
 
 
 class KVCache:

@@ -12,7 +12,7 @@ B rows, Q new positions, S cached positions, D hidden size, H query heads, K key
 features rotated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from inspect import signature
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from infer.attention.attend import attend
-from infer.attention.kv_cache import LayerWindow, Window
+from infer.attention.kv_cache import LayerWindow, PackedLayer, PackedRows, Window
 from infer.attention.masks import PieceMask, TreeMask
 
 COPIED = 1 << 20  # most numbers of a weight that is worth a copy
@@ -87,39 +87,6 @@ class Gated:
     def turned(self) -> "Gated":
         """Return the same with its product turned."""
         return replace(self, product=self.product.turned())
-
-
-@dataclass
-class PackedLayer:
-    """Keys and values of packed rows in one layer: nothing is there before them, and nothing stays."""
-
-    rows: int  # B
-    width: int  # T
-    keys: torch.Tensor | None = None  # (B, K, T, E)
-    values: torch.Tensor | None = None
-
-    def spread(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states as they are: all positions are computed."""
-        return states
-
-    pick = spread
-
-    def write(self, new: torch.Tensor) -> None:
-        """Take the keys and values of all heads, (B T, 2 K, E)."""
-        self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """A pass over packed rows, in the place of a cache's window."""
-
-    rows: int  # B
-    capacity: int  # T
-    count: int  # of layers
-
-    def layers(self, packed: None = None) -> Iterator[PackedLayer]:
-        """Yield the memory of one layer after the other; only the last is kept."""
-        return (PackedLayer(self.rows, self.capacity) for _ in range(self.count))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infer.attention.attend import has_kernel
-from infer.attention.kv_cache import KVCache, Window
+from infer.attention.kv_cache import KVCache, PackedRows, Window
 from infer.attention.masks import (
     TreeMask,
     additive,
@@ -31,7 +31,7 @@ from infer.attention.masks import (
     same_chunk,
 )
 from infer.targets.layers import UnknownLayer, close, lean_decoder
-from infer.targets.lean import LeanDecoder, Masks, PackedRows
+from infer.targets.lean import LeanDecoder, Masks
 from infer.targets.mixed_cache import MixedCache, PackedWindow, Shapes, find_shapes
 from infer.targets.recurrent import Lineage, States, follow_trees
 from infer.targets.support import (
