@@ -13,7 +13,7 @@ import math
 
 import torch
 from gpu import check, finish, need_cuda, nullgpu
-from train_step import PARTS, steps
+from train_step import PARTS, settings, steps
 
 from infer.evaluation.evaluate import describe_device
 from train import objective
@@ -50,8 +50,7 @@ def main() -> None:
             torch.arange(rows.numel()), torch.ones(rows.numel()), chunk
         ).to(rows.device)
     sizes = QWEN3_8B | (SMALL if args.small else {})
-    settings = {"block": 16, "batch": 1, "chunk_rows": 256, "recompute": False, "threads": 1, "way": "ours"}
-    found = steps(argparse.Namespace(device="cuda", compile=args.compile, steps=args.steps, **settings, **sizes))
+    found = steps(settings(device=device.type, compile=args.compile, steps=args.steps, way="ours", **sizes))
     peak, planned = found["peak_gb"], sum(found["planned"].values()) / 1e9
     print(f"{describe_device(device)}, torch {torch.__version__}: {sizes['length']} tokens, {sizes['anchors']} anchors")
     print(f"{'':<14}" + "".join(f"{part:>11}" for part in ("step", *PARTS)))

@@ -114,7 +114,7 @@ def anonymous_and_file() -> np.ndarray:
 def compiled_loop():
     """A compiled loop of lookups: probabilities of tokens (n, T) after contexts (n, c), their sum."""
     from infer.ngrams.model import gather_probabilities
-    from infer.trees.compiled import njit
+    from infer.utils.jit import njit
 
     @njit
     def look_up(arrays, total, contexts, tokens):

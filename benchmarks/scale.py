@@ -37,19 +37,21 @@ def measure(sizes: dict, steps: int) -> dict:
     """Return the least CPU seconds of a step and the peak in GB of a shape, in this process."""
     import torch
     import train_step as script
-    from train_beside import DEFAULTS, whole_step
+    from train_beside import whole_step
 
     torch.set_num_threads(1)
+    alike = {"device": "cpu", "compile": False, "way": "ours"}
     tiny = {"hidden": 64, "vocabulary": 100, "length": 32, "anchors": 4, "layers": 4, "block": 8, "head_dim": 32}
-    whole_step(script, argparse.Namespace(**DEFAULTS | tiny), None)()  # libraries' own buffers are in memory now
+    whole_step(script, script.settings(**alike, **tiny), None)()  # libraries' own buffers are in memory now
     memory, seconds = script.Memory("cpu"), []
-    step = whole_step(script, argparse.Namespace(**DEFAULTS | FIXED | sizes), None)
+    asked = script.settings(**alike, **FIXED, **sizes)
+    step = whole_step(script, asked, None)
     for _ in range(steps + 1):
         began = time.process_time()
         step()
         seconds.append(time.process_time() - began)
     peak = memory.peak() / 1e9
-    target, _, _, config = script.build(argparse.Namespace(**DEFAULTS | FIXED | sizes))
+    target, _, _, config = script.build(asked)
     work = sum(script.step_operations(script.shape_of(config, target.config)).values()) / 1e9
     return {"GFLOP": work, "CPU s": min(seconds[1:]), "GB": peak}
 

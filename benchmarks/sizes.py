@@ -10,7 +10,8 @@ import torch
 
 from infer.main import COMMANDS
 from infer.utils.entry import CONF, composed
-from train.plan import compute_dtype, shape_of, step_memory, target_config
+from train.engine import compute_dtype
+from train.plan import shape_of, step_memory, target_config
 
 GPUS = (24, 48, 80, 141)  # GB
 WAYS = (

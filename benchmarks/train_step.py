@@ -119,7 +119,7 @@ def one(args) -> dict:
     if args.device == "cpu":
         torch.set_num_threads(args.threads)
     tiny = {"hidden": 64, "vocabulary": 100, "length": 32, "anchors": 4, "layers": 4, "intermediate": 64}
-    steps(argparse.Namespace(**vars(args) | tiny | {"steps": 1, "drafter_layers": 1, "kv_heads": 1, "heads": 1}))
+    steps(settings(**vars(args) | tiny | {"steps": 1, "drafter_layers": 1, "kv_heads": 1, "heads": 1}))
     gc.collect()  # libraries' own buffers and code are in memory now, and not counted
     return steps(args)
 
@@ -209,7 +209,8 @@ class Memory:
         return torch.cuda.max_memory_allocated() if self.cuda else self.most
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
+    """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--qwen3-4b", action="store_true", help="its sizes, 3,072 tokens, 512 anchors, 5 drafter layers"
@@ -236,7 +237,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="processes of each way, by turns; medians are shown")
     parser.add_argument("--ways", nargs="+", default=["reference", "ours"])
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def settings(**given) -> argparse.Namespace:
+    """Return what `build` and `steps` read, for other scripts: the command's defaults but for what is given. Raises
+    TypeError for a name that is no option."""
+    found = options().parse_args([])
+    if unknown := given.keys() - vars(found).keys():
+        raise TypeError(f"no options of train_step.py: {', '.join(sorted(unknown))}")
+    vars(found).update(given)
+    return found
+
+
+def main() -> None:
+    args = options().parse_args()
     if args.qwen3_4b:
         sizes = {"hidden": 2560, "intermediate": 9728, "heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 36}
         vars(args).update(sizes, vocabulary=151_936, drafter_layers=5, length=3072, anchors=512)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -122,6 +123,30 @@ def imports_of(code: str, modules: set[str]) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return found & modules
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Every name that the file binds, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def missing_names(code: str, modules: dict[str, Path]) -> list[str]:
+    """What `code` imports by name from files that do not have it; `modules` are the files by name."""
+    faults = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module in modules:
+            names = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules]
+            faults += [f"{node.module}.{name}" for name in names if name not in names_in(modules[node.module])]
+    return faults
 
 
 def module_graph() -> dict[str, set[str]]:
@@ -293,6 +318,15 @@ def test_tests_import_no_test():
     tops = {path: {name.split(".")[0] for name in names} for path, names in found.items()}
     own = {"tests", "conftest", *(path.stem for path in sources("tests", name="test_*.py"))}
     assert not {path: names & own for path, names in tops.items() if names & own}
+
+
+def test_scripts_import_what_is_there():
+    """Most of benchmarks/ and tests/robustness/ no test runs: what is renamed or moved would leave them behind."""
+    modules = {module_name(path): path for path in sources(*PACKAGES)}
+    modules |= {path.stem: path for path in sources("benchmarks")}
+    faults = {str(path): missing_names(path.read_text(), modules) for path in sources("benchmarks", "tests/robustness")}
+    assert not {path: names for path, names in faults.items() if names}
+    assert missing_names("def f():\n    from train.plan import gone, shape_of", modules) == ["train.plan.gone"]
 
 
 def test_no_module_hides_another():

@@ -103,6 +103,22 @@ def test_memory_is_as_planned_within_ten_percent(repo, shape):
     assert sum(figures["planned"].values()) / 1e9 == pytest.approx(figures["peak_gb"], rel=0.1)
 
 
+def test_other_scripts_take_the_same_steps(repo, monkeypatch):
+    """benchmarks/gpu_step.py and scale.py give `train_step` sizes and leave the other options to it."""
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--small", "--no-compile", "--steps=1"])
+    gpu_step, scale = (importlib.import_module(name) for name in ("gpu_step", "scale"))
+    monkeypatch.setattr(gpu_step, "need_cuda", lambda: torch.device("cpu"))
+    sizes = {"hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocabulary": 100}
+    sizes |= {"length": 64, "anchors": 8, "layers": 4, "drafter_layers": 1}
+    monkeypatch.setattr(gpu_step, "SMALL", sizes)
+    with pytest.raises(SystemExit) as ended:
+        gpu_step.main()
+    assert not ended.value.code  # losses fell
+    figures = scale.measure(dict.fromkeys(("length", "vocabulary"), 64) | {"anchors": 8, "batch": 1}, 1)
+    assert min(figures.values()) > 0
+
+
 PEAKS = {"8b": 30.27, "4b": 17.94, "1.7b": 9.12, "0.6b": 2.52, "long": 18.52, "many": 7.74, "hybrid": 15.88}
 AGAIN = {"8b": 26.72, "4b": 14.69, "1.7b": 7.63, "long": 15.13, "many": 6.98, "hybrid": 12.83}  # with --recompute
 
