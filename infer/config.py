@@ -16,7 +16,7 @@ from infer.utils.checks import FREE_TEXT, at_least, one_of, temperature
 
 MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
 METHODS = (*TREES, *MASKED_METHODS)
-NO_NGRAMS = "none"  # in place of a file's name
+NO_NGRAMS, TEXT_NGRAMS = "none", "text"  # in place of a file's name: no n-grams, and those of the text itself alone
 GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
 
 
@@ -248,8 +248,9 @@ class EngineConfig(MaskedConfig):
         ssd: docs/methods.md
     budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto": as
         machine and load allow, down to none
-    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree. null: the one that lies
-        beside the drafter's weights, if there is one, for ddtree; none: no file
+    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree corrects its counts
+        by those of the text itself. null: the one that lies beside the drafter's weights, if there is one, for ddtree;
+        text: no file, the text's own n-grams alone, for ddtree; none: no n-grams
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     joint: rows side by side share their budgets: as many nodes in all, verified where they are likeliest to be accepted
     width: children of every node of a static tree
@@ -341,6 +342,8 @@ class EngineConfig(MaskedConfig):
         """Raise ValueError where the options lack what the tree method needs."""
         if tree.ngrams and not self.asks_ngrams:
             raise ValueError(f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one")
+        if self.continuity == TEXT_NGRAMS and not tree.recalls:
+            raise ValueError(f"continuity={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}")
         if tree.draws and self.budget != "auto" and self.width > self.budget:
             raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
 
@@ -377,7 +380,7 @@ class EvaluationConfig:
     compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     samples: decoded texts shown in the report
     continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too. null: the one that lies beside
-        the drafter's weights, if there is one, joined to DDTree's trees; none: no file
+        the drafter's weights, if there is one, joined to DDTree's trees; text: the texts' own n-grams; none: no n-grams
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     """
 

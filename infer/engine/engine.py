@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from infer.attention.kv_cache import KVCache
-from infer.config import MASKED_METHODS, EngineConfig, TextOptions
+from infer.config import MASKED_METHODS, TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, calibrate
@@ -44,6 +44,7 @@ from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 BEHIND = 32  # rounds that draft nothing after which the drafter is given their features
+SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
 FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
 
 
@@ -121,8 +122,7 @@ class Engine(EngineBase):
         self.pace: Pace | None = None
         self.ngram: NGram | None = None
         if self.method.ngrams:
-            # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
-            self.ngram = NGram.open(options.continuity, target.tokenizer_digest if asked else None)
+            self.ngram = self._ngrams(asked)
         self.length, self.nodes, self.layers = 0, 0, ()
         self.joint = options.joint and self.drafts and options.rows > 1 and target.lean
         self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them
@@ -162,6 +162,13 @@ class Engine(EngineBase):
         self.prefill: Prefill | None = None
         memory = self.options.prefix_memory * 2**20
         self.prefixes = Prefixes(memory) if memory else None
+
+    def _ngrams(self, asked: str | None) -> NGram:
+        """Return the n-grams that trees ask: those of the file that a user asked for, else the drafter's own."""
+        if asked == TEXT_NGRAMS:
+            return NGram.uniform(self.target.head_weight.shape[0])
+        # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
+        return NGram.open(self.options.continuity, self.target.tokenizer_digest if asked else None)
 
     @property
     def bonus(self) -> torch.Tensor:
@@ -546,13 +553,12 @@ class Engine(EngineBase):
             marginals = adjust(marginals, options, before).log_softmax(-1)
             if noise is not None:
                 draws = partial(children_noise, options, start, vocabulary=marginals.shape[-1])
-        ngram, longest = self.ngram, 0 if self.ngram is None else self.ngram.order
         return Proposal(
             self.bonus,
             marginals,
             nodes,
-            ngram,
-            [(text.prompt[-longest:] + text.ids[-longest:])[-longest:] for text in self.writing] if ngram else (),
+            self.ngram,
+            [text.end(SEARCHED) for text in self.writing] if self.ngram else (),
             self.options.continuity_weight,
             self.options.width,
             conditional,

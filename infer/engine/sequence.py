@@ -4,6 +4,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from infer.config import TextOptions
@@ -83,6 +84,8 @@ class Sequence:
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
     kept: list[Block] = field(default_factory=list)  # what is there of them, until it is given to the text's row
+    searched: np.ndarray | None = None  # the end of prompt and ids, int64, once a tree has asked for it
+    noted: int = 0  # tokens of ids that are in it
     borders: frozenset[int] = frozenset()  # positions of the prompt behind which a recurrent target's states are kept
     states: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # which were, until the text is written
 
@@ -98,6 +101,13 @@ class Sequence:
     def known(self) -> list[int]:
         """Prompt and tokens so far: all that is to be computed before the text is written on."""
         return self.prompt + self.ids
+
+    def end(self, most: int) -> np.ndarray:
+        """Return the last tokens so far, at most so many: (T,) int64."""
+        before = np.array(self.prompt[-most:], np.int64) if self.searched is None else self.searched
+        self.searched = np.concatenate([before, np.array(self.ids[self.noted :], np.int64)])[-most:]
+        self.noted = len(self.ids)
+        return self.searched
 
     def append(self, new: list[int], target: Model) -> None:
         """Add a round's tokens up to the end of the text."""

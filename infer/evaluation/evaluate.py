@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from infer.api import AnyTarget, open_engine
-from infer.config import NO_NGRAMS, DecodeOptions, EvaluationConfig
+from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
@@ -258,6 +258,8 @@ def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others:
     every = config.continuity not in (None, NO_NGRAMS)
     own = config.continuity is None and getattr(drafter, "ngrams", None) is not None  # a part of the drafter
     plain, *rows = [row for row in TREES.values() if row.evaluated and (every or not row.ngrams)]
+    if config.continuity == TEXT_NGRAMS:
+        rows = [row for row in rows if row.recalls or not row.ngrams]
     if getattr(drafter, "autoregressive", False):
         rows = [row for row in rows if row.prefixes]
     shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}

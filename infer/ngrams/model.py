@@ -180,6 +180,17 @@ class NGram:
         model.check_digest(digest)
         return model
 
+    @classmethod
+    def uniform(cls, vocabulary: int) -> "NGram":
+        """Return a model that saw every token once, and none behind another."""
+        bits = count_bits(vocabulary)
+        entries = (np.arange(vocabulary, dtype=np.int64) << bits | 1).astype(np.uint32)
+        parts = (entries, *(np.zeros(size, dtype) for size, dtype in zip((1, 1, 0, 0), DTYPES[1:], strict=False)))
+        for part in parts:
+            part.setflags(write=False)  # as a file's are: compiled code is made for one kind
+        arrays = Arrays(*parts, bits, vocabulary, 0)
+        return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, arrays)
+
     def check_digest(self, digest: str | None) -> None:
         """Raise ValueError unless this is None or the digest of the tokenizer that the file was counted with."""
         if digest not in (None, self.digest):

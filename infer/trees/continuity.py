@@ -64,8 +64,9 @@ def _beam(proposal: Proposal, scoring: Scoring) -> DraftTree:
 
 def guided_ddtree(proposal: Proposal) -> DraftTree:
     """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
-    its n-gram probability to the power of `weight`. The first n nodes are the tree of budget n; log_probs are these
-    path-conditioned ones. With a conditional head a token's probability behind its path takes its marginal's place."""
+    its n-gram probability to the power of `weight`; the n-gram model's counts are corrected by those of the text
+    itself. The first n nodes are the tree of budget n; log_probs are these path-conditioned ones. With a conditional
+    head a token's probability behind its path takes its marginal's place."""
     if proposal.steps is not None and proposal.steps.recurrent:
         return guided_by_depth(proposal)
     table, ngram = choices(proposal), proposal.ngram
@@ -97,23 +98,28 @@ def guided_by_depth(proposal: Proposal) -> DraftTree:
     rows, length, count = steps.tokens.shape
     ascending = steps.tokens.cpu().sort(-1)  # (B, L, M)
     shares, longest = unigram_shares(ascending.values, proposal), max(ngram.order - 1, 1)
-    suffixes, grown = np.empty((rows, 1, longest), np.int64), None
-    for row, context in enumerate(_contexts(proposal)):
-        guided.begin(ngram.arrays, context, suffixes[row, 0])
+    suffixes, grown, texts = np.empty((rows, 1, longest), np.int64), None, _contexts(proposal)
+    recent = np.empty((rows, 1, guided.REACH), np.int64)
+    for row, text in enumerate(texts):
+        guided.begin(ngram.arrays, text, suffixes[row, 0])
+        guided.newest(text, recent[row, 0])
 
     def judge(slot: int, prefix: torch.Tensor, which: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        nonlocal suffixes, grown
+        nonlocal suffixes, grown, recent
         if slot:
             place = ascending.indices[:, slot - 1].argsort(-1).gather(1, which.cpu())  # of the candidate
             paths = (torch.arange(rows)[:, None], prefix.cpu())
             suffixes = grown[(*paths, slice(0, longest), place)]
+            last = ascending.values[:, slot - 1].gather(1, place).numpy()[..., None]  # (B, P, 1)
+            recent = np.concatenate([last, recent[paths][..., :-1]], -1)
         order = ascending.indices[:, slot, None].expand(-1, log_q.shape[1], -1)  # (B, P, M)
         judged = log_q.cpu().double().clamp(min=guided.LOWEST).gather(2, order)
         grown = np.empty((*judged.shape[:2], longest + 1, count), np.int64)
         for row in range(rows):
             tokens = ascending.values[row, slot].numpy()
-            alike = ngram.arrays, proposal.weight, tokens, shares[row, slot]
-            guided.judge_level(*alike, judged[row].numpy(), np.ascontiguousarray(suffixes[row]), grown[row])
+            alike = ngram.arrays, proposal.weight, texts[row], tokens, shares[row, slot]
+            paths = np.ascontiguousarray(suffixes[row]), recent[row]
+            guided.judge_level(*alike, judged[row].numpy(), *paths, grown[row])
         return torch.empty_like(judged).scatter_(2, order, judged).to(log_q)
 
     return behind(proposal.bonus, by_depth(steps, proposal.budget, judge), length)
@@ -150,6 +156,5 @@ def of_row(columns: Columns, row: int) -> Columns:
 
 
 def _contexts(proposal: Proposal) -> list[np.ndarray]:
-    """Return the end of every row's text that the n-gram model depends on: (C,) int64 each."""
-    longest = proposal.ngram.order - 1
-    return [np.array(context[max(0, len(context) - longest) :], np.int64) for context in proposal.contexts]
+    """Return every row's text: (C,) int64 each."""
+    return [np.asarray(context, np.int64) for context in proposal.contexts]

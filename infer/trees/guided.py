@@ -5,7 +5,8 @@ independent, n-grams count which token follows which (DART section 4). Two searc
 - `best_first`: DDTree's algorithm 1 on scores that depend on the path. A token's probability is multiplied by its
   n-gram probability behind the path, and the products are normalised over the position's K likeliest tokens, to the
   probability that these have together. A step is at most 0 in log space, so that scores fall along a path and the best
-  prefixes are found exactly, as with marginals alone.
+  prefixes are found exactly, as with marginals alone. What the text itself says so far (`recall`) corrects what the
+  corpus says: a text repeats its own names and turns of phrase.
 
 L drafted positions, K tokens a position, M nodes with the root, O order of the n-gram model.
 
@@ -26,6 +27,7 @@ from infer.utils.jit import njit
 
 EPSILON = 1e-5  # of the best-first search: added to probabilities, so that unseen tokens have a score
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
+REACH = 8  # tokens: the longest end of a path that is looked for earlier in the text
 LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all others, and finite
 ENDED = 1e6  # more than any score: a prefix that ends its text is extended after all others
 
@@ -97,6 +99,39 @@ def extend(arrays, suffixes, tokens, alone, grown, probabilities):
                 count = count_of(arrays, found[i])
                 if count > 0:
                     probabilities[i] = count / context
+
+
+@njit
+def newest(context, recent):
+    """Fill recent (REACH,) with the last tokens of context (C,) int64, the newest first, -1 where it is too short."""
+    for k in range(len(recent)):
+        recent[k] = context[len(context) - 1 - k] if k < len(context) else -1
+
+
+@njit
+def recall(text, recent, tokens, probabilities):
+    """Correct probabilities (K,) of tokens (K,) int64, ascending, by what followed the path's last tokens earlier in
+    the text (T,) int64; recent (REACH,): those last tokens, as `newest` has them.
+
+    Prediction by partial matching (Cleary and Witten 1984): from the last token alone to the last REACH, p becomes
+    (times the token followed + p) / (times they came + 1)."""
+    came, followed = np.zeros(len(recent)), np.zeros((len(recent), len(tokens)))
+    for at in range(len(text) - 1):
+        if text[at] != recent[0]:
+            continue
+        i = np.searchsorted(tokens, text[at + 1])
+        hit = i < len(tokens) and tokens[i] == text[at + 1]
+        for k in range(min(len(recent), at + 1)):
+            if text[at - k] != recent[k]:
+                break
+            came[k] += 1
+            if hit:
+                followed[k, i] += 1
+    for k in range(len(recent)):
+        if came[k] == 0:
+            break
+        for i in range(len(tokens)):
+            probabilities[i] = (followed[k, i] + probabilities[i]) / (came[k] + 1)
 
 
 @njit
@@ -220,12 +255,13 @@ def judge(log_q, probabilities, weight, step):
 
 
 @njit
-def judge_level(arrays, weight, tokens, alone, log_q, suffixes, grown):
-    """Judge the candidates tokens (K,) behind P paths with `suffixes` (P, O - 1): change log_q (P, K), float64, in
-    place, and fill grown (P, O, K) as `extend` does."""
+def judge_level(arrays, weight, text, tokens, alone, log_q, suffixes, recent, grown):
+    """Judge the candidates tokens (K,) behind P paths with `suffixes` (P, O - 1) and `recent` tokens (P, REACH) in a
+    text (T,): change log_q (P, K), float64, in place, and fill grown (P, O, K) as `extend` does."""
     probabilities, step = np.empty(len(tokens)), np.empty(len(tokens))
     for p in range(len(log_q)):
         extend(arrays, suffixes[p], tokens, alone, grown[p], probabilities)
+        recall(text, recent[p], tokens, probabilities)
         norm = judge(log_q[p], probabilities, weight, step)
         for i in range(len(tokens)):
             log_q[p, i] = min(step[i] - norm, 0.0)
@@ -234,8 +270,8 @@ def judge_level(arrays, weight, tokens, alone, log_q, suffixes, grown):
 @njit
 def best_first(arrays, total, order, weight, table, context, nodes, scores):
     """Find the best prefixes under the drafter's probabilities times n-gram probabilities to the power of `weight`, for
-    one row: a `Table`, how many tokens the model counted in all, else arguments as in `beam`; fill nodes (3, M - 1) and
-    scores (M - 1,), all of them, best first."""
+    one row: a `Table`, how many tokens the model counted in all, the text (T,) so far, else arguments as in `beam`.
+    Fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
     given, first, steps = table
     length, ranks = given.shape
     tokens, places, alone = np.empty_like(given), np.empty_like(given), np.empty((length, ranks))
@@ -244,17 +280,21 @@ def best_first(arrays, total, order, weight, table, context, nodes, scores):
         unigrams(arrays, total, tokens[level], alone[level])
     budget, longest = nodes.shape[1], max(order - 1, 1)
     last = np.zeros(budget + 1, np.int64)  # the place of the candidate that a node is
-    # of every node: its suffixes; its children, likeliest first: which tokens, their scores, and how many were taken
+    # of every node: its suffixes and last tokens; its children, likeliest first: which tokens, their scores, and how
+    # many were taken
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)
+    recent = np.empty((budget, REACH), np.int64)
     which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
     taken = np.zeros(budget, np.int64)
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
     log_q, probabilities, step = np.empty(ranks), np.empty(ranks), np.empty(ranks)
     begin(arrays, context, suffixes[0])
+    newest(context, recent[0])
     for node in range(budget):  # score the node's children, then take the best node that waits
         level = nodes[2, node - 1] if node > 0 else 0
         if level < length:
             extend(arrays, suffixes[node], tokens[level], alone[level], grown[node], probabilities)
+            recall(context, recent[node], tokens[level], probabilities)
             of_level = first if level == 0 else steps[level - 1, last[node] if steps.shape[1] > 1 else 0]
             for i in range(ranks):
                 log_q[i] = max(of_level[places[level, i]], LOWEST)
@@ -273,5 +313,8 @@ def best_first(arrays, total, order, weight, table, context, nodes, scores):
         if node + 1 < budget:
             for k in range(longest):
                 suffixes[node + 1, k] = grown[parent, k, i]
+            recent[node + 1, 0] = nodes[0, node]
+            for k in range(1, REACH):
+                recent[node + 1, k] = recent[parent, k - 1]
         taken[parent] += 1
         waiting[parent] = score[parent, rank + 1] if rank + 1 < ranks else -np.inf

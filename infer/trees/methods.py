@@ -20,6 +20,7 @@ class TreeMethod:
     most_nodes: Callable[[int], int] | None = None  # block size -> nodes it can use at most; None: any node budget
     ranked: bool = False  # nodes are sorted by probability, so that budget=auto can cut the tree anywhere
     ngrams: bool = False  # needs an n-gram file
+    recalls: bool = False  # asks the text's own n-grams too, which are enough where there is no file
     with_ngrams: str | None = None  # the method that takes its place where an n-gram file is given
     prefixes: bool = False  # can draft behind prefixes alone, of a drafter whose positions have no marginals
     draws: bool = False  # children are drawn from the drafter for sampled texts: same distribution, another text
@@ -71,6 +72,7 @@ _ROWS = (
         "#9b4f96",
         ranked=True,
         ngrams=True,
+        recalls=True,
     ),
     TreeMethod("static", "static", "infer.trees.fixed:static", draws=True, evaluated=False),
 )

@@ -52,7 +52,7 @@ class Proposal:
     marginals: torch.Tensor | None  # (B, L, V) log space, conditioned on the target's noise; None: there is no drafter
     budget: int = 0  # drafted nodes at most
     ngram: NGram | None = None
-    contexts: Sequence[list[int]] = ()  # with an n-gram model: the end of every row's text, the bonus token included
+    contexts: Sequence[Sequence[int]] = ()  # with an n-gram model: every row's text, the bonus token included
     weight: float = 1.0  # of the n-gram model against the drafter
     width: int = 1  # children of every node of a full tree
     conditional: Conditional | None = None  # of a drafter that knows q(token | token before)

@@ -4,15 +4,18 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 import torch
 
 from infer import Engine
 from infer.targets.target import Target
+from infer.trees.guided import REACH
 
 
 class ScriptedDrafter:
@@ -182,3 +185,21 @@ def answering():
 def idle():
     """(service) -> whether the server has finished all work; see `_idle`."""
     return _idle
+
+
+@pytest.fixture(scope="session")
+def recalled() -> Callable:
+    """Prediction by partial matching, written plainly: probabilities of tokens corrected by what followed the ends of a
+    path earlier in a text."""
+
+    def correct(text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray) -> np.ndarray:
+        for length in range(1, min(REACH, len(path)) + 1):
+            ends = [at + length for at in range(len(text) - length) if text[at : at + length] == path[-length:]]
+            if not ends:
+                break
+            followed = Counter(text[end] for end in ends)
+            came = [followed[token] for token in tokens]
+            probabilities = (np.array(came) + probabilities) / (len(ends) + 1)
+        return probabilities
+
+    return correct

@@ -62,7 +62,8 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     controls = {"temperature": temperature, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.95}
     expected = plain(target, prompts, 30, **controls)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    trees = [("chain", 5, None), ("ddtree", 20, None), ("continuity", 59, str(ngrams)), ("ddtree", 20, str(ngrams))]
+    trees = [("chain", 5, None), ("ddtree", 20, None), ("continuity", 59, str(ngrams))]
+    trees += [("ddtree", 20, str(ngrams)), ("ddtree", 20, "text")]
     for method, budget, file in trees:
         options = DecodeOptions(30, method=method, budget=budget, continuity=file, rows=3, **controls)
         assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, file)
@@ -70,6 +71,20 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
         scripted = decode(target, scripted_drafter(known, 6, 97), prompts, options)
         assert [row.ids for row in scripted] == expected, (method, file)
         assert max(row.stats.tau for row in scripted) > 1.5
+
+
+def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny):
+    """A random model soon repeats itself: what a drafter often guesses wrong, the text's own n-grams know."""
+    target, _ = make_tiny(block_size=6)
+    prompts, taus = random_prompts(3, seed=1), {}
+    expected = plain(target, prompts, 150)
+    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for continuity in ("none", "text"):
+        options = DecodeOptions(150, budget=8, continuity=continuity, rows=3)
+        rows = decode(target, scripted_drafter(known, 6, 97, 0.4), prompts, options)
+        assert [row.ids for row in rows] == expected
+        taus[continuity] = sum(len(row.ids) - 1 for row in rows) / sum(row.stats.rounds for row in rows)
+    assert taus["text"] > 1.2 * taus["none"]
 
 
 def test_static_trees_are_greedy_like_plain(scripted_drafter, make_tiny):
@@ -273,6 +288,7 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
         ({"method": "tree"}, "tree"),
         ({"method": "continuity"}, "continuity=<n-gram file>"),
         ({"method": "chain", "continuity": "x"}, "continuity=x"),
+        ({"method": "continuity", "continuity": "text"}, "method=ddtree"),
         ({"continuity": "missing.ngrams"}, "missing.ngrams"),
         ({"continuity_weight": -1.0}, "continuity_weight=-1"),
         ({"method": "static", "width": 0}, "width=0"),

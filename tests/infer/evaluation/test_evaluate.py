@@ -38,6 +38,14 @@ def options_of(options: DecodeOptions, number: int) -> DecodeOptions:
     return DecodeOptions(**(vars(options) | {"seed": derived_seed(5, number)}))
 
 
+def test_a_texts_own_ngrams_need_no_file(make_tiny):
+    target, drafter = make_tiny()
+    config = EvaluationConfig(max_new_tokens=4, budgets=[3], continuity="text")
+    names = [one.name for one in variants(target, drafter, config)]
+    assert names == ["plain", "generate", "chain", "ddtree", "ddtree+continuity"]
+    assert [one.options.continuity for one in variants(target, drafter, config)][-2:] == ["none", "text"]
+
+
 def test_another_drafter_and_slow_plain_decoders_beside_an_evaluation(make_tiny, monkeypatch):
     """The other drafter decodes every second prompt; what is too slow on the first part is left out of the others, by
     all processes where one of them found it so."""

@@ -161,11 +161,13 @@ def test_a_chain_follows_the_head():
 
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 9), (3, 3, 4)])
-def test_with_an_ngram_model_the_products_are_searched(ngrams, shape, recurrent):
+def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, shape, recurrent):
     """A candidate's conditional probability times its n-gram probability behind the whole path, the candidates together
     as likely as they are under the head: the best of all prefixes."""
     model, steps = NGram.open(ngrams), RandomSteps(shape, 3, recurrent)
     contexts, weight = [[5, 60, 2], [1], [90, 3]][: shape[0]], 0.7
+    contexts[0] = steps.tokens[0].flatten().tolist() * 3 + contexts[0]  # what may come has come before
+    contexts[0][-1] = int(steps.tokens[0, 0, 0])
     bonus = torch.tensor([context[-1] for context in contexts])
     tree = guided_ddtree(Proposal(bonus, None, 17, model, contexts, weight, steps=steps))
     for row, context in enumerate(contexts):
@@ -175,7 +177,7 @@ def test_with_an_ngram_model_the_products_are_searched(ngrams, shape, recurrent)
             for prefix in list(product(range(shape[2]), repeat=depth)):
                 path = context + [int(steps.tokens[row, i, which]) for i, which in enumerate(prefix)]
                 log_q = [float(steps.step(row, (*prefix, which))) for which in range(shape[2])]
-                seen = model.probabilities(path, tokens)
+                seen = recalled(context, path, tokens, model.probabilities(path, tokens))
                 product_of = [math.exp(q) * (n + 1e-5) ** weight for q, n in zip(log_q, seen, strict=True)]
                 scale = sum(map(math.exp, log_q)) / sum(product_of)
                 score |= {(*prefix, i): score[prefix] + math.log(scale * x) for i, x in enumerate(product_of)}

@@ -37,6 +37,13 @@ def contexts(rows: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(97, (1 + row % 4,), generator=generator).tolist() for row in range(rows)]
 
 
+def repeating(rows: int) -> list[list[int]]:
+    """Texts of few tokens that say many things twice, one of them longer than what is looked for."""
+    dice = np.random.default_rng(5)
+    texts = [dice.integers(0, 20, 30 + 10 * row).tolist() for row in range(rows)]
+    return [text + text[5:20] for text in texts]
+
+
 def prefixes(tree: DraftTree, row: int) -> dict[tuple[int, ...], float]:
     """The drafted nodes as token tuples with their log_probs, in the tree's order; checks parents and depths."""
     found = {0: ()}
@@ -171,25 +178,32 @@ class ModelCounts(dict):
         return self[ids]
 
 
-def conditionals(marginal: torch.Tensor, path: list[int], level: int, model: NGram, weight: float) -> dict[int, float]:
+def conditionals(
+    marginal: torch.Tensor, text: list[int], drafted: list[int], model: NGram, weight: float, recalled
+) -> dict[int, float]:
     """log p(token | path): marginal times n-gram probability ^ weight, with the likeliest tokens' joint probability."""
-    top, ids = marginal[level].topk(min(25, marginal.shape[-1]))
-    fluent = torch.from_numpy(model.probabilities(path, ids.tolist()))
+    top, ids = marginal[len(drafted)].topk(min(25, marginal.shape[-1]))
+    counted = model.probabilities(text + drafted, ids.tolist())
+    fluent = torch.from_numpy(recalled(text, text + drafted, ids.tolist(), counted))
     scores = top.double() + weight * (fluent + EPSILON).log()
     scores = scores.log_softmax(-1) + min(float(top.double().exp().sum().log()), 0.0)
     return dict(zip(ids.tolist(), scores.tolist(), strict=True))
 
 
+@pytest.mark.parametrize("counts", ["file", "text"])
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
-def test_guided_ddtree_is_the_best_of_all_prefixes(model, weight):
-    rows, length, budget = 4, 3, 40
-    some, ends = marginals(rows, length, seed=3), contexts(rows, 1)
+def test_guided_ddtree_is_the_best_of_all_prefixes(model, recalled, weight, counts):
+    """Of the counts of a corpus corrected by those of the text, and of the text's own alone."""
+    rows, length, budget, vocabulary = 4, 3, 40, 97 if counts == "file" else 20
+    model = model if counts == "file" else NGram.uniform(20)
+    some, ends = marginals(rows, length, vocabulary, seed=3), contexts(2, 1) + repeating(rows)[2:]
+    ends = ends if counts == "file" else repeating(rows)
     tree = guided_ddtree(Proposal(torch.arange(rows), some, budget, model, ends, weight))
     for row in range(rows):
         values: dict[tuple, float] = {(): 0.0}
         for depth in range(length):
             for prefix in [prefix for prefix in values if len(prefix) == depth]:
-                steps = conditionals(some[row], ends[row] + list(prefix), depth, model, weight)
+                steps = conditionals(some[row], ends[row], list(prefix), model, weight, recalled)
                 values |= {(*prefix, token): values[prefix] + step for token, step in steps.items()}
         ranked = sorted((prefix for prefix in values if prefix), key=lambda prefix: -values[prefix])[:budget]
         found = prefixes(tree, row)
@@ -266,6 +280,16 @@ def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model):
         for i, token in enumerate(tokens):
             guided.begin(model.arrays, np.append(context, token), again)
             assert np.array_equal(grown[:2, i], again)
+
+
+def test_a_text_that_repeats_itself_is_believed(recalled):
+    """Behind a stretch that came before, what followed it then is nearly certain: 8 matches of 1 to 8 tokens."""
+    text, tokens = list(range(9)) * 2, np.arange(20)
+    found, recent = NGram.uniform(20).probabilities(text, tokens), np.empty(guided.REACH, np.int64)
+    guided.newest(np.array(text), recent)
+    guided.recall(np.array(text), recent, tokens, found)
+    assert found[0] == 1 - 19 / 20 / 2**8 and np.allclose(found[1:], 1 / 20 / 2**8)
+    assert np.allclose(found, recalled(text, text, tokens.tolist(), np.full(20, 1 / 20)))
 
 
 def test_the_searches_run_without_numba_too(model):
