@@ -6,12 +6,14 @@
 As many clients as `--clients` says write texts of 16 to 64 tokens, as many side by side as the server's default has
 rows. All ways write the same texts in a turn, one a client and at least eight, other texts in the next turn, and every
 way keeps its engine: what `auto` learns, it keeps, and it meets another load each turn. Before the first turn every
-engine writes sixteen texts.
+engine writes sixteen texts. In a turn the engines' steps alternate, the next one always by the engine that has used
+least time so far, so that a machine that is faster in one second than in the next is so for all ways; every way's clock
+counts its own steps alone.
 
 The first three turns at each number of clients choose the best way other than `auto`, by the tokens a second in all of
-them; what falls below 0.85 of the best leaves. The turns after them compare `auto` with that way alone, one beside the
-other in either order, on texts that did not choose it: the best of many noisy figures would flatter it. Numbers of
-clients take turns so that each has as much of the time.
+them; what falls below 0.9 of the best leaves. The turns after them compare `auto` with that way alone on texts that did
+not choose it: the best of many noisy figures would flatter it. Numbers of clients take turns so that each has as much
+of the time.
 
 Times are the processor's for one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second of
 every way in the turns that choose (- after it left: of the first ones), the chosen way, how many turns compare; tokens
@@ -26,7 +28,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -44,6 +46,7 @@ WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {f"{nodes} nodes": ("ddt
 BESIDE = ("plain", "auto")  # whose waiting times are printed
 ROWS, LEAST = EngineConfig().rows, 8  # texts side by side at most; of a turn at least
 CHOOSING = 3  # turns
+LEAVES = 0.9  # of the best: a way that is slower is not compared any more
 GOAL = 0.95
 
 
@@ -81,7 +84,7 @@ class Load:
         fixed = [way for way in self.ways if way != "auto"]
         best = max(fixed, key=self.speed)
         if len(self.tokens) < CHOOSING:
-            self.ways = [way for way in self.ways if way in BESIDE or self.speed(way) > 0.85 * self.speed(best)]
+            self.ways = [way for way in self.ways if way in BESIDE or self.speed(way) > LEAVES * self.speed(best)]
         elif len(self.tokens) == CHOOSING:
             self.ways = [best, "auto"]
 
@@ -96,22 +99,42 @@ class Load:
         return tuple(interval(lambda drawn: best[drawn].sum(1) / auto[drawn].sum(1), len(best)) or (0, np.inf))
 
 
-def write(engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]], seen: Seen) -> list[list[int]]:
-    """Write the texts that are asked for, as many at a time as there are clients, and note what it took."""
-    took, texts = 0.0, []
-    for start in range(0, len(asked), clients):
-        began = engine.clock()
-        times = {engine.submit(*each): [began] for each in asked[start : start + clients]}
-        while engine.busy:
-            for text in engine.step():
-                times[text].append(engine.clock())
-        took += engine.clock() - began
-        texts += [text.ids for text in times]
+class Part:
+    """A way's part of a turn: the texts that are asked for, as many at a time as there are clients. All times are
+    seconds of its own steps."""
+
+    def __init__(self, engine: Engine, clients: int, asked: list[tuple[list[int], TextOptions]]) -> None:
+        self.engine, self.clients, self.asked = engine, clients, asked
+        self.took, self.times = 0.0, {}  # by text: when it was asked for, and when it grew
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.busy or len(self.times) < len(self.asked)
+
+    def step(self) -> None:
+        began, mark = self.took, self.engine.clock()
+        if not self.engine.busy:
+            for each in self.asked[len(self.times) :][: self.clients]:
+                self.times[self.engine.submit(*each)] = [began]
+        grown = self.engine.step()
+        self.took += self.engine.clock() - mark
+        for text in grown:
+            self.times[text].append(self.took)
+
+    def note(self, seen: Seen) -> list[list[int]]:
+        """Note what it took, once it is done; return the texts."""
+        times = self.times.values()
         if len(seen.seconds) < CHOOSING:
-            seen.firsts += [1000 * (time[1] - time[0]) for time in times.values()]
-            seen.pauses += [1000 * (after - before) for time in times.values() for before, after in pairwise(time[1:])]
-    seen.seconds.append(took)
-    return texts
+            seen.firsts += [1000 * (time[1] - time[0]) for time in times]
+            seen.pauses += [1000 * (after - before) for time in times for before, after in pairwise(time[1:])]
+        seen.seconds.append(self.took)
+        return [text.ids for text in self.times]
+
+
+def write(parts: Collection[Part]) -> None:
+    """Let all parts write their texts, a step at a time, of the part that is behind."""
+    while busy := [part for part in parts if part.busy]:
+        min(busy, key=lambda part: part.took).step()
 
 
 def take_turn(load: Load, engines: dict[str, Engine], asked: list[tuple[list[int], TextOptions]]) -> None:
@@ -119,7 +142,9 @@ def take_turn(load: Load, engines: dict[str, Engine], asked: list[tuple[list[int
     turn, count = len(load.tokens), max(load.clients, LEAST)
     texts = [asked[(turn * count + i) % len(asked)] for i in range(count)]
     order = load.ways[:: -1 if turn % 2 else 1]
-    written = [write(engines[way], load.clients, texts, load.seen[way]) for way in order]
+    parts = {way: Part(engines[way], load.clients, texts) for way in order}
+    write(parts.values())
+    written = [part.note(load.seen[way]) for way, part in parts.items()]
     load.same &= all(each == written[0] for each in written)
     load.tokens.append(sum(map(len, written[0])))
     load.choose()
@@ -161,8 +186,7 @@ def main() -> None:
         way: Engine(target, drafter, EngineConfig(method, budget, rows=ROWS), 128, clock)
         for way, (method, budget) in (WAYS | {"auto": ("ddtree", "auto")}).items()
     }
-    for engine in engines.values():  # warms up
-        write(engine, ROWS, asked[:ROWS], Seen())
+    write([Part(engine, ROWS, asked[:ROWS]) for engine in engines.values()])  # warms up
     loads = [Load(clients, [*engines]) for clients in args.clients]
     for turn in range(CHOOSING + 2):
         for load in loads:
