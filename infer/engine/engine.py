@@ -143,7 +143,7 @@ class Engine(EngineBase):
             if self.method.most_nodes is not None:
                 self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
             if options.budget == "auto":
-                self.pace = Pace(calibrate(target, drafter, clock), self.nodes, self.joint)
+                self.pace = Pace(calibrate(target, drafter, clock, self.rows), self.nodes, self.joint)
         self.captures = target.device.type == "cuda" and options.compile is not False and self._on_device()
         self.reset()
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, TextOptions
-from infer.engine.budget import BESIDE, SIZES, TRIAL, BudgetRule, Pace, calibrate
+from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
@@ -273,6 +273,24 @@ def test_noise_hides_neither_the_best_size_nor_plain_decoding(kept):
     assert tokens / spent > 0.97 * best
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_looking_for_the_best_size_costs_little(rows, monkeypatch):
+    """Times do not scatter, promises are kept and four nodes are best by far: after the first rounds nearly all have
+    four nodes, at most one in forty a size that is not worth it, and the rule is asked now and then."""
+    rule = BudgetRule((1, 5 * rows, 9 * rows), (1.0, 1.0, 1.8), 0.2, row=0.1, row_drafts=0.1)
+    chances = torch.tensor([1.0, 0.8, 0.7, 0.6, 0.5, *[0.05] * 60]).log().expand(rows, -1)
+    dice, pace, sizes, asked, cost = random.Random(0), Pace(rule, 64), [], [], BudgetRule.cost
+    monkeypatch.setattr(BudgetRule, "cost", lambda *args: asked.append(args) or cost(*args))
+    for _ in range(600):
+        if nodes := pace.most_nodes(rows, 64):
+            nodes = pace.nodes(chances[:, : nodes + 1], nodes)
+        sizes.append(nodes)
+        paths = [[i for i in range(1, nodes + 1) if dice.random() < chances[0, i].exp()] for _ in range(rows)]
+        pace.note(cost(rule, rows * (nodes + 1), rows, nodes > 0), nodes, paths)
+    assert sum(size != 4 for size in sizes[50:]) <= 550 / 40
+    assert len(asked) < 5 * 600
+
+
 def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
     """While nothing is drafted, or little, prompts have the room that trees leave: rows fill as fast as with a fixed
     budget of that size."""
@@ -294,9 +312,9 @@ def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
     known yet, are soon tried."""
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), other=0.5)
     pace = Pace(rule, 64)
-    pace.promised, pace.kept, pace.rounds = [0.0, 0.1, 0.2, 0.8, 1.5], [(1.0, 1.0), (10.0, 10.0)], TRIAL
+    pace.bands, pace.rounds = [Band(promised) for promised in (0.0, 0.1, 0.1, 0.6, 0.7)], TRIAL
     assert pace.most_nodes(4, 64) >= 8 and pace.most_nodes(4, 2) == 0
-    assert [pace.most_nodes(4, 64) for _ in range(BESIDE)].count(0) == 1
+    assert [pace.most_nodes(4, 64) for _ in range(REFRESH)].count(0) == 1
     # where texts wait for rows, plain rounds would soon have all of them
     assert pace.most_nodes(4, 64, 16) == 0
 
@@ -325,6 +343,34 @@ def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch
     assert [text.ids for text in written] == expected
     assert torch.allclose(*contexts, atol=1e-4)
     assert 0 in written[0].drafted and any(written[0].drafted)
+
+
+def test_calibration_knows_what_rows_cost(tiny, monkeypatch):
+    """Two rows of a position each take longer than one row of two, in the draft as well; passes that cost too much are
+    not measured."""
+    target, drafter = tiny
+    verify, update, now = target.verify, drafter.update_context, 0.0
+
+    def slow_verify(tree, *rest):
+        nonlocal now
+        now += 1 + 0.1 * tree.tokens.numel() + 0.3 * (len(tree.tokens) - 1)
+        return verify(tree, *rest)
+
+    def slow_update(target, context, *rest):
+        nonlocal now
+        now += 0.2 * len(context)
+        return update(target, context, *rest)
+
+    monkeypatch.setattr(target, "verify", slow_verify)
+    monkeypatch.setattr(drafter, "update_context", slow_update)
+    rule = calibrate(target, drafter, lambda: now, rows=4, repeats=1)
+    assert rule.positions[-1] == 49  # 5.9 seconds, more than four times 1.1
+    for rows in (1, 2, 4):
+        for nodes in (0, 2, 8):
+            drafts = 0.2 * rows if nodes else 0.0
+            positions = rows * (nodes + 1)
+            expected = 1 + 0.1 * positions + 0.3 * (rows - 1) + drafts
+            assert rule.cost(positions, rows, nodes > 0) == pytest.approx(expected)
 
 
 def test_auto_budget_measures_and_writes_the_same(tiny):
