@@ -24,6 +24,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
+TEXT = " text"  # behind a way's name: its trees ask the text's own n-grams, which other checkouts may not know
+OURS = (*WAYS, "ddtree 8 text", "ddtree 16 text", "ddtree 64 text")
 BASES = {"generate": "transformers", "its DFlash": "transformers DFlash", "plain": "plain"}  # what ratios are to
 AUTHORS = ("authors chain", "authors 16", "authors 64")
 
@@ -64,7 +66,7 @@ def work(args: argparse.Namespace) -> None:
     theirs = authors = None
     for line in sys.stdin:
         way, prompt = json.loads(line)
-        method, _, budget = way.partition(" ")
+        method, _, budget = way.removesuffix(TEXT).partition(" ")
         if method == "authors":
             chain, tree, model = authors = authors or authors_code(args.authors, args.drafter)
             decode = chain if budget == "chain" else partial(tree, tree_budget=int(budget))
@@ -88,6 +90,7 @@ def work(args: argparse.Namespace) -> None:
             ids = target.model.generate(inputs, **settings)[0, len(prompt) :].tolist()
         else:
             settings = {"method": method, "budget": int(budget or 7), "rows": 1, "max_new_tokens": new_tokens}
+            settings |= {"continuity": TEXT.strip()} if way.endswith(TEXT) else {}
             began = clock()
             ids = generate(target, None if method == "plain" else drafter, prompt, **settings).ids
         print(json.dumps([clock() - began, ids]), flush=True)
@@ -130,7 +133,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
-    parser.add_argument("--ways", nargs="+", default=["transformers", "transformers DFlash", *WAYS])
+    parser.add_argument("--ways", nargs="+", default=["transformers", "transformers DFlash", *OURS])
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -159,7 +162,7 @@ def main() -> None:
     for side, way in rows:
         found = done[side, way]
         line = f"{side + way:<22}{sum(len(i) for _, i in found) / sum(s for s, _ in found):>9.0f}"
-        beside = [("", base) for _, base in bases] + ([("other: ", way)] if args.other else [])
+        beside = [("", base) for _, base in bases] + ([("other: ", way.removesuffix(TEXT))] if args.other else [])
         shown = (ratio(found, done[base]) if base in done and base != (side, way) else "" for base in beside)
         line += "".join(f"{each:>22}" for each in shown)
         print(line + f"{'yes' if [i for _, i in found] == [i for _, i in done[rows[0]]] else 'NO':>6}")

@@ -82,11 +82,12 @@ def main() -> None:
         times: dict[str, list[float]] = {}
         nodes, kept, scores = np.empty((3, budget), np.int64), np.empty(budget, np.float32), np.empty(budget)
         for ids, marginals in drafter.rounds:
-            bonus, end = torch.tensor(ids[-1:]), np.array(ids[-model.order + 1 :])
+            bonus, end = torch.tensor(ids[-1:]), np.array(ids)
             proposal = Proposal(bonus, marginals, budget, model, [ids], ends=target.end_ids)
             tokens, guide = likeliest(proposal, AUTHORS.unigrams), of_row(choices(proposal), 0)
             beamed, judged = of_row(tokens, 0), of_row(judge(tokens, AUTHORS, target.end_ids), 0)
-            common, counted = (model.arrays, model.order), (model.arrays, model.tokens, model.order)
+            common = model.arrays, model.order
+            counted = model.arrays, model.tokens, model.order, marginals.shape[-1]
             for name, runs in {
                 "continuity": (
                     lambda: guided.beam(*common, AUTHORS.epsilon, beamed, judged, end, BEAM, nodes, kept),  # noqa: B023

@@ -70,7 +70,7 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     if proposal.steps is not None and proposal.steps.recurrent:
         return guided_by_depth(proposal)
     table, ngram = choices(proposal), proposal.ngram
-    counted = ngram.arrays, ngram.tokens, ngram.order
+    counted = ngram.arrays, ngram.tokens, ngram.order, proposal.marginals.shape[-1]
     rows, length, ranks = table.tokens.shape
     nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
@@ -82,13 +82,16 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
 
 def choices(proposal: Proposal) -> guided.Table:
     """Return what the best-first search of every row chooses from: the likeliest tokens of the marginals, or a
-    conditional head's candidates."""
+    conditional head's candidates. What n-grams add has its marginal, on the host; elsewhere the vocabulary stays where
+    it is, and what is not listed counts as the last that is."""
+    marginals = proposal.marginals
     if proposal.steps is None:
-        top, ids = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
+        top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
         first, steps = top[:, 0], top[:, 1:, None]
     else:
         ids, (first, steps) = proposal.steps.tokens, proposal.steps.table
-    return guided.Table(ids.cpu().numpy(), *(part.float().cpu().numpy() for part in (first, steps)))
+    alone = marginals if marginals.device.type == "cpu" else marginals.gather(-1, ids[..., -1:])
+    return guided.Table(ids.cpu().numpy(), *(part.float().cpu().numpy() for part in (first, steps, alone)))
 
 
 def guided_by_depth(proposal: Proposal) -> DraftTree:

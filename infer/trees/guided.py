@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infer.ngrams.model import count_of, find, find_children
+from infer.ngrams.model import children, count_of, find, find_children, token_of
 from infer.utils.jit import njit
 
 EPSILON = 1e-5  # of the best-first search: added to probabilities, so that unseen tokens have a score
 LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
+MORE = 16  # candidates behind a path that n-grams add to those the drafter lists
+FOLLOWERS = 64  # children of a node in the trie at most: behind what has more, anything may come
 REACH = 8  # tokens: the longest end of a path that is looked for earlier in the text
 LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: below all others, and finite
 ENDED = 1e6  # more than any score: a prefix that ends its text is extended after all others
@@ -53,6 +55,9 @@ class Table(NamedTuple):
     tokens: np.ndarray  # (L, K) int64
     first: np.ndarray  # (K,) float32: log q of the first position's tokens
     steps: np.ndarray  # (L - 1, R, K) float32: of the others', behind each of the position before (R = K), or any (1)
+    alone: (
+        np.ndarray
+    )  # (L, V) float32: log q of every token of a position by itself; (L, 1): of all that are not listed
 
 
 @njit
@@ -109,29 +114,82 @@ def newest(context, recent):
 
 
 @njit
-def recall(text, recent, tokens, probabilities):
+def meet(text, recent, ends, lengths):
+    """Find a path's last tokens, recent (REACH,) as `newest` has them, earlier in the text (T,) int64: fill ends (T,)
+    with where the last one stands, from the end of the text on, and lengths (T,) with how many stand there; return how
+    many places there are."""
+    count = 0
+    for at in range(len(text) - 2, -1, -1):
+        if text[at] != recent[0]:
+            continue
+        length = 1
+        while length < min(len(recent), at + 1) and text[at - length] == recent[length]:
+            length += 1
+        ends[count], lengths[count] = at, length
+        count += 1
+    return count
+
+
+@njit
+def recall(text, ends, lengths, count, tokens, probabilities):
     """Correct probabilities (K,) of tokens (K,) int64, ascending, by what followed the path's last tokens earlier in
-    the text (T,) int64; recent (REACH,): those last tokens, as `newest` has them.
+    the text, at the `count` places that `meet` found.
 
     Prediction by partial matching (Cleary and Witten 1984): from the last token alone to the last REACH, p becomes
     (times the token followed + p) / (times they came + 1)."""
-    came, followed = np.zeros(len(recent)), np.zeros((len(recent), len(tokens)))
-    for at in range(len(text) - 1):
-        if text[at] != recent[0]:
-            continue
-        i = np.searchsorted(tokens, text[at + 1])
-        hit = i < len(tokens) and tokens[i] == text[at + 1]
-        for k in range(min(len(recent), at + 1)):
-            if text[at - k] != recent[k]:
-                break
+    came, followed = np.zeros(REACH), np.zeros((REACH, len(tokens)))
+    for place in range(count):
+        after = text[ends[place] + 1]
+        i = np.searchsorted(tokens, after)
+        hit = i < len(tokens) and tokens[i] == after
+        for k in range(lengths[place]):
             came[k] += 1
             if hit:
                 followed[k, i] += 1
-    for k in range(len(recent)):
+    for k in range(REACH):
         if came[k] == 0:
             break
         for i in range(len(tokens)):
             probabilities[i] = (followed[k, i] + probabilities[i]) / (came[k] + 1)
+
+
+@njit
+def insert(token, tokens, places, count):
+    """Insert a token among the first `count` of tokens, ascending, unless it is there, with the place -1; return how
+    many there are."""
+    at = np.searchsorted(tokens[:count], token)
+    if at < count and tokens[at] == token:
+        return count
+    for i in range(count, at, -1):
+        tokens[i], places[i] = tokens[i - 1], places[i - 1]
+    tokens[at], places[at] = token, -1
+    return count + 1
+
+
+@njit
+def widen(arrays, suffixes, vocabulary, text, ends, met, tokens, places, listed):
+    """Insert into tokens and places (K + MORE,), whose first `listed` are a position's candidates, up to MORE tokens
+    below `vocabulary` that the drafter did not list and that followed the path: in the text, at the `met` places of
+    `ends`, the latest first, then in the corpus, behind the longest of its suffixes with few followers. Return how many
+    there are."""
+    count, most = listed, len(tokens)
+    for place in range(met):
+        token = text[ends[place] + 1]
+        if count == most:
+            return count
+        if token < vocabulary:
+            count = insert(token, tokens, places, count)
+    for k in range(len(suffixes) - 1, -1, -1):
+        first, last = children(arrays, suffixes[k])
+        if last - first > FOLLOWERS:
+            return count
+        for child in range(first, last):
+            if count == most:
+                return count
+            token = token_of(arrays, child)
+            if token < vocabulary:
+                count = insert(token, tokens, places, count)
+    return count
 
 
 @njit
@@ -259,57 +317,75 @@ def judge_level(arrays, weight, text, tokens, alone, log_q, suffixes, recent, gr
     """Judge the candidates tokens (K,) behind P paths with `suffixes` (P, O - 1) and `recent` tokens (P, REACH) in a
     text (T,): change log_q (P, K), float64, in place, and fill grown (P, O, K) as `extend` does."""
     probabilities, step = np.empty(len(tokens)), np.empty(len(tokens))
+    ends, lengths = np.empty(len(text), np.int64), np.empty(len(text), np.int64)
     for p in range(len(log_q)):
         extend(arrays, suffixes[p], tokens, alone, grown[p], probabilities)
-        recall(text, recent[p], tokens, probabilities)
+        recall(text, ends, lengths, meet(text, recent[p], ends, lengths), tokens, probabilities)
         norm = judge(log_q[p], probabilities, weight, step)
         for i in range(len(tokens)):
             log_q[p, i] = min(step[i] - norm, 0.0)
 
 
 @njit
-def best_first(arrays, total, order, weight, table, context, nodes, scores):
+def drafted(table, level, before, tokens, places, log_q):
+    """Fill log_q (K,) with the drafter's log-probabilities of a position's tokens (K,), those listed at their places,
+    behind the candidate `before` of the position before it, -1 where that was not listed."""
+    for i in range(len(tokens)):
+        value = table.alone[level, min(tokens[i], table.alone.shape[1] - 1)]
+        if places[i] >= 0 and level == 0:
+            value = table.first[places[i]]
+        elif places[i] >= 0 and (before >= 0 or table.steps.shape[1] == 1):
+            value = table.steps[level - 1, before if table.steps.shape[1] > 1 else 0, places[i]]
+        log_q[i] = max(value, LOWEST)
+
+
+@njit
+def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, scores):
     """Find the best prefixes under the drafter's probabilities times n-gram probabilities to the power of `weight`, for
-    one row: a `Table`, how many tokens the model counted in all, the text (T,) so far, else arguments as in `beam`.
-    Fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
-    given, first, steps = table
-    length, ranks = given.shape
-    tokens, places, alone = np.empty_like(given), np.empty_like(given), np.empty((length, ranks))
+    one row: a `Table`, how many tokens the model counted in all, the target's vocabulary, the text (T,) so far, else
+    arguments as in `beam`. Fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
+    length, listed = table.tokens.shape
+    ranks, budget, longest = listed + MORE, nodes.shape[1], max(order - 1, 1)
+    by_token, by_place = np.empty((length, listed), np.int64), np.empty((length, listed), np.int64)
     for level in range(length):
-        ascend(given[level], tokens[level], places[level])
-        unigrams(arrays, total, tokens[level], alone[level])
-    budget, longest = nodes.shape[1], max(order - 1, 1)
-    last = np.zeros(budget + 1, np.int64)  # the place of the candidate that a node is
-    # of every node: its suffixes and last tokens; its children, likeliest first: which tokens, their scores, and how
-    # many were taken
+        ascend(table.tokens[level], by_token[level], by_place[level])
+    # of every node: its candidates, ascending, where they are listed (-1: nowhere), and how many; which are likeliest,
+    # their scores, and how many were taken; its suffixes and last tokens
+    tokens, places = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.int64)
+    which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks))
+    counts, taken = np.zeros(budget, np.int64), np.zeros(budget, np.int64)
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)
     recent = np.empty((budget, REACH), np.int64)
-    which, score = np.empty((budget, ranks), np.int64), np.empty((budget, ranks), np.float64)
-    taken = np.zeros(budget, np.int64)
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
-    log_q, probabilities, step = np.empty(ranks), np.empty(ranks), np.empty(ranks)
+    last = np.full(budget + 1, -1)  # where the token of a node is listed
+    log_q, probabilities, step, alone = np.empty(ranks), np.empty(ranks), np.empty(ranks), np.empty(ranks)
+    ends, lengths = np.empty(len(context), np.int64), np.empty(len(context), np.int64)
     begin(arrays, context, suffixes[0])
     newest(context, recent[0])
     for node in range(budget):  # score the node's children, then take the best node that waits
         level = nodes[2, node - 1] if node > 0 else 0
         if level < length:
-            extend(arrays, suffixes[node], tokens[level], alone[level], grown[node], probabilities)
-            recall(context, recent[node], tokens[level], probabilities)
-            of_level = first if level == 0 else steps[level - 1, last[node] if steps.shape[1] > 1 else 0]
-            for i in range(ranks):
-                log_q[i] = max(of_level[places[level, i]], LOWEST)
-            norm = judge(log_q, probabilities, weight, step)
-            _best(step, 0, ranks, which[node])
-            for rank in range(ranks):
+            for i in range(listed):
+                tokens[node, i], places[node, i] = by_token[level, i], by_place[level, i]
+            met = meet(context, recent[node], ends, lengths)
+            count = widen(arrays, suffixes[node], vocabulary, context, ends, met, tokens[node], places[node], listed)
+            given = tokens[node, :count]
+            unigrams(arrays, total, given, alone)
+            extend(arrays, suffixes[node], given, alone, grown[node], probabilities)
+            recall(context, ends, lengths, met, given, probabilities)
+            drafted(table, level, last[node], given, places[node], log_q)
+            norm = judge(log_q[:count], probabilities, weight, step[:count])
+            _best(step, 0, count, which[node])
+            for rank in range(count):
                 above = scores[node - 1] if node > 0 else 0.0
                 score[node, rank] = above + min(step[which[node, rank]] - norm, 0.0)
-            waiting[node] = score[node, 0]
+            waiting[node], counts[node] = score[node, 0], count
         parent = np.argmax(waiting[: node + 1])
         rank = taken[parent]
         i = which[parent, rank]
         level = nodes[2, parent - 1] if parent > 0 else 0
-        nodes[0, node], nodes[1, node], nodes[2, node] = tokens[level, i], parent, level + 1
-        scores[node], last[node + 1] = waiting[parent], places[level, i]
+        nodes[0, node], nodes[1, node], nodes[2, node] = tokens[parent, i], parent, level + 1
+        scores[node], last[node + 1] = waiting[parent], places[parent, i]
         if node + 1 < budget:
             for k in range(longest):
                 suffixes[node + 1, k] = grown[parent, k, i]
@@ -317,4 +393,4 @@ def best_first(arrays, total, order, weight, table, context, nodes, scores):
             for k in range(1, REACH):
                 recent[node + 1, k] = recent[parent, k - 1]
         taken[parent] += 1
-        waiting[parent] = score[parent, rank + 1] if rank + 1 < ranks else -np.inf
+        waiting[parent] = score[parent, rank + 1] if rank + 1 < counts[parent] else -np.inf

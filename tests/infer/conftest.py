@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from infer import Engine
+from infer.ngrams.model import NGram
 from infer.targets.target import Target
-from infer.trees.guided import REACH
+from infer.trees import guided
 
 
 class ScriptedDrafter:
@@ -193,7 +195,7 @@ def recalled() -> Callable:
     path earlier in a text."""
 
     def correct(text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray) -> np.ndarray:
-        for length in range(1, min(REACH, len(path)) + 1):
+        for length in range(1, min(guided.REACH, len(path)) + 1):
             ends = [at + length for at in range(len(text) - length) if text[at : at + length] == path[-length:]]
             if not ends:
                 break
@@ -203,3 +205,20 @@ def recalled() -> Callable:
         return probabilities
 
     return correct
+
+
+@pytest.fixture(scope="session")
+def widened() -> Callable:
+    """The tokens that n-grams add to those listed, written plainly: what followed the path's last token in the text,
+    the latest first, then what followed its ends in the corpus, the longest first, while few tokens did."""
+
+    def add(text: list[int], path: list[int], listed: list[int], model: NGram) -> list[int]:
+        found = [after for before, after in reversed(list(pairwise(text))) if before == path[-1]]
+        for length in range(min(model.order - 1, len(path)), 0, -1):
+            children = model.continuations(path[-length:])[0].tolist()
+            if len(children) > guided.FOLLOWERS:
+                break
+            found += children
+        return [token for token in dict.fromkeys(found) if token not in listed][: guided.MORE]
+
+    return add

@@ -161,29 +161,41 @@ def test_a_chain_follows_the_head():
 
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("shape", [(2, 1, 9), (3, 3, 4)])
-def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, shape, recurrent):
+def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened, shape, recurrent):
     """A candidate's conditional probability times its n-gram probability behind the whole path, the candidates together
-    as likely as they are under the head: the best of all prefixes."""
+    as likely as they are under the head: the best of all prefixes. To a head's table n-grams add candidates, which have
+    their marginals, as has what comes behind them."""
     model, steps = NGram.open(ngrams), RandomSteps(shape, 3, recurrent)
+    alone = torch.randn(*shape[:2], 97, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
     contexts, weight = [[5, 60, 2], [1], [90, 3]][: shape[0]], 0.7
     contexts[0] = steps.tokens[0].flatten().tolist() * 3 + contexts[0]  # what may come has come before
     contexts[0][-1] = int(steps.tokens[0, 0, 0])
     bonus = torch.tensor([context[-1] for context in contexts])
-    tree = guided_ddtree(Proposal(bonus, None, 17, model, contexts, weight, steps=steps))
+    tree = guided_ddtree(Proposal(bonus, alone, 17, model, contexts, weight, steps=steps))
     for row, context in enumerate(contexts):
-        score = {(): 0.0}
+        listed, score = steps.tokens[row].tolist(), {(): 0.0}
+
+        def log_q(prefix, token, row=row, listed=listed):
+            path = zip((*prefix, token), listed, strict=False)
+            places = [candidates.index(one) if one in candidates else None for one, candidates in path]
+            if None not in places[-2:]:
+                return float(steps.step(row, places))
+            return float(alone[row, len(prefix), token])
+
         for depth in range(shape[1]):
-            tokens = steps.tokens[row, depth].tolist()
-            for prefix in list(product(range(shape[2]), repeat=depth)):
-                path = context + [int(steps.tokens[row, i, which]) for i, which in enumerate(prefix)]
-                log_q = [float(steps.step(row, (*prefix, which))) for which in range(shape[2])]
+            for prefix in [prefix for prefix in score if len(prefix) == depth]:
+                path = context + list(prefix)
+                tokens = listed[depth] + ([] if recurrent else widened(context, path, listed[depth], model))
+                drafted = [log_q(prefix, token) for token in tokens]
                 seen = recalled(context, path, tokens, model.probabilities(path, tokens))
-                product_of = [math.exp(q) * (n + 1e-5) ** weight for q, n in zip(log_q, seen, strict=True)]
-                scale = sum(map(math.exp, log_q)) / sum(product_of)
-                score |= {(*prefix, i): score[prefix] + math.log(scale * x) for i, x in enumerate(product_of)}
+                product_of = [math.exp(q) * (n + 1e-5) ** weight for q, n in zip(drafted, seen, strict=True)]
+                scale = min(1.0, sum(map(math.exp, drafted))) / sum(product_of)
+                steps_down = zip(tokens, product_of, strict=True)
+                score |= {(*prefix, one): score[prefix] + min(0.0, math.log(scale * x)) for one, x in steps_down}
         best = sorted((p for p in score if p), key=score.get, reverse=True)[: tree.budget]
-        nodes = Nodes(tree.tokens[:, 1:], tree.parents[:, 1:], tree.depths[:, 1:], tree.log_probs[:, 1:])
-        found = prefixes(nodes, steps, row)
-        assert set(found) == set(best)
-        expected = torch.tensor([score[prefix] for prefix in found])
-        assert torch.allclose(tree.log_probs[row, 1:].float(), expected, atol=1e-5)
+        found = {0: ()}
+        for node, (token, parent) in enumerate(zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True)):
+            found[node] = (*found[parent], token) if node else ()
+        assert set(found.values()) - {()} == set(best)
+        expected = torch.tensor([score[prefix] for prefix in found.values()])
+        assert torch.allclose(tree.log_probs[row].float(), expected, atol=1e-5)

@@ -179,23 +179,26 @@ class ModelCounts(dict):
 
 
 def conditionals(
-    marginal: torch.Tensor, text: list[int], drafted: list[int], model: NGram, weight: float, recalled
+    marginal: torch.Tensor, text: list[int], drafted: list[int], model: NGram, weight: float, plainly: tuple
 ) -> dict[int, float]:
-    """log p(token | path): marginal times n-gram probability ^ weight, with the likeliest tokens' joint probability."""
-    top, ids = marginal[len(drafted)].topk(min(25, marginal.shape[-1]))
-    counted = model.probabilities(text + drafted, ids.tolist())
-    fluent = torch.from_numpy(recalled(text, text + drafted, ids.tolist(), counted))
+    """log p(token | path): marginal times n-gram probability ^ weight, of the likeliest tokens and those that n-grams
+    add, with these tokens' joint probability."""
+    recalled, widened = plainly
+    path, ids = text + drafted, marginal[len(drafted)].topk(min(25, marginal.shape[-1])).indices.tolist()
+    ids += widened(text, path, ids, model)
+    top = marginal[len(drafted)][ids]
+    fluent = torch.from_numpy(recalled(text, path, ids, model.probabilities(path, ids)))
     scores = top.double() + weight * (fluent + EPSILON).log()
     scores = scores.log_softmax(-1) + min(float(top.double().exp().sum().log()), 0.0)
-    return dict(zip(ids.tolist(), scores.tolist(), strict=True))
+    return dict(zip(ids, scores.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("counts", ["file", "text"])
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
-def test_guided_ddtree_is_the_best_of_all_prefixes(model, recalled, weight, counts):
+def test_guided_ddtree_is_the_best_of_all_prefixes(model, recalled, widened, weight, counts):
     """Of the counts of a corpus corrected by those of the text, and of the text's own alone."""
-    rows, length, budget, vocabulary = 4, 3, 40, 97 if counts == "file" else 20
-    model = model if counts == "file" else NGram.uniform(20)
+    rows, length, budget, vocabulary = 4, 3, 40, 97 if counts == "file" else 40
+    model = model if counts == "file" else NGram.uniform(40)
     some, ends = marginals(rows, length, vocabulary, seed=3), contexts(2, 1) + repeating(rows)[2:]
     ends = ends if counts == "file" else repeating(rows)
     tree = guided_ddtree(Proposal(torch.arange(rows), some, budget, model, ends, weight))
@@ -203,7 +206,7 @@ def test_guided_ddtree_is_the_best_of_all_prefixes(model, recalled, weight, coun
         values: dict[tuple, float] = {(): 0.0}
         for depth in range(length):
             for prefix in [prefix for prefix in values if len(prefix) == depth]:
-                steps = conditionals(some[row], ends[row], list(prefix), model, weight, recalled)
+                steps = conditionals(some[row], ends[row], list(prefix), model, weight, (recalled, widened))
                 values |= {(*prefix, token): values[prefix] + step for token, step in steps.items()}
         ranked = sorted((prefix for prefix in values if prefix), key=lambda prefix: -values[prefix])[:budget]
         found = prefixes(tree, row)
@@ -284,12 +287,13 @@ def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model):
 
 def test_a_text_that_repeats_itself_is_believed(recalled):
     """Behind a stretch that came before, what followed it then is nearly certain: 8 matches of 1 to 8 tokens."""
-    text, tokens = list(range(9)) * 2, np.arange(20)
+    text, tokens = np.array([*range(9)] * 2), np.arange(20)
     found, recent = NGram.uniform(20).probabilities(text, tokens), np.empty(guided.REACH, np.int64)
-    guided.newest(np.array(text), recent)
-    guided.recall(np.array(text), recent, tokens, found)
+    ends, lengths = np.empty((2, len(text)), np.int64)
+    guided.newest(text, recent)
+    guided.recall(text, ends, lengths, guided.meet(text, recent, ends, lengths), tokens, found)
     assert found[0] == 1 - 19 / 20 / 2**8 and np.allclose(found[1:], 1 / 20 / 2**8)
-    assert np.allclose(found, recalled(text, text, tokens.tolist(), np.full(20, 1 / 20)))
+    assert np.allclose(found, recalled(text.tolist(), text.tolist(), tokens.tolist(), np.full(20, 1 / 20)))
 
 
 def test_the_searches_run_without_numba_too(model):
@@ -299,11 +303,11 @@ def test_the_searches_run_without_numba_too(model):
     log_q, tokens = marginals(1, 4, seed=2)[0, :, :25].double().numpy(), np.tile(np.arange(25), (4, 1))
     candidates = guided.Candidates(tokens, log_q, np.full((4, 25), 0.01))
     first, steps = np.float32(log_q[0]), np.float32(log_q[1:, None])
-    table = guided.Table(tokens[:, ::-1].copy(), first, steps)
-    judged, context = guided.Judged(np.exp(log_q), tokens == 3), np.array([5, 9])
+    table = guided.Table(tokens[:, ::-1].copy(), first, steps, np.zeros((4, 97), np.float32))
+    judged, context = guided.Judged(np.exp(log_q), tokens == 3), np.array([5, 9, 5, 9])
     calls = {
         guided.beam: (model.arrays, 3, 1e-5, candidates, judged, context, 20),
-        guided.best_first: (model.arrays, model.tokens, 3, 1.0, table, context),
+        guided.best_first: (model.arrays, model.tokens, 3, 97, 1.0, table, context),
     }
     for search, arguments in calls.items():
         results = []
