@@ -2,7 +2,7 @@
 
 Queries, keys and values come out of one product, gate and up of another; rotary angles are looked up and applied to
 queries and keys together; the query heads that share a key head are packed into the query axis, so that keys and values
-are never repeated; the cache is written in place.
+are never repeated; the cache is written in place. What few positions on a CPU go through is compiled (loops.py).
 
 It expresses decoders of the Llama kind: RMS norms, rotary positions of any scaling, grouped heads, norms of queries and
 keys, biases, sliding windows, gated MLPs; any other MLP (a mixture of experts) is called as it is. Before it is used,
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from infer.attention.attend import attend
 from infer.attention.kv_cache import LayerWindow, PackedLayer, PackedRows, Window
 from infer.attention.masks import PieceMask, TreeMask
+from infer.targets import loops
 
 COPIED = 1 << 20  # most numbers of a weight that is worth a copy
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
@@ -38,14 +39,18 @@ class Norm:
     eps: float
     scaled: torch.Tensor = field(init=False)  # the weight times the root of D
     least: torch.Tensor = field(init=False)  # the root of D times eps, (): what keeps the length of states from 0
+    wide: torch.Tensor = field(init=False)  # the weight for compiled loops
 
     def __post_init__(self) -> None:
-        size = self.weight.shape[-1]
-        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        size, weight = self.weight.shape[-1], self.weight.detach()
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         object.__setattr__(self, "scaled", wide * size**0.5)
         object.__setattr__(self, "least", wide.new_tensor(size * self.eps) ** 0.5)
+        object.__setattr__(self, "wide", wide.contiguous())
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if self.weight.ndim == 1 and loops.few(states):
+            return loops.norm(states, self.wide, self.eps)
         if states.is_cpu and states.dtype in (torch.float32, torch.bfloat16):  # in less time there than rms_norm
             wide = states.float()
             length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -62,15 +67,30 @@ class Product:
 
     weight: torch.Tensor  # (inputs, outputs)
     bias: torch.Tensor | None = None
+    panels: torch.Tensor | None = None  # a copy of the weight for few states
+
+    def compiled(self, states: torch.Tensor) -> bool:
+        """Whether these states go through the panels."""
+        return self.panels is not None and states.shape[0] <= loops.ROWS and loops.few(states)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if self.compiled(states):
+            return loops.add_product(self.bias, states, self.panels)
         return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
 
+    def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the product of states (N, inputs) times a factor, without the bias, added to others (N, outputs)."""
+        if factor == 1 and self.compiled(states):
+            return loops.add_product(before, states, self.panels)
+        return torch.addmm(before, states, self.weight, alpha=factor)
+
     def turned(self) -> "Product":
-        """Return the same with a copy of the weight that has the inputs as its outer dimension, if it is a small one on
-        a CPU: faster there for a few rows, not for the hundreds of a training pass."""
-        small = self.weight.device.type == "cpu" and self.weight.numel() <= COPIED
-        return Product(self.weight.contiguous(), self.bias) if small else self
+        """Return the same with a copy of the weight for a few rows, if it is a small one on a CPU: in panels where
+        that can be, else with the inputs as its outer dimension."""
+        if self.weight.device.type != "cpu" or self.weight.numel() > COPIED:
+            return self
+        panels = loops.panels(self.weight)
+        return replace(self, panels=panels, weight=self.weight.contiguous() if panels is None else self.weight)
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,7 @@ class Layer:
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
         """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product is to come."""
         if self.after is None and product is not None and product.bias is None:
-            return torch.addmm(states, inner, product.weight, alpha=self.residual)
+            return product.onto(states, inner, self.residual)
         change = inner if product is None else product(inner)
         change = change if self.after is None else self.after[part](change)
         return states + (change if self.residual == 1 else change * self.residual)
@@ -124,24 +144,30 @@ class Layer:
         """Return states (B Q, D) after the layer, of all positions or of those that `memory` has alone. Keys and values
         are written to `memory`; rotation: cos and sin (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for
         packed heads, or one that `attend` evaluates by itself; None: all may be seen."""
-        count, rotated = states.shape[0], self.heads + self.key_heads  # `len` of a tensor takes a microsecond more
-        parts = self.qkv(self.before[0](states)).view(count, rotated + self.key_heads, -1)  # (B Q, H + 2 K, E)
-        both = parts[:, :rotated]
-        if self.qk_norm is not None:
-            both = self.qk_norm(both)
-        if self.rotates:
-            rotate(both, *rotation, out=parts[:, :rotated])
-        elif self.qk_norm is not None:
-            parts[:, :rotated] = both
-        memory.write(parts[:, self.heads :])
-        queries = memory.spread(parts[:, : self.heads])  # (B Q, H, E)
-        queries = queries.view(memory.rows, -1, self.key_heads, self.heads // self.key_heads, parts.shape[-1])
-        queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
+        count = states.shape[0]  # `len` of a tensor takes a microsecond more
+        parts = self.qkv(self.before[0](states)).view(count, self.heads + 2 * self.key_heads, -1)  # (B Q, H + 2 K, E)
+        queries = self.place(parts, rotation, memory)
         mixed = attend(queries, memory.keys, memory.values, mask, self.scale)
         mixed = mixed.view(*mixed.shape[:2], -1, memory.width, parts.shape[-1])  # (B, K, G, Q, E)
         mixed = memory.pick(mixed.permute(0, 3, 1, 2, 4).flatten(0, 1))  # (B Q, K, G, E)
         states = self.add(states, mixed.reshape(count, -1), self.out, 0)
         return self.add(states, self.mlp(self.before[1](states)), self.down, 1)
+
+    def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:
+        """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return the queries,
+        packed by the key head they share, (B, K, G Q, E)."""
+        if isinstance(memory, LayerWindow) and memory.packed is None and loops.few(parts):
+            return loops.place(parts, self.qk_norm, rotation if self.rotates else None, memory)
+        both = parts[:, : -self.key_heads]
+        normed = both if self.qk_norm is None else self.qk_norm(both)
+        if self.rotates:
+            rotate(normed, *rotation, out=both)
+        elif self.qk_norm is not None:
+            both.copy_(normed)
+        memory.write(parts[:, self.heads :])
+        queries = memory.spread(parts[:, : self.heads])  # (B Q, H, E)
+        queries = queries.view(memory.rows, -1, self.key_heads, self.heads // self.key_heads, parts.shape[-1])
+        return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ callers then have a tensor version to take."""
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 try:
     import numba
@@ -12,17 +13,21 @@ except ImportError:  # infer runs without it, somewhat slower
 AVAILABLE = numba is not None
 
 
-def njit(function: Callable) -> Callable:
+def njit(function: Callable | None = None, *, reorders: bool = False) -> Callable:
     """Compile a function that needs no interpreter, and keep its machine code for the next process, beside the source
-    or in the user's cache; where neither can be written, or the disk is full, it is compiled in every process anew."""
+    or in the user's cache; where neither can be written, or the disk is full, it is compiled in every process anew.
+    `reorders`: sums may be taken in any order and multiplications joined with them, as vectors of numbers need it."""
+    if function is None:
+        return partial(njit, reorders=reorders)
     if numba is None:
         return function
+    options = {"nogil": True, "fastmath": {"reassoc", "contract"} if reorders else False}
     try:
-        compiled = numba.njit(cache=True, nogil=True)(function)
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
-        return numba.njit(nogil=True)(function)
+        return numba.njit(**options)(function)
     cache = compiled._cache  # numba has no public way to miss a write
     save = cache.save_overload
 

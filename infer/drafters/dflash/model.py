@@ -31,7 +31,7 @@ from infer.drafters.dflash import layouts, writers
 from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
 from infer.drafters.heads.base import new_head
-from infer.targets import lean
+from infer.targets import lean, loops
 from infer.targets.layers import read_layer, read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
@@ -314,8 +314,8 @@ class DFlash(Drafter):
         cache.advance(counts, on_device)
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
-        if states.is_cpu and not torch.is_grad_enabled():  # as the layers before it do: its code is at hand
-            return lean.Norm(self.norm.weight, self.norm.eps)(states)
+        if not torch.is_grad_enabled() and loops.few(states):  # as the layers before it do: its code is at hand
+            return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 
     @property

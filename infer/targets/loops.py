@@ -1,0 +1,87 @@
+"""What the lean pass has compiled for few positions, in float32 and on the CPU (kernels.py): norms, products, heads on
+their way into attention. There tensor operations take several times as many calls, each of which costs more than what
+it computes.
+
+N positions of B rows, Q each, D hidden size, M outputs, H query heads, K key heads, G = H / K, E head size, R of its
+features rotated. A position's numbers do not depend on what is computed beside it.
+"""
+
+from typing import Protocol
+
+import torch
+
+from infer.attention.kv_cache import LayerWindow
+from infer.trees import compiled
+from infer.utils import jit
+
+if jit.AVAILABLE:
+    from infer.targets import kernels
+
+ROWS = 32  # most positions of a product that takes less time here than torch's, which has all threads
+FEW = 1 << 17  # most numbers that a loop takes less time for, for the same reason
+
+
+class Normed(Protocol):
+    """What is read of a norm (`lean.Norm`)."""
+
+    wide: torch.Tensor  # its weight
+    eps: float
+
+
+def serve(states: torch.Tensor) -> bool:
+    """Return whether the loops of this module serve for states."""
+    return states.dtype == torch.float32 and compiled.available(states) and not states.requires_grad
+
+
+def few(states: torch.Tensor) -> bool:
+    """Return whether the loops of this module take less time for states than torch does."""
+    return states.numel() <= FEW and serve(states)
+
+
+def panels(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a weight (D, M) for `add_product`, (P, D, C), None where there can be none."""
+    if not serve(weight) or weight.shape[1] % kernels.COLUMNS:
+        return None
+    return weight.unflatten(1, (-1, kernels.COLUMNS)).transpose(0, 1).contiguous()
+
+
+def add_product(before: torch.Tensor | None, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the product of states (N, D) with a weight in panels, added to what was there before, (N, M) or (M,)."""
+    states, shape = states.contiguous(), (states.shape[0], weight.shape[0] * weight.shape[2])
+    if before is None:
+        out = states.new_zeros(shape)
+    else:
+        out = before.clone(memory_format=torch.contiguous_format) if before.ndim == 2 else before.repeat(shape[0], 1)
+    kernels.add_product(states.data_ptr(), weight.data_ptr(), out.data_ptr(), *states.shape, shape[1])
+    return out
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return states (..., D) behind an RMS norm with a weight (D,)."""
+    states, size = states.contiguous(), weight.shape[0]
+    out = torch.empty_like(states)
+    kernels.norm(states.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), states.numel() // size, size)
+    return out
+
+
+def place(
+    parts: torch.Tensor,
+    norm: Normed | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    memory: LayerWindow,
+) -> torch.Tensor:
+    """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate them by cos and sin
+    (N, 1, R), if they are given, write keys and values to `memory`, and return the queries, packed by the key head they
+    share, (B, K, G Q, E). Heads are not what they were."""
+    (rows, shared, _, size), (count, heads, _), width = memory.keys.shape, parts.shape, memory.width
+    heads -= 2 * shared
+    queries = parts.new_empty(rows, shared, heads // shared * width, size)
+    weight, eps = (0, 0.0) if norm is None else (norm.wide.data_ptr(), norm.eps)
+    cos, sin, rotated = (0, 0, 0) if rotation is None else (*(x.data_ptr() for x in rotation), rotation[0].shape[-1])
+    plane = 4 * memory.buffer.stride(0)
+    keys = memory.buffer.data_ptr() + 2 * memory.index * plane
+    kernels.place_heads(
+        parts.data_ptr(), weight, eps, cos, sin, memory.slots.data_ptr(), keys, keys + plane, queries.data_ptr(),
+        count, width, heads, shared, size, rotated,
+    )  # fmt: skip
+    return queries
