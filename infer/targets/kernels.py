@@ -123,21 +123,22 @@ def norm(states, weight, eps, out, rows, size):
 
 
 @njit(reorders=True)
-def place_heads(parts, weight, eps, cos, sin, slots, keys, values, queries, rows, width, heads, shared, size, rotated):
-    """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `width` = Q of each text, to where attention reads
-    them: queries (B, H, Q, E), keys and values (S, K E) at slots (N,). Queries and keys are normed by weight
-    (H + K, E), unless its address is 0, and their first R features are turned by cos and sin (N, R). Norms change
-    parts."""
+def place_heads(
+    parts, stride, weight, eps, cos, sin, slots, keys, values, queries, rows, width, heads, shared, size, rotated
+):
+    """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, `width` = Q of each text, to
+    where attention reads them: queries (B, H, Q, E), keys and values (S, K E) at slots (N,). Queries and keys are
+    normed by weight (H + K, E), unless its address is 0, and their first R features are turned by cos and sin (N, R).
+    Norms change parts."""
     normed, half = weight != 0, rotated // 2
-    parts, weight = (
-        carray(floats(parts), (rows, heads + 2 * shared, size)), carray(floats(weight), (heads + shared, size))
-    )  # fmt: skip
+    weight = carray(floats(weight), (heads + shared, size))
     cos, sin = carray(floats(cos), (rows, rotated)), carray(floats(sin), (rows, rotated))
     slots = carray(longs(slots), rows)
     for n in range(rows):
         begin, at, slot = n // width * heads * width, n % width, 4 * slots[n] * shared * size
+        of_position = carray(floats(parts + 4 * n * stride), (heads + 2 * shared, size))
         for h in range(heads + shared):
-            x = parts[n, h]
+            x = of_position[h]
             if normed:
                 total = np.float32(size * eps)
                 for e in range(size):
@@ -156,4 +157,4 @@ def place_heads(parts, weight, eps, cos, sin, slots, keys, values, queries, rows
         to = carray(floats(values + slot), (shared, size))
         for h in range(shared):
             for e in range(size):
-                to[h, e] = parts[n, heads + shared + h, e]
+                to[h, e] = of_position[heads + shared + h, e]

@@ -6,7 +6,7 @@ N positions of B rows, Q each, D hidden size, M outputs, H query heads, K key he
 features rotated. A position's numbers do not depend on what is computed beside it.
 """
 
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,8 @@ ROWS = 32  # most positions of a product that takes less time here than torch's,
 FEW = 1 << 17  # most numbers that a loop takes less time for, for the same reason
 
 
-class Normed(Protocol):
-    """What is read of a norm (`lean.Norm`)."""
+class Scale(NamedTuple):
+    """What is read of a norm, of a `lean.Norm` too."""
 
     wide: torch.Tensor  # its weight
     eps: float
@@ -66,13 +66,13 @@ def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 def place(
     parts: torch.Tensor,
-    norm: Normed | None,
+    norm: Scale | None,
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
     memory: LayerWindow,
 ) -> torch.Tensor:
     """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate them by cos and sin
     (N, 1, R), if they are given, write keys and values to `memory`, and return the queries, packed by the key head they
-    share, (B, K, G Q, E). Heads are not what they were."""
+    share, (B, K, G Q, E). Heads are not what they were. Only the first dimension of heads may have gaps."""
     (rows, shared, _, size), (count, heads, _), width = memory.keys.shape, parts.shape, memory.width
     heads -= 2 * shared
     queries = parts.new_empty(rows, shared, heads // shared * width, size)
@@ -81,7 +81,7 @@ def place(
     plane = 4 * memory.buffer.stride(0)
     keys = memory.buffer.data_ptr() + 2 * memory.index * plane
     kernels.place_heads(
-        parts.data_ptr(), weight, eps, cos, sin, memory.slots.data_ptr(), keys, keys + plane, queries.data_ptr(),
-        count, width, heads, shared, size, rotated,
+        parts.data_ptr(), parts.stride(0), weight, eps, cos, sin, memory.slots.data_ptr(), keys, keys + plane,
+        queries.data_ptr(), count, width, heads, shared, size, rotated,
     )  # fmt: skip
     return queries

@@ -100,7 +100,7 @@ class DFlashState(DraftState):
     norm: lean.Norm  # of the context
     fc: lean.Product  # of the features
     projection: lean.Product  # D to (layers * 2 * H * E): keys and values of all layers, that see the same context
-    key_norm: lean.Norm  # weight (layers, 1, E)
+    key_norm: lean.Norm  # weight (layers, H, E)
 
     def pass_inputs(self, rows: int) -> tuple[list[lean.Layer], bool]:
         """The layers, and whether all rows have the same length, and so see all of the window."""
@@ -279,14 +279,14 @@ class DFlash(Drafter):
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
         projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)])
-        key_norm = lean.Norm(torch.stack([each.k_norm.weight.detach() for each in attentions])[:, None], eps)
+        key_weights = torch.stack([each.k_norm.weight.detach().expand(cache.heads, -1) for each in attentions])
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
         layers = [] if self.convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
         layers = [read_layer(layer, "", *heads).turned() for layer in layers]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
         fc, projection = (lean.Product(weight.detach().t()).turned() for weight in (self.fc.weight, projection))
-        return DFlashState(cache, angles, layers, norm, fc, projection, key_norm)
+        return DFlashState(cache, angles, layers, norm, fc, projection, lean.Norm(key_weights, eps))
 
     @torch.no_grad()
     def update_context(
@@ -306,11 +306,15 @@ class DFlash(Drafter):
         rows, width, _ = features.shape
         both = state.projection(state.norm(state.fc(features.flatten(0, 1))))
         parts = both.view(rows * width, layers, 2 * cache.heads, -1)  # (B * C, layers, 2 * H, E)
-        keys = parts[:, :, : cache.heads]
-        slots = cache.window(width).slots[:rows]
-        cos, sin = (angle.flatten(0, 1)[:, None, None] for angle in state.rotary(rows, width))
-        lean.rotate(state.key_norm(keys), cos, sin, out=keys)
-        cache.buffer.index_copy_(1, slots.flatten(), both.view(rows * width, 2 * layers, -1).transpose(0, 1))
+        keys, window = parts[:, :, : cache.heads], cache.window(width)
+        rotation = tuple(angle.flatten(0, 1)[:, None] for angle in state.rotary(rows, width))  # (B * C, 1, E)
+        if loops.few(both) and rows == len(window.slots):
+            for i, memory in enumerate(window.layers()):
+                loops.place(parts[:, i], loops.Scale(state.key_norm.wide[i], state.key_norm.eps), rotation, memory)
+        else:
+            lean.rotate(state.key_norm(keys), *(angle[:, None] for angle in rotation), out=keys)
+            whole = both.view(rows * width, 2 * layers, -1).transpose(0, 1)
+            cache.buffer.index_copy_(1, window.slots[:rows].flatten(), whole)
         cache.advance(counts, on_device)
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:

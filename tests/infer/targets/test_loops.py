@@ -62,7 +62,8 @@ def test_heads_on_their_way_into_attention(heads, shared, normed, rotated, monke
         with cache.add(2) as part:  # its memory begins in the middle of the cache's
             part.advance([5, 9])
             memory = part.window(width).layers()[1]
-            queries = layer.place(normal(rows * width, count, size), rotation, memory)
+            heads_of_two = normal(rows * width, 2, count, size)  # layers, side by side
+            queries = layer.place(heads_of_two[:, 1], rotation, memory)
             found.append((queries, memory.keys.clone(), memory.values.clone()))
         assert not cache.buffer[:2].any(), "another layer's memory was written to"
     for ours, theirs in zip(*found, strict=True):
