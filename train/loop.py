@@ -43,9 +43,9 @@ from train.plan import (
     total_steps,
 )
 from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
-from train.run.folder import check_run_folder, open_run
+from train.run.folder import as_begun, check_run_folder, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
-from train.run.initial import initial_drafter, resolve_init
+from train.run.initial import initial_drafter, resolve_init, take_weights
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.ngrams import count_rows
 from train.run.overview import overview
@@ -237,14 +237,15 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     first_only(lambda: check_run_folder(config))
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
-    drafter = initial_drafter(config, target)
+    begun = as_begun(config)
+    drafter = initial_drafter(begun, target)
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
     dataset = stored if stored is not None else prepared_rows(config, target)
     few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
     folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
-    asked, config = config.anchors, replace(config, anchors=first_only(lambda: most_anchors(dataset, config)))
+    asked, config = config.anchors, replace(begun, anchors=first_only(lambda: most_anchors(dataset, config)))
     shape = shape_of(config, target.config)
     seconds = seconds_at_full_rate(shape, config, device)
     said = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset))))
@@ -261,7 +262,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
         notes.append(f"anchors={asked}: no row has room for more than {config.anchors}")
     state = load(checkpoint) if checkpoint is not None else {}
     if state:
-        drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
+        take_weights(drafter, state, checkpoint)
     check = SelfCheck(drafter.to(device), target, dataset, config) if config.guards.self_check else None
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     engine = build_engine(drafter, config, device)

@@ -11,20 +11,24 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
+import torch
+
+from infer.formats.folders import open_folder
+from infer.formats.layouts import find_problems, read
 from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
-from train.run.checkpoints import remove_partial
+from train.run.checkpoints import checkpoints, remove_partial
 from train.run.sources import SOURCES, refuse_other_sources
 from train.safety.processes import disk
 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
-FREE += ("guards", "ngrams", "optim.micro", "compile", "recompute", "target.shard", "target.device")
+FREE += ("guards", "ngrams", "optim.micro", "compile", "recompute", "target.shard", "target.device", "data.num_proc")
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -87,6 +91,21 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
         raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
     message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
     refuse_other_settings(completed(known, plain(TrainConfig())), plain(config), message, FREE)
+
+
+def as_begun(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with what the drafter of the run's newest checkpoint has, where its options are left to
+    their defaults: those may have changed since the run began."""
+    for checkpoint in reversed(checkpoints(run_folder(config))):
+        with suppress(ValueError, OSError):  # damaged: the one before says it too
+            folder = open_folder(str(checkpoint / "drafter"))
+            reading = read(folder)
+            if not find_problems(folder, reading):
+                with torch.device("meta"):
+                    known = reading.family.load()(reading.config()).fixed_options()
+                left = {key: value for key, value in known.items() if getattr(config.drafter, key) is None}
+                return replace(config, drafter=replace(config.drafter, **left))
+    return config
 
 
 def check_run_folder(config: TrainConfig) -> None:

@@ -1,6 +1,7 @@
 """The drafter that a run starts from: a new one, or an existing one (drafter.init)."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -45,6 +46,17 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
         mine = " ".join(f"drafter.{key}={given[key]}".replace(" ", "") for key in wrong)
         raise ValueError(f"drafter.init={options.init} is no drafter of {mine}: give {wanted}")
     return replace(options, **known, head=chosen_head(options, drafter.head_options()))
+
+
+def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """Load the drafter's weights from a training state. Raises ValueError for those of another drafter."""
+    try:
+        drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
+    except RuntimeError as error:
+        raise ValueError(
+            f"{checkpoint} holds the weights of another drafter than these options give now, whose defaults may be "
+            f"others than when the run began: choose another name= ({' '.join(str(error).split())[:300]})"
+        ) from error
 
 
 def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:

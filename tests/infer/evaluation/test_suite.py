@@ -15,7 +15,9 @@ from infer.cli.eval import run as run_eval
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.evaluation.published import MODELS, TABLES, published
+from infer.evaluation.results import SuiteResult, read_result
 from infer.evaluation.suite import ask, evaluate_suite
+from infer.evaluation.tables import best_budgets
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,13 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
         mean = sum(measured[one.name, temperature]["result"]["methods"][2]["tau_prompt_mean"] for one in SETS) / 10
         assert best[-1][5] == f"{mean:.2f}"
     assert found[0][-1][4] == "4.27x"  # the paper's ten greedy speedups of the chain, averaged
+
+    trees = [one for one in read_result(out / "suite.json", SuiteResult).sets if one.temperature == 0]
+    for one in trees:  # a drafter with n-grams has these in the place of plain DDTree
+        one.result.methods[3:] = [replace(each, name="ddtree+continuity") for each in one.result.methods[3:]]
+    guided = tables(best_budgets(trees, [None] * len(trees)))[0]
+    assert guided[0][8] == "DDTree + continuity speedup"
+    assert [[row[3], *row[7:9]] for row in guided[2:]] == [[row[3], *row[7:9]] for row in found[0][2:]]
 
     decoded = []
     decode = infer.evaluation.suite.measure

@@ -23,6 +23,8 @@ import train.run.checkpoints as state
 import train.run.folder as run_folder
 import train.run.hooks as hooks
 import train.run.tracking as tracking
+from infer import load_drafter
+from infer.drafters.dflash.model import DFlash
 from infer.evaluation.results import write_result
 from infer.utils.entry import Stopped
 from infer.utils.redact import HIDDEN, redact, redact_text
@@ -32,6 +34,7 @@ from train.engine import copied
 from train.features import StoredRows
 from train.run.checkpoints import checkpoints, newest, rolling
 from train.run.folder import locked, plain, refuse_another
+from train.run.initial import take_weights
 from train.run.log import read_log
 from train.safety.processes import stalled, start_processes
 
@@ -256,6 +259,23 @@ def test_resuming_notices_other_rows_under_the_same_path(stopped, tmp_path, caps
     texts(tmp_path / "texts.jsonl", 100)  # the same again, of another time
     go_on()
     assert "going on after step 2" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_the_defaults_it_began_with(small, run_here, capsys, monkeypatch):
+    """What the drafter tapped stands in a checkpoint; how many processes tokenised changes nothing."""
+    options = ["optim.steps=3", "checkpoints=2", "guards.self_check=false"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DFlash, "default_layer_ids", staticmethod(lambda target_layers, layers: [0, 1]))
+        after_steps(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        run = run_here(small(*options))
+    drafter = load_drafter(run / "checkpoints" / "step-00000002" / "drafter")
+    assert drafter.layer_ids == (0, 1) != tuple(DFlash.default_layer_ids(4, 1))
+    weights = {name: tensor for name, tensor in drafter.state_dict().items() if name != "fc.weight"}
+    with pytest.raises(ValueError, match="rolling-1 holds the weights of another drafter .*fc.weight"):
+        take_weights(drafter, weights, Path("rolling-1"))
+    run_here(small(*options, "data.num_proc=1"))
+    assert "going on after step 2" in capsys.readouterr().out
+    assert load_drafter(run / "checkpoints" / "step-00000003" / "drafter").layer_ids == (0, 1)
 
 
 @pytest.mark.parametrize("part", ["weights", "config"])
