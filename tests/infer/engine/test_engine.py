@@ -18,6 +18,7 @@ from infer import Engine, generate, stream
 from infer.config import EngineConfig, TextOptions
 from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
+from infer.engine.sequence import Sequence
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
 
@@ -88,6 +89,19 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured, join
             assert text.finish == "length" and text.ids == ids
             assert sum(text.commits) == len(text.ids) == text.stats.tokens
     assert engine.cache.lengths == [] and not engine.cache.ends.any()
+
+
+def test_trees_search_the_end_of_a_text(tiny):
+    """Prompt and answer as one array, however they grow, and no more than is asked for."""
+    dice = random.Random(0)
+    for most in (3, 6):
+        text = Sequence([5, 6, 7, 8], TextOptions(40))
+        while text.finish is None:
+            assert text.end(most).tolist() == (text.prompt + text.ids)[-most:]
+            text.append([dice.randrange(97) for _ in range(dice.randint(1, 9))], tiny[0])
+            if dice.random() < 0.5:  # rounds that build no tree do not ask
+                text.append([dice.randrange(97)], tiny[0])
+        assert text.end(most).tolist() == (text.prompt + text.ids)[-most:]
 
 
 def test_compile_changes_nothing_on_the_cpu(tiny, monkeypatch):

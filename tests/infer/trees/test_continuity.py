@@ -11,7 +11,7 @@ import torch
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.model import NGram
 from infer.trees import guided
-from infer.trees.continuity import Scoring, continuity, continuity_unigrams, guided_ddtree
+from infer.trees.continuity import Scoring, choices, continuity, continuity_unigrams, guided_ddtree
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
 
@@ -294,6 +294,20 @@ def test_a_text_that_repeats_itself_is_believed(recalled):
     guided.recall(text, ends, lengths, guided.meet(text, recent, ends, lengths), tokens, found)
     assert found[0] == 1 - 19 / 20 / 2**8 and np.allclose(found[1:], 1 / 20 / 2**8)
     assert np.allclose(found, recalled(text.tolist(), text.tolist(), tokens.tolist(), np.full(20, 1 / 20)))
+
+
+def test_tokens_that_are_not_listed_may_all_count_alike(model):
+    """Where the marginals stay on another device, one number a position stands for all that are not listed."""
+    some, text = marginals(1, 4, seed=2), np.array(repeating(1)[0])
+    table = guided.Table(*(part[0] for part in choices(Proposal(torch.tensor([text[-1]]), some, 30))))
+    floor, found = np.full((4, 1), -2.0, np.float32), []
+    for alone in (floor, np.ascontiguousarray(np.broadcast_to(floor, table.alone.shape))):
+        nodes, scores = np.empty((3, 30), np.int64), np.empty(30)
+        guided.best_first(model.arrays, model.tokens, 3, 97, 1.0, table._replace(alone=alone), text, nodes, scores)
+        found.append((nodes, scores))
+    assert np.array_equal(found[0][0], found[1][0]) and np.array_equal(found[0][1], found[1][1])
+    tokens, _, depths = found[0][0]
+    assert any(token not in table.tokens[depth - 1] for token, depth in zip(tokens, depths, strict=True))
 
 
 def test_the_searches_run_without_numba_too(model):
