@@ -2,10 +2,10 @@
 
     python tests/robustness/docs_commands.py --list
     python tests/robustness/docs_commands.py --compose
-    python tests/robustness/docs_commands.py --checkpoint runs/embedded-dflash/checkpoints/best
+    python tests/robustness/docs_commands.py [--checkpoint runs/embedded-dflash/checkpoints/best]
 
 A command runs as it is written in a copy of the working tree, with two changes: what a reader fills in (`<>`, `...`,
-paths, files) gets a stand-in made of the embedded target and the given checkpoint, and what would take minutes is
+paths, files) gets a stand-in made of the embedded target and a drafter for it, and what would take minutes is
 bounded (`BOUNDED`). A server is started, asked, and stopped by Ctrl-C; a chat talks to one.
 Commands that need a hub, a GPU or other people's files are composed: the configuration that they stand for is made and
 checked, without anything being loaded. The tests' own commands, and those of the toys of docs/extending.md, which
@@ -28,8 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import torch
 
 from data.suites import BY_NAME
+from infer import load_target, save_drafter
+from infer.config import DrafterConfig
+from infer.drafters.base import new_drafter
 from infer.main import COMMANDS
 from infer.utils.entry import composed
 
@@ -46,6 +50,7 @@ FOREIGN = (
     "trie=",
     "NPROC",
     "replay",
+    "states=",
     "train=head",
     "doctor",
 )
@@ -289,6 +294,15 @@ def tree_copy(folder: Path) -> Path:
     return copy
 
 
+def untrained(folder: Path) -> Path:
+    """Return a checkpoint with a new drafter of the embedded target, as the default run makes one."""
+    target = load_target("embedded")
+    drafter = new_drafter(DrafterConfig(), target)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
+    save_drafter(drafter.config, drafter.state_dict(), folder / "drafter")
+    return folder
+
+
 def earlier_results(folder: Path) -> None:
     """Leave in the copy what commands that are composed only would have made: stored features, answers."""
     (folder / "features/mine").mkdir(parents=True)
@@ -301,12 +315,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the commands, and what would be done with each")
     parser.add_argument("--compose", action="store_true", help="compose all, run none")
     parser.add_argument("--only", default="", help="commands of files whose name holds this")
-    parser.add_argument("--checkpoint", type=Path, default=REPO / "data/embedded")
+    parser.add_argument("--checkpoint", type=Path, help="of a reader's run; without one, an untrained drafter")
     parser.add_argument("--seconds", type=int, default=300, help="limit of a command that is run")
     args = parser.parse_args()
     counts, faults = {"run": 0, "composed": 0, "listed": 0}, []
     with tempfile.TemporaryDirectory() as name:
-        session = Session(tree_copy(Path(name)), args.checkpoint.resolve(), args.seconds)
+        checkpoint = args.checkpoint or untrained(Path(name) / "untrained")
+        session = Session(tree_copy(Path(name)), checkpoint.resolve(), args.seconds)
         os.chdir(session.folder)  # relative paths count from there
         if args.compose:
             earlier_results(session.folder)

@@ -51,6 +51,7 @@ class SwiGLU(Head):
     def condition(
         self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
     ) -> Conditioned:
+        states = states.to(self.ug.weight.dtype)  # in training with a bfloat16 target the head stays float32
         embedded = self.norm(ends.embed(before).to(states.dtype))
         up, gate = self.ug(torch.cat([embedded, ends.norm(states).expand_as(embedded)], -1)).chunk(2, -1)
         return Conditioned(ends.norm(states + self.d(F.silu(gate) * up)))

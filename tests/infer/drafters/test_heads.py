@@ -122,6 +122,17 @@ def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_own_formula(with_h
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_float32_head_is_taught_by_a_bfloat16_target(with_head, kind):
+    """As in training, where the head's weights stay float32 and the target's states are not."""
+    target, drafter = with_head(kind)
+    states = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    before = torch.arange(12).view(3, 4)
+    whole, half = (drafter.teach(target, given, before) for given in (states.float(), states))
+    for ours, theirs in ((half.read, whole.read), (half.correction, whole.correction)):
+        assert theirs is None or torch.allclose(ours.float(), theirs, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, monkeypatch):
     """Under noise too: each candidate's probability is the one among all tokens; a true prefix teaches the same."""
     target, drafter = with_head(kind, 5)
