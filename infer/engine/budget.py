@@ -30,12 +30,14 @@ POSITIONS = 4096  # most positions of all rows that a target pass computes, root
 TRIAL = 8  # rounds that draft before it is asked whether to
 OTHER = 300  # of rounds of the kind that seems slower, what is lost is one in so many
 SOON = 4  # rounds between two of that kind at least
-BESIDE = 64  # rounds between two whose trees are a size larger than seems best
+BESIDE = 32  # rounds between two whose trees are a size larger than seems best
 DOUBT = 4  # promised tokens of a band that count as much as what is known of the one before it
 SHARE = 0.05  # of a round in its cost, once there are enough
 PAUSE = 1.5  # times what was thought that a round counts as at most: it may have waited for what is made once
 MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
-REFRESH = 16  # rounds until costs are looked at again, and between two of a kind of which nothing is known at most
+SETTLED = 40  # rounds of about so many rows that are all learnt from
+EVERY = 4  # after them one in so many is: it takes time
+REFRESH = 16  # rounds until a new plan, and between two of a kind of which nothing is known at most
 NEAR = 16  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
 
 
@@ -78,6 +80,7 @@ class Plan:
     rate: float  # tokens a second that a row commits
     drafts: bool  # better than drafting nothing
     patience: float  # rounds between two of the kind that seems slower
+    every: int  # of so many rounds one is learnt from
 
 
 class Pace:
@@ -95,7 +98,8 @@ class Pace:
 
     Averages are exponential, over about `MEMORY` rows of drafting rounds, costs over 1 / SHARE rounds. Costs are ratios
     to the rule's, by rows (to the next power of two) and nodes; those of like rows and nodes lean on each other. What
-    follows from them is kept for `REFRESH` rounds: beside passes that take milliseconds, Python does too.
+    follows from them is kept for `REFRESH` rounds, and not every round is learnt from: behind a pass of milliseconds
+    this arithmetic takes a fifth of one.
     """
 
     def __init__(self, rule: BudgetRule, most: int, joint: bool = False) -> None:
@@ -115,6 +119,7 @@ class Pace:
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
         self._expected = [0.0]  # of the tree that was chosen last, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
+        self.learns = True  # from this round
         self.last = most  # nodes of the last round
 
     def costs(self, rows: int) -> list[float]:
@@ -138,6 +143,9 @@ class Pace:
         how many rows there would soon be if nothing was drafted, where texts wait and those in work end too soon for
         prompts to keep up."""
         self.rounds += 1
+        if self.rounds % REFRESH == 0 or self.rounds < REFRESH:
+            self._costs.clear()
+            self._plans.clear()
         last = self._place[max(1, min(most, POSITIONS // rows - 1))]
         if self.rounds <= TRIAL or len(self.bands) == 1:
             return min(self.sizes[last - 1], FIRST)
@@ -148,6 +156,7 @@ class Pace:
         self.rate = plan.rate
         other = self.alike >= plan.patience
         self.alike = 0 if other else self.alike + 1
+        self.learns = other or self._looks or self.rounds % plan.every == 0
         if plan.drafts == other:
             return 0
         return self.sizes[min(plan.best + self._looks, last) - 1]
@@ -160,7 +169,9 @@ class Pace:
         drafting = max(rates)
         best = 1 + rates.index(drafting)
         gain = rows * drafting * self.costs(full)[0] / full  # over drafting nothing
-        return Plan(best, max(plain, drafting), gain > 1, self._patience(rows, gain, costs[0] / costs[best]))
+        patience = self._patience(rows, gain, costs[0] / costs[best])
+        every = 1 if self.known[rows.bit_length()].sum() < SETTLED else EVERY
+        return Plan(best, max(plain, drafting), gain > 1, patience, every)
 
     @property
     def _looks(self) -> bool:
@@ -179,6 +190,8 @@ class Pace:
         with log-probabilities (B, M), or such as `infer.trees.joint.by_place` returns: the first n nodes are the best
         tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
         corrected by how right they were lately. All rows get the same size, or share it."""
+        if not self.learns:
+            return most
         self._expect(log_probs)
         return self._best(len(log_probs), most)
 
@@ -196,7 +209,9 @@ class Pace:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
         were those of the last ones."""
         known = len(self._expected) - 1
-        return self._best(rows, min(most, known)) if known else min(most, FIRST)
+        if not known:
+            return min(most, FIRST)
+        return self._best(rows, min(most, known)) if self.learns else most
 
     def grown(self, nodes: int) -> int:
         """Return how many nodes are to be found where so many are verified: what more would be worth shows so."""
@@ -204,7 +219,7 @@ class Pace:
 
     def expect(self, log_probs: list[list[int]]) -> None:
         """Take note of the log-probabilities of all nodes found, the bits of float32, a list for every row."""
-        if len(log_probs[0]) > 1:
+        if self.learns and len(log_probs[0]) > 1:
             self._expect(torch.tensor(log_probs, dtype=torch.int32).view(torch.float32))
 
     def _best(self, rows: int, most: int) -> int:
@@ -227,7 +242,10 @@ class Pace:
     def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out; where
         rows share their budgets, the size that each of them needs."""
-        rows, place, self.last = len(paths), self._place[nodes], nodes
+        self.last = nodes
+        if not self.learns:
+            return
+        rows, place = len(paths), self._place[nodes]
         self._note_cost(rows, place, seconds)
         if not nodes:
             return
@@ -252,9 +270,6 @@ class Pace:
         ratio = min(seconds, PAUSE * cost) / self._by_rule(rows, ([0] + self.sizes)[place])
         self.known[key] += 1
         self.ratios[key] += max(SHARE, 1 / self.known[key]) * (ratio - self.ratios[key])
-        if self.rounds % REFRESH == 0 or self.rounds < REFRESH:
-            self._costs.clear()
-            self._plans.clear()
 
 
 @torch.inference_mode()

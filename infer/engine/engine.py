@@ -487,7 +487,7 @@ class Engine(EngineBase):
             narrow = place.device.type == "cpu" and not self.cache.fixed_rows
             tree = joint.share(whole, place, nodes * rows, narrow)
             return Cut(tree, nodes, log_probs, F.pad(place // rows + 1, (1, 0)))
-        return Cut(whole if self.pace is None else whole.first(nodes), nodes, log_probs)
+        return Cut(whole if nodes == whole.budget else whole.first(nodes), nodes, log_probs)
 
     def _along(self, found: Round, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return features (B, W, F) and tokens (B, W) of the nodes of a path (B, W), for the drafter."""
