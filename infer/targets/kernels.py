@@ -19,7 +19,8 @@ from numba.extending import intrinsic
 from infer.utils.jit import njit
 
 WORD, FLOAT = ir.IntType(64), ir.FloatType()
-LANES, VECTORS = (16, 2) if binding.get_host_cpu_features().get("avx512f") else (8, 1)  # of a tile: C in all
+WIDE = binding.get_host_cpu_features().get("avx512f")  # with twice as many registers, each of twice as many numbers
+LANES, VECTORS, MOST = (16 if WIDE else 8), 2, (8 if WIDE else 4)  # of a tile: C columns in two vectors, most rows
 COLUMNS = LANES * VECTORS
 VECTOR = ir.VectorType(FLOAT, LANES)
 
@@ -81,7 +82,7 @@ def tile(rows: int):
     return add_tile
 
 
-add_eight, add_four, add_two, add_one = (tile(rows) for rows in (8, 4, 2, 1))
+add_most, add_four, add_two, add_one = (tile(rows) for rows in (MOST, 4, 2, 1))
 
 
 @njit
@@ -93,9 +94,9 @@ def add_product(states, weight, out, rows, inputs, columns):
         while row < rows:
             left = rows - row
             here, there = states + 4 * row * inputs, out + 4 * (row * columns + first)
-            if left >= 8:
-                add_eight(here, panel, there, inputs, columns)
-                row += 8
+            if left >= MOST:
+                add_most(here, panel, there, inputs, columns)
+                row += MOST
             elif left >= 4:
                 add_four(here, panel, there, inputs, columns)
                 row += 4

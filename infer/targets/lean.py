@@ -71,7 +71,7 @@ class Product:
 
     def compiled(self, states: torch.Tensor) -> bool:
         """Whether these states go through the panels."""
-        return self.panels is not None and states.shape[0] <= loops.ROWS and loops.few(states)
+        return self.panels is not None and loops.light(states, self.panels)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if self.compiled(states):

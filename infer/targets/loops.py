@@ -17,8 +17,8 @@ from infer.utils import jit
 if jit.AVAILABLE:
     from infer.targets import kernels
 
-ROWS = 32  # most positions of a product that takes less time here than torch's, which has all threads
-FEW = 1 << 17  # most numbers that a loop takes less time for, for the same reason
+FEW = 1 << 17  # numbers of a state that a loop, which has one thread, goes through sooner than torch, which has all
+ROWS, WORK = 32, 5_000_000  # the same of a product: positions, and multiplications, a tenth of a millisecond
 
 
 class Scale(NamedTuple):
@@ -36,6 +36,12 @@ def serve(states: torch.Tensor) -> bool:
 def few(states: torch.Tensor) -> bool:
     """Return whether the loops of this module take less time for states than torch does."""
     return states.numel() <= FEW and serve(states)
+
+
+def light(states: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether `add_product` of states and a weight in panels takes less time than torch does."""
+    rows = states.shape[0]
+    return rows <= ROWS and rows * weight.numel() <= WORK and few(states)
 
 
 def panels(weight: torch.Tensor) -> torch.Tensor | None:

@@ -38,6 +38,11 @@ def test_products_that_have_no_panels():
         assert product.panels is None and product.weight.is_contiguous()
 
 
+def test_large_products_are_left_to_all_threads():
+    product = Product(normal(1024, 640)).turned()
+    assert product.compiled(normal(7, 1024)) and not product.compiled(normal(8, 1024))
+
+
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 192)])
 def test_norms(shape, monkeypatch):
     norm, states = Norm(normal(shape[-1]), 1e-5), 0.01 * normal(*shape)
