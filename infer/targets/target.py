@@ -164,7 +164,8 @@ class Target:
     def _small_head(self) -> Product | None:
         """The head with a copy of its weight for few states, None where there can be none."""
         head = self.model.get_output_embeddings()
-        return Product(head.weight.detach().t(), head.bias).turned() if type(head) is nn.Linear else None
+        plain = type(head) is nn.Linear and "forward" not in vars(head)
+        return Product(head.weight.detach().t(), head.bias).turned() if plain else None
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for up to `rows` texts of up to `capacity` positions. Layers with a sliding window keep all

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from infer.attention.kv_cache import KVCache
 from infer.targets import loops
@@ -41,6 +42,17 @@ def test_products_that_have_no_panels():
 def test_large_products_are_left_to_all_threads():
     product = Product(normal(1024, 640)).turned()
     assert product.compiled(normal(7, 1024)) and not product.compiled(normal(8, 1024))
+
+
+def test_a_head_is_compiled_unless_someone_replaced_what_it_does(random_target):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 8}
+    for replaced in (False, True):
+        target = random_target(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+        head, states = target.model.lm_head, normal(1, 3, 32)
+        expected = states @ head.weight.t()
+        if replaced:
+            head.forward = lambda states, found=expected: found + 1
+        torch.testing.assert_close(target.head(states), expected + replaced)
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 192)])
