@@ -39,7 +39,7 @@ from data.prompts import held_out_prompts
 from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
-from infer.evaluation.ruler import interval
+from infer.evaluation.ruler import FEWEST, interval
 
 BUDGETS = (2, 4, 8, 16, 64)
 WAYS = {"plain": ("plain", 1), "chain": ("chain", 7)} | {f"{nodes} nodes": ("ddtree", nodes) for nodes in BUDGETS}
@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--minutes", type=float, default=12, help="it ends by then, after two turns that compare")
+    parser.add_argument("--minutes", type=float, default=12, help="it ends by then, after five turns that compare")
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
     args = parser.parse_args()
     began = time.monotonic()
@@ -188,7 +188,7 @@ def main() -> None:
     }
     write([Part(engine, ROWS, asked[:ROWS]) for engine in engines.values()])  # warms up
     loads = [Load(clients, [*engines]) for clients in args.clients]
-    for turn in range(CHOOSING + 2):
+    for turn in range(CHOOSING + FEWEST):
         for load in loads:
             take_turn(load, engines, asked)
         print(f"{turn + 1} turns, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
