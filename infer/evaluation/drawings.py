@@ -175,9 +175,10 @@ def tree_drawing(example: Round) -> str:
 
 
 def edge(begin: tuple[float, float], end: tuple[float, float], kind: str, label: str) -> str:
-    """Draw a line from box to box, with a label beside its lower end."""
+    """Draw a line from box to box, with a label beside its lower end, on the side that the line does not come from."""
     (x1, y1), (x2, y2) = begin, end
-    text = f'<text x="{x2 + 4:.0f}" y="{y2 - BOX_H / 2 - 5:.0f}" class="share">{label}</text>' if label else ""
+    beside = f'x="{x2 - 4:.0f}" text-anchor="end"' if x1 > x2 else f'x="{x2 + 4:.0f}"'
+    text = f'<text {beside} y="{y2 - BOX_H / 2 - 5:.0f}" class="share">{label}</text>' if label else ""
     return (
         f'<line x1="{x1:.0f}" y1="{y1 + BOX_H / 2:.0f}" x2="{x2:.0f}" y2="{y2 - BOX_H / 2:.0f}" class="{kind}"/>{text}'
     )

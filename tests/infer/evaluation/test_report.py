@@ -9,6 +9,7 @@ import pytest
 
 from data.prompts import Prompt
 from infer.config import EvaluationConfig
+from infer.evaluation.drawings import edge
 from infer.evaluation.evaluate import evaluate
 from infer.evaluation.report import STYLE, Run, write_report
 from infer.evaluation.results import (
@@ -243,3 +244,8 @@ def test_an_evaluation_of_an_earlier_commit_is_read_and_written_byte_by_byte(tmp
         assert (evaluation.step, evaluation.methods[1].label) == (step, "DDTree 4")
         write_result(tmp_path / "new.json", evaluation)
         assert (tmp_path / "new.json").read_text() == text
+
+
+def test_the_line_to_a_child_leaves_its_label_free():
+    assert '<text x="96" text-anchor="end"' in edge((200, 20), (100, 80), "accepted", "85%")
+    assert '<text x="304" y=' in edge((200, 20), (300, 80), "rejected", "7%")

@@ -438,6 +438,12 @@ def test_the_lean_pass_is_used_where_it_computes_the_same(tiny, name):
     """Every other test of this file decodes through it; other arithmetic is noticed, and a line says so."""
     assert (tiny(name).shapes.alike is None) == (name in MIXED_CACHES)
     assert isinstance(tiny(name).decoder_pass, LeanDecoder) == (name not in OTHERS | {*MIXED_CACHES})
+    if not tiny(name).lean:
+        return
+    ids = torch.randint(V, (2, 24), generator=torch.Generator().manual_seed(1))
+    rows = ids, torch.arange(24).expand(2, -1), torch.zeros_like(ids), (0, 1, 2, 3, 4)
+    ours, theirs = tiny(name).packed_features(*rows).context, tiny(name).library_features(*rows).context
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def test_a_layer_that_computes_something_else_is_noticed(random_target):
