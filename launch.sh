@@ -86,6 +86,8 @@ set_up() {
     # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
     { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[train,serve,test]"; } >&2 ||
         die "the installation did not finish (pip says why, above); the same command goes on from there."
+    # a first text, which has numba compile its loops for this processor: whoever waits for theirs should not wait for that
+    "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 || true
     echo "$pins" >"$venv/.installed"
 }
 

@@ -375,17 +375,19 @@ esac
     def test_first_use_installs_torch_first_and_later_uses_nothing(self, fresh):
         folder, run = fresh
         started = f"{folder}/infer/main.py pretrain steps=3"
+        text = f"{folder}/infer/main.py generate prompt=import os decoding.max_new_tokens=40"  # compiles
         done, calls = run("python3")
         assert done.returncode == 0 and not done.stdout
         assert [call.removeprefix("-m pip install ") for call in calls] == [
             "torch==2.13.0",
             f"--editable {folder}[train,serve,test]",
+            text,
             started,
         ]
         assert run()[1] == [started]
         with (folder / "pyproject.toml").open("a") as pins:
             pins.write("# another pin\n")
-        assert len(run()[1]) == 3
+        assert len(run()[1]) == 4
         assert run()[1] == [started]
 
     @pytest.mark.parametrize("broken", ["torch==", "--editable"])
@@ -394,7 +396,7 @@ esac
         done, calls = run("python3", BREAK=broken)
         assert done.returncode == 2 and broken in calls[-1]
         assert "did not finish" in done.stderr
-        assert len(run()[1]) == 3
+        assert len(run()[1]) == 4
 
     def test_old_python_is_passed_over(self, fresh):
         folder, run = fresh

@@ -177,7 +177,7 @@ def widen(arrays, suffixes, vocabulary, text, ends, met, tokens, places, listed)
         token = text[ends[place] + 1]
         if count == most:
             return count
-        if token < vocabulary:
+        if 0 <= token < vocabulary:
             count = insert(token, tokens, places, count)
     for k in range(len(suffixes) - 1, -1, -1):
         first, last = children(arrays, suffixes[k])
@@ -331,7 +331,7 @@ def drafted(table, level, before, tokens, places, log_q):
     """Fill log_q (K,) with the drafter's log-probabilities of a position's tokens (K,), those listed at their places,
     behind the candidate `before` of the position before it, -1 where that was not listed."""
     for i in range(len(tokens)):
-        value = table.alone[level, min(tokens[i], table.alone.shape[1] - 1)]
+        value = table.alone[level, max(0, min(tokens[i], table.alone.shape[1] - 1))]
         if places[i] >= 0 and level == 0:
             value = table.first[places[i]]
         elif places[i] >= 0 and (before >= 0 or table.steps.shape[1] == 1):
