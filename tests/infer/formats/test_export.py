@@ -139,9 +139,10 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     drafter.init_weights(torch.Generator().manual_seed(0))
     export_drafter(drafter, "speculators", ends, tmp_path / "out")
     again = load_drafter(tmp_path / "out")
-    assert torch.equal(marginals(target, again), marginals(target, drafter))
+    expected = marginals(target, drafter)
+    assert torch.allclose(marginals(target, again), expected, atol=1e-5)  # a head of its own, another order of sums
     export_drafter(again, "dflash", ends, tmp_path / "back")
-    assert torch.equal(marginals(target, load_drafter(tmp_path / "back")), marginals(target, drafter))
+    assert torch.allclose(marginals(target, load_drafter(tmp_path / "back")), expected, atol=1e-5)
 
 
 def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny, tmp_path):
