@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -115,11 +115,16 @@ def ask(worker: subprocess.Popen, way: str, prompt: list[int]) -> tuple[float, l
 
 def ratio(found: list[tuple[float, list[int]]], base: list[tuple[float, list[int]]]) -> str:
     """Return the median over prompts of how much faster they were decoded, and its interval."""
+    return median([theirs / ours for (ours, _), (theirs, _) in zip(found, base, strict=True)])
+
+
+def median(ratios: Sequence[float]) -> str:
+    """Return the median of ratios (P,) with its interval."""
     import numpy as np
 
     from infer.evaluation.ruler import interval  # the workers' checkouts have none, so not above
 
-    ratios = np.array([theirs / ours for (ours, _), (theirs, _) in zip(found, base, strict=True)])
+    ratios = np.asarray(ratios)
     known = interval(lambda drawn: np.median(ratios[drawn], axis=1), len(ratios))
     return f"{np.median(ratios):.2f}" + ("" if known is None else " ({:.2f} to {:.2f})".format(*known))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from against import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,13 +26,6 @@ from infer.api import decode
 from infer.config import DecodeOptions
 from infer.drafters.lookup import Lookup
 from infer.engine.loops import LONGEST_PERIOD
-from infer.evaluation.ruler import interval
-
-
-def median(ratios: np.ndarray) -> str:
-    """Return the median of ratios (P,) with its interval."""
-    known = interval(lambda drawn: np.median(ratios[drawn], axis=1), len(ratios))
-    return f"{np.median(ratios):.2f}" + ("" if known is None else " ({:.2f} to {:.2f})".format(*known))
 
 
 def main() -> None:

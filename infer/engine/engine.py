@@ -164,7 +164,8 @@ class Engine(EngineBase):
         self.prefixes = Prefixes(memory) if memory else None
 
     def _ngrams(self, asked: str | None) -> NGram:
-        """Return the n-grams that trees ask: those of the file that a user asked for, else the drafter's own."""
+        """Return the n-grams that trees ask beside the text's own: those of the file that a user asked for, none where
+        the text's are to do, else the drafter's."""
         if asked == TEXT_NGRAMS:
             return NGram.uniform(self.target.head_weight.shape[0])
         # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer

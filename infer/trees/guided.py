@@ -55,9 +55,7 @@ class Table(NamedTuple):
     tokens: np.ndarray  # (L, K) int64
     first: np.ndarray  # (K,) float32: log q of the first position's tokens
     steps: np.ndarray  # (L - 1, R, K) float32: of the others', behind each of the position before (R = K), or any (1)
-    alone: (
-        np.ndarray
-    )  # (L, V) float32: log q of every token of a position by itself; (L, 1): of all that are not listed
+    alone: np.ndarray  # (L, V) float32: log q of every token by itself; (L, 1): of all that are not listed
 
 
 @njit
@@ -358,7 +356,7 @@ def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, 
     recent = np.empty((budget, REACH), np.int64)
     waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
     last = np.full(budget + 1, -1)  # where the token of a node is listed
-    log_q, probabilities, step, alone = np.empty(ranks), np.empty(ranks), np.empty(ranks), np.empty(ranks)
+    log_q, probabilities, step, shares = np.empty(ranks), np.empty(ranks), np.empty(ranks), np.empty(ranks)
     ends, lengths = np.empty(len(context), np.int64), np.empty(len(context), np.int64)
     begin(arrays, context, suffixes[0])
     newest(context, recent[0])
@@ -370,8 +368,8 @@ def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, 
             met = meet(context, recent[node], ends, lengths)
             count = widen(arrays, suffixes[node], vocabulary, context, ends, met, tokens[node], places[node], listed)
             given = tokens[node, :count]
-            unigrams(arrays, total, given, alone)
-            extend(arrays, suffixes[node], given, alone, grown[node], probabilities)
+            unigrams(arrays, total, given, shares)
+            extend(arrays, suffixes[node], given, shares, grown[node], probabilities)
             recall(context, ends, lengths, met, given, probabilities)
             drafted(table, level, last[node], given, places[node], log_q)
             norm = judge(log_q[:count], probabilities, weight, step[:count])
