@@ -60,6 +60,8 @@ def main() -> None:
                 commits[way].append((len(text.ids) - 1, text.stats.rounds))
     outside = np.array([prompt.beside is not None for prompt in prompts])
     for name, chosen in (("held-out prompts", ~outside), ("texts from outside", outside)):
+        if not chosen.any():
+            continue
         print(f"{chosen.sum()} {name}")
         took = {way: np.array(each)[chosen] for way, each in seconds.items()}
         for way in ways:
