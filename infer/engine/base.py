@@ -32,6 +32,7 @@ class EngineBase:
       those that need not be; after the last of them the texts are moved on to `writing`. Returns how many positions
       were computed, padding included;
     - `_round()`: one round for all texts of `writing`, where finished ones stay;
+    - `_follow_weights()`: everything begun anew that was computed with weights that are others now;
     - `_find_prefix(text)`: how many positions need not be computed noted in `text.reused`; returns what the text is the
       first to compute for others too, None for nothing;
     - `_free(finished)`: these texts taken out of `writing` and `entering`, and their rows given up.
@@ -92,6 +93,7 @@ class EngineBase:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Admit waiting texts, run one round for all rows, and return the texts that grew or ended."""
+        self._follow_weights()
         before = {text: len(text.ids) for text in (*self.writing, *self.entering, *self.waiting)}
         for text in before:
             if text.cancelled:
@@ -109,17 +111,23 @@ class EngineBase:
         be written side by side; each text that ends lets one more in. The dear and new ones go first, which are the
         likely cause. A text that failed alone is returned instead, and all rows may be used again. `reset` comes next.
         """
-        texts = [text for text in (*self.writing, *self.entering) if text.finish is None]
+        texts = self._stop_writing()
         texts.sort(key=lambda text: (text.options.temperature > 0 or text.options.logprobs is not None, text.number))
-        self.writing, self.entering = [], []
-        for text in texts:
-            del text.logprobs[len(text.ids) :]  # of tokens that were not committed any more
         if len(texts) < 2:
             self.most = self.rows
             return texts[0] if texts else None
         self.waiting.extendleft(texts)
         self.most = max(1, min(self.most, len(texts)) // 2)
         return None
+
+    def _stop_writing(self) -> list[Sequence]:
+        """Take all texts out of work, and return them as they are to wait again. `reset` comes next."""
+        texts = [text for text in (*self.writing, *self.entering) if text.finish is None]
+        self.writing, self.entering = [], []
+        for text in texts:
+            del text.logprobs[len(text.ids) :]  # of tokens that were not committed any more
+            text.states = {}
+        return texts
 
     def _weight(self, context: int) -> float:
         """Return what a position behind so much context costs, in positions without one. In halves, so that rounds
@@ -175,6 +183,9 @@ class EngineBase:
 
     def _find_prefix(self, text: Sequence) -> object | None:
         return None
+
+    def _follow_weights(self) -> None:
+        pass
 
     def _piece(self, room: float) -> int:
         """Return how many positions of each prompt that enters are computed next, for this cost a prompt."""

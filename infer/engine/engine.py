@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from infer.attention.kv_cache import KVCache
@@ -38,6 +39,7 @@ from infer.engine.sequence import Processor, Sequence
 from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target, pad_ids
+from infer.targets.watch import Watch
 from infer.trees import joint
 from infer.trees.constrained import Rule, constrain, forced_chains
 from infer.trees.methods import TREES
@@ -113,7 +115,9 @@ class Engine(EngineBase):
         super().__init__(target, options, capacity, clock)
         if options.method in MASKED_METHODS:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
+        self.changes = target.follow_weights()
         self.drafter, self.method, self.drafts = drafter, options.tree, options.drafts
+        self.watch = Watch(drafter if isinstance(drafter, Drafter) else nn.Module())
         self.build = self.method.load()
         if self.drafts and drafter is None:
             raise ValueError(
@@ -162,6 +166,16 @@ class Engine(EngineBase):
         self.prefill: Prefill | None = None
         memory = self.options.prefix_memory * 2**20
         self.prefixes = Prefixes(memory) if memory else None
+
+    def _follow_weights(self) -> None:
+        enters = bool(self.waiting) and len(self.writing) < self.most
+        written = self.target.watch.written() or self.watch.written() or self.changes != self.target.changes
+        if not (enters or written):
+            return
+        before, self.changes = self.changes, self.target.follow_weights()
+        if self.watch.changed() or self.changes != before:
+            self.waiting.extendleft(reversed(self._stop_writing()))
+            self.reset()
 
     def _ngrams(self, asked: str | None) -> NGram:
         """Return the n-grams that trees ask beside the text's own: those of the file that a user asked for, none where

@@ -45,8 +45,10 @@ from infer.targets.support import (
     refuse_unsupported,
     windows,
 )
+from infer.targets.watch import Watch
 from infer.trees.tree import DraftTree
 
+COPIES = ("lean_pass", "decoder_pass", "_small_head")  # what is made of the weights on first use
 # a lock for each model: its hooks serve one pass at a time, whatever targets are made of it
 LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 
@@ -95,6 +97,7 @@ class Target:
         self.scale, self.windows = logit_scale(self.config), windows(self.config)
         self.body = decoder_of(self.model)
         self.recurrent = follow_trees(self.body)
+        self.watch, self.changes = Watch(self.model), 0
         self._taps = Taps(getattr(self.config, "altup_active_idx", None))
         hooks = [module.register_forward_hook(self._taps.hook(i)) for i, module in enumerate(self.body.layers)]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
@@ -127,6 +130,14 @@ class Target:
     def tokenizer_digest(self) -> str | None:
         """`tokenizer_digest` of the tokenizer; None where there is no tokenizer."""
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
+
+    def follow_weights(self) -> int:
+        """Drop all copies of weights if the model's were changed since they were made; return how often that was."""
+        if self.watch.changed():
+            for name in COPIES:
+                self.__dict__.pop(name, None)
+            self.changes += 1
+        return self.changes
 
     def shard(self, device: torch.device) -> None:
         """Shard the layers over the processes of the group, each on its `device`: a pass gathers them one after the
