@@ -1,7 +1,6 @@
-"""Decoding by this checkout, by another, by transformers and by DDTree's authors, same weights and prompts, by turns.
+"""Decoding by this checkout, by another and by transformers, same weights and prompts, by turns.
 
     python benchmarks/against.py runs/embedded-dflash/checkpoints/best/drafter --other ../at-8ca1fa3
-    python benchmarks/against.py --authors ../ddtree       # a checkout of the authors' code; a drafter without a head
 
 Every checkout decodes in a process of its own, whose only API are `load_target`, `load_drafter` and `generate`; prompt
 by prompt the ways take turns, so that a noisy machine is equally noisy for all. Times are the processor's for a
@@ -12,14 +11,11 @@ checkout, each with its interval of 95% (bootstrap); and whether all texts are t
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
 import time
-import types
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
@@ -27,30 +23,6 @@ WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
 TEXT = " text"  # behind a way's name: its trees ask the text's own n-grams, which other checkouts may not know
 OURS = (*WAYS, "ddtree 8 text", "ddtree 16 text", "ddtree 64 text")
 BASES = {"generate": "transformers", "its DFlash": "transformers DFlash", "plain": "plain"}  # what ratios are to
-AUTHORS = ("authors chain", "authors 16", "authors 64")
-
-
-def authors_code(checkout: Path, drafter: str) -> tuple[Callable, Callable, object]:
-    """Return the chain and the tree decoder of DDTree's authors and their drafter with our weights, on the CPU."""
-    import torch
-    from transformers import DynamicCache
-
-    sys.path.insert(0, str(checkout))
-    sys.modules.setdefault("loguru", types.SimpleNamespace(logger=logging.getLogger()))
-    torch.cuda.synchronize = lambda device=None: None
-    import ddtree
-    import dflash
-
-    class Cache(DynamicCache):
-        """Is cut to a length, as it was in the transformers of the authors."""
-
-        def crop(self, length: int) -> None:
-            if length < self.get_seq_length():
-                super().crop(length - self.get_seq_length())
-
-    ddtree.DynamicCache = dflash.DynamicCache = Cache
-    model = dflash.DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32, attn_implementation="sdpa")
-    return dflash.dflash_generate, ddtree.ddtree_generate, model.eval()
 
 
 def work(args: argparse.Namespace) -> None:
@@ -63,28 +35,20 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, threads))
     clock = time.perf_counter if threads else time.thread_time
     target, drafter = load_target(args.target, device="cpu", dtype="float32"), load_drafter(args.drafter)
-    theirs = authors = None
+    theirs = None
     for line in sys.stdin:
         way, prompt = json.loads(line)
         method, _, budget = way.removesuffix(TEXT).partition(" ")
-        if method == "authors":
-            chain, tree, model = authors = authors or authors_code(args.authors, args.drafter)
-            decode = chain if budget == "chain" else partial(tree, tree_budget=int(budget))
-            settings = {"mask_token_id": drafter.mask_token_id, "block_size": drafter.block_size}
-            inputs = torch.tensor([prompt])
-            began = clock()
-            done = decode(
-                model, target.model, inputs, max_new_tokens=new_tokens, stop_token_ids=list(target.end_ids), **settings
-            )
-            ids = done.output_ids[0, len(prompt) :].tolist()
-        elif method == "transformers":
+        if method == "transformers":
             inputs = torch.tensor([prompt])
             settings = {}
             if budget == "DFlash":
-                from benchmarks.decode import transformers_drafter
+                from infer.evaluation.others import OTHERS
 
-                theirs = theirs or transformers_drafter(drafter, target)
-                settings = {"assistant_model": theirs, "speculation_type": "dflash"}
+                theirs = theirs or OTHERS["generate+assistant"].arguments(target, drafter)
+                if theirs is None:
+                    raise SystemExit("transformers cannot run this drafter: leave out the way `transformers DFlash`")
+                settings = dict(theirs)
             began = clock()
             settings |= {"attention_mask": torch.ones_like(inputs), "max_new_tokens": new_tokens, "do_sample": False}
             ids = target.model.generate(inputs, **settings)[0, len(prompt) :].tolist()
@@ -99,7 +63,6 @@ def work(args: argparse.Namespace) -> None:
 def start(checkout: Path, args: argparse.Namespace) -> subprocess.Popen:
     command = [sys.executable, __file__, str(Path(args.drafter).resolve()), "--work", f"--threads={args.threads}"]
     command += [f"--new-tokens={args.new_tokens}", f"--target={args.target}"]
-    command += [f"--authors={args.authors.resolve()}"] if args.authors else []
     count = str(max(1, args.threads))
     environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
     pipe = subprocess.PIPE
@@ -134,7 +97,6 @@ def main() -> None:
     parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter")
     parser.add_argument("--target", default=str(HERE / "data/embedded"), help="folder of the target")
     parser.add_argument("--other", type=Path, help="another checkout of this repository")
-    parser.add_argument("--authors", type=Path, help="a checkout of DDTree's authors' code")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
@@ -143,7 +105,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.work:
         return work(args)
-    args.ways += AUTHORS if args.authors else ()
 
     sys.path.insert(0, str(HERE))
     from data.prompts import held_out_prompts

@@ -21,6 +21,7 @@ from infer import DFlash, Engine, Target, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.evaluate import describe_device, synchronised_clock, tau
+from infer.evaluation.others import OTHERS
 
 SHOWN = ("draft", "build", "verify", "commit")
 
@@ -78,30 +79,6 @@ def by_transformers(target: Target, args, **settings: object) -> Callable:
     return run
 
 
-def transformers_drafter(drafter: DFlash, target: Target):
-    """Our weights in transformers' DFlash drafter (5.23 has one, for MuseGlimmer; the arithmetic is the same)."""
-    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
-
-    config = drafter.config
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "vocab_size")
-    theirs = MuseGlimmerAssistantConfig(
-        **{name: getattr(config, name) for name in names},
-        layer_types=["full_attention"] * config.num_hidden_layers,
-        target_layer_ids=list(drafter.layer_ids),
-        block_size=drafter.block_size,
-        mask_token_id=drafter.mask_token_id,
-    )
-    model = MuseGlimmerAssistantModel(theirs).to(target.device, target.dtype).eval()
-    renamed = {
-        name.replace("hidden_norm.", "encoder.output_norm_enc.") if name.startswith("hidden_norm") else name: tensor
-        for name, tensor in drafter.state_dict().items()
-    }
-    renamed["encoder.fc.weight"] = renamed.pop("fc.weight")
-    model.load_state_dict(renamed, strict=True)
-    return model
-
-
 def measure(methods: dict[str, Callable], chunks: list[list[list[int]]], repeats: int) -> dict[str, Run]:
     """All methods on all chunks of prompts, by turns."""
     runs = {name: Run() for name in methods}
@@ -142,11 +119,6 @@ def speed_line(name: str, run: Run, plain: Run) -> str:
     return line + f"{other:>7.2f}{loss:>6.1f}%{'yes' if run.ids == plain.ids else 'NO':>6}"
 
 
-def nodes(text: str) -> int | str:
-    """A node budget of the command line."""
-    return text if text == "auto" else int(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best")
@@ -185,9 +157,8 @@ def main() -> None:
             target, drafter, "ddtree", budget, args, 1, args.continuity
         )
     methods["transformers generate"] = by_transformers(target, args)
-    methods["transformers DFlash"] = by_transformers(
-        target, args, assistant_model=transformers_drafter(drafter, target), speculation_type="dflash"
-    )
+    if (assisted := OTHERS["generate+assistant"].arguments(target, drafter)) is not None:
+        methods["transformers DFlash"] = by_transformers(target, args, **assisted)
     runs = measure(methods, [[prompt] for prompt in prompts[: args.prompts]], args.repeats)
     print(f"\none text at a time: {args.prompts} prompts, {args.new_tokens} new tokens, {args.repeats} repeats")
     print(

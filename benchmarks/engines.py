@@ -1,13 +1,14 @@
 """One drafter in several engines: the same prompts, the same texts, acceptance by position side by side.
 
-    PYTHONPATH=. python benchmarks/engines.py work=<folder> [vllm=<its python>] [llama=<folder>] [tokens=80] [only=...]
+    PYTHONPATH=. python benchmarks/engines.py --work <folder> [--vllm <its python>] [--llama <folder>]
 
 The drafter is the one in the repository, without its selector (on a CPU no engine has one): a plain DFlash drafter.
-Engines are ours, transformers (5.23 on), vLLM for CPUs in an environment of its own, made here unless `vllm` names its
-python, and llama.cpp, of which `llama` names the folder that has convert_hf_to_gguf.py and
-build/bin/llama-speculative-simple. What an engine wrote lies in the work folder, and is not asked again.
+Engines are ours, transformers (5.23 on), vLLM for CPUs in an environment of its own (made here unless `--vllm` names
+its python), and llama.cpp (`--llama` names the folder with convert_hf_to_gguf.py and
+build/bin/llama-speculative-simple). What an engine wrote lies in the work folder, and is not asked again.
 """
 
+import argparse
 import json
 import os
 import re
@@ -211,8 +212,14 @@ def same(texts: list, known: list[list[int]], words: list[str]) -> str:
 
 
 def main() -> None:
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    work, tokens = Path(given.get("work", "runs/engines")).absolute(), int(given.get("tokens", 80))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/engines"))
+    parser.add_argument("--vllm", help="the python of an environment with vLLM for CPUs")
+    parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built")
+    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--only", nargs="+", help="engines to run; of the others, what they wrote before")
+    args = parser.parse_args()
+    work, tokens = args.work.absolute(), args.tokens
     work.mkdir(parents=True, exist_ok=True)
     target, drafter = load_target("embedded", "float32", "cpu"), without_selector(load_drafter("embedded"))
     export_drafter(drafter, "dflash", None, work / "dflash")
@@ -222,16 +229,16 @@ def main() -> None:
     runs = {
         "ours": lambda: ours(target, drafter, prompts, tokens),
         "transformers": lambda: transformers_own(target, drafter, prompts, tokens),
-        "vllm": lambda: vllm(work, asked, given.get("vllm")),
+        "vllm": lambda: vllm(work, asked, args.vllm),
         "as_vllm": lambda: as_vllm(target, drafter, prompts, tokens),
     }
-    if "llama" in given:
-        runs["llama"] = lambda: llama_cpp(work, asked, Path(given["llama"]).absolute())
+    if args.llama:
+        runs["llama"] = lambda: llama_cpp(work, asked, args.llama.absolute())
         runs["as_llama"] = lambda: as_llama_cpp(target, drafter, prompts, tokens)
     told = {}
     for name, run in runs.items():
         kept = work / f"{name}-{tokens}.json"
-        if not kept.is_file() and name in given.get("only", ",".join(runs)).split(","):
+        if not kept.is_file() and name in (args.only or runs):
             kept.write_text(json.dumps(run()))
         if kept.is_file():
             told[name] = json.loads(kept.read_text())

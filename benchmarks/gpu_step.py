@@ -12,29 +12,15 @@ import argparse
 import math
 
 import torch
-from gpu import check, finish, need_cuda, nullgpu
+from gpu import SHAPES, check, finish, need_cuda, nullgpu
 from train_step import PARTS, settings, steps
 
 from infer.evaluation.evaluate import describe_device
 from train import objective
 
-QWEN3_8B = {
-    "hidden": 4096,
-    "intermediate": 12288,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "layers": 36,
-    "vocabulary": 151_936,
-    "drafter_layers": 5,
-    "length": 3072,
-    "anchors": 512,
-}
-SMALL = {"hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 2, "layers": 6, "vocabulary": 2048} | {
-    "drafter_layers": 2,
-    "length": 512,
-    "anchors": 64,
-}
+NAMES = ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim")
+SIZES = dict(zip(NAMES, SHAPES["qwen3-8b"], strict=True)) | {"drafter_layers": 5, "length": 3072, "anchors": 512}
+SMALL = dict(zip(NAMES, SHAPES["tiny"], strict=True)) | {"drafter_layers": 2, "length": 512, "anchors": 64}
 
 
 def main() -> None:
@@ -49,7 +35,7 @@ def main() -> None:
         objective.plan_rows = lambda rows, weights, chunk: plan(
             torch.arange(rows.numel()), torch.ones(rows.numel()), chunk
         ).to(rows.device)
-    sizes = QWEN3_8B | (SMALL if args.small else {})
+    sizes = SMALL if args.small else SIZES
     found = steps(settings(device=device.type, compile=args.compile, steps=args.steps, way="ours", **sizes))
     peak, planned = found["peak_gb"], sum(found["planned"].values()) / 1e9
     print(f"{describe_device(device)}, torch {torch.__version__}: {sizes['length']} tokens, {sizes['anchors']} anchors")

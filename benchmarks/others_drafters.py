@@ -193,11 +193,22 @@ def specforge(path: str, project: str, more: dict, own: dict, folder: str, given
     return model.apply_logits_head(given.target.head(states)[None], hidden_states=states[None], **before)[0, 0]
 
 
+def speculators_config(kind: str, tokens: int):
+    """Return the part that all of speculators' configs have, for greedy drafts of so many tokens."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    return SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=tokens)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path="x/y", architectures=["Qwen3ForCausalLM"]),
+    )
+
+
 def speculators(path: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """The same for speculators' classes, whose layers are run one by one under their own mask."""
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.model import SpeculatorModel
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
 
     kind = "dspark" if "markov_rank" in own else "dflash2" if own else "dflash"
     names = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
@@ -210,12 +221,7 @@ def speculators(path: str, project: str, more: dict, own: dict, folder: str, giv
         block_size=BLOCK,
         aux_hidden_state_layer_ids=[layer + 1 for layer in TAPS],
         mask_token_id=MASK,
-        speculators_config=SpeculatorsConfig(
-            algorithm=kind,
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="x/y", architectures=["Qwen3ForCausalLM"]),
-        ),
+        speculators_config=speculators_config(kind, BLOCK - 1),
         **own,
     )
     model = SpeculatorModel.registry[kind](config=config).eval()
@@ -250,9 +256,7 @@ STEPS = 3
 def autoregressive(more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """Save one of speculators' autoregressive drafters; return its logits (STEPS, V) behind the first position but
     STEPS of the features, teacher forced with `given.path`."""
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.model import SpeculatorModel
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import AutoConfig
 
     kind = "eagle3" if own else "mtp"
@@ -262,12 +266,7 @@ def autoregressive(more: dict, own: dict, folder: str, given: Given) -> torch.Te
     taps = {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [2, 3, 5]} if own else {}
     config = SpeculatorModel.registry[kind].config_class(
         transformer_layer_config=inner,
-        speculators_config=SpeculatorsConfig(
-            algorithm=kind,
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path="x/y", architectures=["Qwen3ForCausalLM"]),
-        ),
+        speculators_config=speculators_config(kind, STEPS),
         **own,
         **taps,
     )

@@ -8,7 +8,7 @@ path is that of plain greedy decoding, which is what verification finds (docs/me
 change").
 """
 
-import sys
+import argparse
 from html import escape
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from infer import generate, load_drafter, load_target
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
 
-DRAFTER = Path(__file__).resolve().parent.parent / "data" / "embedded" / "drafter"  # or checkpoint=
 OUT = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 PROMPT = "    def __repr__(self):\n        return '%s("
 NODES = 14
@@ -30,9 +29,10 @@ STYLE = (
 
 
 def main() -> None:
-    checkpoint = dict(argument.split("=", 1) for argument in sys.argv[1:]).get("checkpoint")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("drafter", nargs="?", default="embedded")
     target = load_target("embedded", "float32", "cpu")
-    drafter = load_drafter(checkpoint or str(DRAFTER))
+    drafter = load_drafter(parser.parse_args().drafter)
     prompt, length = target.tokenizer(PROMPT)["input_ids"], drafter.block_size - 1
     text = generate(target, drafter, prompt, method="plain", max_new_tokens=length + 2).ids
     marginals = draft(target, drafter, prompt, text[0])  # (1, L, V)

@@ -27,7 +27,7 @@ from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal
 
 V, LARGEST, TOLERANCE = 97, 20_000_000, 2e-4
-BEFORE = 70  # of the types right now were right at 8ca1fa3: this script with the names that its modules had
+OUTCOMES = ("right", "refused", "wrong", "no tiny model")
 # sizes of a tiny model by any of the names that configurations have for them
 TINY = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), V),
@@ -77,7 +77,7 @@ class Verdict:
     """What came out for one model type."""
 
     kind: str
-    outcome: str  # "right", "refused", "wrong" or "no tiny model"
+    outcome: str  # one of OUTCOMES
     why: str = ""
 
 
@@ -189,30 +189,17 @@ def reason(error: ValueError) -> str:
 
 
 def listing(verdicts: list[Verdict]) -> str:
-    """Return the section of docs/targets.md."""
-    by = {outcome: [v for v in verdicts if v.outcome == outcome] for outcome in ("right", "refused", "wrong")}
-    rest = [v for v in verdicts if v.outcome == "no tiny model"]
-    reasons: dict[str, list[str]] = {}
-    for verdict in by["refused"]:
-        reasons.setdefault(verdict.why, []).append(verdict.kind)
+    """Return the table of docs/targets.md: a row for each outcome and reason."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        why = "" if verdict.outcome == "right" else verdict.why
+        rows.setdefault((verdict.outcome, why), []).append(verdict.kind)
+    order = sorted(rows.items(), key=lambda row: (OUTCOMES.index(row[0][0]), -len(row[1])))
     lines = [
-        f"transformers {transformers.__version__} has {len(verdicts)} model types for `AutoModelForCausalLM`: "
-        f"{len(by['right'])} right, {len(by['refused'])} refused, {len(by['wrong'])} wrong, {len(rest)} not tried "
-        "(`python benchmarks/targets.py --write docs/targets.md`). "
-        f"Commit 8ca1fa3, before recurrent layers, had {BEFORE} of them right and refused the others.",
-        "",
-        f"**Right:** {', '.join(v.kind for v in by['right'])}.",
-        "",
-        "| refused for | model types |",
-        "| --- | --- |",
-        *(f"| {why} | {', '.join(kinds)} |" for why, kinds in sorted(reasons.items())),
+        f"transformers {transformers.__version__}, `python benchmarks/targets.py --write docs/targets.md`:\n",
+        "| outcome | why | number | model types |\n| --- | --- | ---: | --- |",
+        *(f"| {outcome} | {why} | {len(kinds)} | {', '.join(kinds)} |" for (outcome, why), kinds in order),
     ]
-    for what, some in (
-        ("Wrong, or fails with an error", by["wrong"]),
-        ("Not tried, no tiny model of it could be made", rest),
-    ):
-        if some:
-            lines += ["", f"**{what}:** " + "; ".join(f"{v.kind} ({v.why})" for v in some) + "."]
     return "\n".join(lines)
 
 

@@ -14,13 +14,14 @@ matrix product on this machine.
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
 
 import torch
-from again import run_again
 
 from infer.attention.masks import block_ranges, dense
 from infer.config import DrafterConfig
@@ -207,6 +208,15 @@ class Memory:
     def peak(self) -> int:
         self.ended = True
         return torch.cuda.max_memory_allocated() if self.cuda else self.most
+
+
+def run_again(arguments: list[str], environment: dict[str, str]) -> dict:
+    """Run a script in a process of its own; return the JSON of its last line."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def options() -> argparse.ArgumentParser:

@@ -104,10 +104,10 @@ def test_memory_is_as_planned_within_ten_percent(repo, shape):
 
 
 def test_other_scripts_take_the_same_steps(repo, monkeypatch):
-    """benchmarks/gpu_step.py and scale.py give `train_step` sizes and leave the other options to it."""
+    """benchmarks/gpu_step.py gives `train_step` sizes and leaves the other options to it."""
     monkeypatch.syspath_prepend(str(repo / "benchmarks"))
     monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--small", "--no-compile", "--steps=1"])
-    gpu_step, scale = (importlib.import_module(name) for name in ("gpu_step", "scale"))
+    gpu_step = importlib.import_module("gpu_step")
     monkeypatch.setattr(gpu_step, "need_cuda", lambda: torch.device("cpu"))
     sizes = {"hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocabulary": 100}
     sizes |= {"length": 64, "anchors": 8, "layers": 4, "drafter_layers": 1}
@@ -115,8 +115,6 @@ def test_other_scripts_take_the_same_steps(repo, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         gpu_step.main()
     assert not ended.value.code  # losses fell
-    figures = scale.measure(dict.fromkeys(("length", "vocabulary"), 64) | {"anchors": 8, "batch": 1}, 1)
-    assert min(figures.values()) > 0
 
 
 PEAKS = {"8b": 30.27, "4b": 17.94, "1.7b": 9.12, "0.6b": 2.52, "long": 18.52, "many": 7.74, "hybrid": 15.88}
