@@ -110,8 +110,8 @@ class DrafterConfig:
     last_tap: where a tap of the last layer reads: raw, what the layer puts out, as vLLM does; or normed, behind the
         target's last norm, as transformers and the DFlash authors' code do
     warm_start: begin with the target's own layers where the shapes agree, else from noise
-    mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, else the first id
-        past its own
+    mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, the first id past its
+        own, or a special token that the data do not use
     shifted: dart only: every position says which token follows it; false: which one stands in its place
     sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot less; None: no, or
         as init has it

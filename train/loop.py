@@ -45,12 +45,12 @@ from train.plan import (
 from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
 from train.run.folder import as_begun, check_run_folder, open_run
 from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
-from train.run.initial import initial_drafter, resolve_init, take_weights
+from train.run.initial import initial_drafter, named_mask, resolve_init, take_weights
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.ngrams import count_rows
 from train.run.overview import overview
 from train.run.progress import Progress
-from train.run.sources import most_anchors, sources
+from train.run.sources import most_anchors, sources, with_mask_token
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
 from train.safety.processes import StallWatch, catch_signals, first_only, start_processes
@@ -237,11 +237,12 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     first_only(lambda: check_run_folder(config))
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
+    dataset = stored if stored is not None else prepared_rows(config, target)
     begun = as_begun(config)
+    begun = replace(begun, drafter=with_mask_token(begun.drafter, target, dataset))
     drafter = initial_drafter(begun, target)
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
-    dataset = stored if stored is not None else prepared_rows(config, target)
     few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
     folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
@@ -274,6 +275,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     notes.append(
         f"{config.name}: {parameters:,} trainable parameters, "
         f"{len(dataset):,} packed rows of {config.data.length} tokens, {total_steps(config, len(dataset))} steps"
+        + named_mask(getattr(drafter, "mask_token_id", None), target.tokenizer)
         + (f"; going on after step {done}" if done else "")
     )
     if few:

@@ -17,7 +17,7 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -42,25 +42,49 @@ from infer.drafters.heads.table import HeadRow, head_of
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
 
+# Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by number.
+SPARE = re.compile(r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE)
 
-def default_mask_token(target: Target) -> int:
-    """Return an id that text never uses: the tokenizer's own mask token; the first id past the tokenizer's inside the
-    padded vocabulary (Qwen3: 151669); a token that is reserved or unused by name (Llama 3, Gemma); the padding token,
-    if nothing else ends or begins with it.
+
+def mask_candidates(tokenizer, vocabulary: int, end_ids: Collection[int]) -> Iterator[int]:
+    """Yield ids that text does not use, the surest first: the tokenizer's own mask token; the first id past the
+    tokenizer's inside the padded vocabulary (Qwen3: 151669); a token that is a mask, reserved or unused by name
+    (Gemma, Llama 3, Nemotron); the padding token, if nothing else ends or begins with it; the last of the special
+    tokens that neither begin or end texts nor stand in the chat template (SmolLM2: <empty_output>)."""
+    if getattr(tokenizer, "mask_token_id", None) is not None:
+        yield tokenizer.mask_token_id
+    if len(tokenizer) < vocabulary:
+        yield len(tokenizer)
+    taken = {*end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    template = str(getattr(tokenizer, "chat_template", None))
+    known = {id: name for name, id in tokenizer.get_vocab().items() if id < vocabulary and id not in taken}
+    yield from sorted(id for id, name in known.items() if SPARE.fullmatch(name) and name not in template)
+    if tokenizer.pad_token_id in known:
+        yield tokenizer.pad_token_id
+    added = tokenizer.added_tokens_decoder
+    special = (id for id in known if id in added and added[id].special and id != tokenizer.unk_token_id)
+    yield from sorted((id for id in special if known[id] not in template), reverse=True)
+
+
+def default_mask_token(
+    tokenizer, vocabulary: int, end_ids: Collection[int], used: Callable[[], Collection[int]] | None = None
+) -> int:
+    """Return the first of `mask_candidates` that the data do not use, where `used()` says which ids they do; then any
+    other id that they do not, the last one, will do.
 
     Raises ValueError where there is none.
     """
-    tokenizer = target.tokenizer
-    if getattr(tokenizer, "mask_token_id", None) is not None:
-        return tokenizer.mask_token_id
-    if len(tokenizer) < target.config.vocab_size:
-        return len(tokenizer)
-    spare = [i for token, i in tokenizer.get_added_vocab().items() if re.search("reserved|unused", token)]
-    if spare:
-        return min(spare)
-    pad = tokenizer.pad_token_id
-    if pad is not None and pad not in {*target.end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}:
-        return pad
+    taken: Collection[int] | None = None
+    for mask in mask_candidates(tokenizer, vocabulary, end_ids):
+        if used is None or mask >= len(tokenizer):  # no text has the latter
+            return mask
+        taken = used() if taken is None else taken
+        if mask not in taken:
+            return mask
+    if used is not None:
+        taken = {*(used() if taken is None else taken), *end_ids}
+        if rest := set(range(vocabulary)) - taken:
+            return max(rest)
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 

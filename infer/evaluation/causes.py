@@ -202,8 +202,8 @@ def other_masks(target: Target, drafter: Drafter) -> Iterator[Trial]:
         return
     names = ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id")
     wanted = [getattr(tokenizer, name, None) for name in names] + [0, target.config.vocab_size - 1]
-    with suppress(ValueError, TypeError):
-        wanted.insert(0, default_mask_token(target))
+    with suppress(ValueError, AttributeError):
+        wanted.insert(0, default_mask_token(tokenizer, target.config.vocab_size, target.end_ids))
     for mask in dict.fromkeys(wanted):
         if mask is not None and mask != own:
             yield Trial(f"mask_token_id {mask}", altered(drafter, {"mask_token_id": mask}), taps_of(drafter))

@@ -62,7 +62,7 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
     mask, size = config.mask_token_id, start.config.vocab_size
     if mask is None:
         try:
-            mask = default_mask_token(start)
+            mask = default_mask_token(start.tokenizer, size, start.end_ids)
         except ValueError:
             raise ValueError(
                 f"start={config.start} has no unused token id for the mask: name one that text never uses "

@@ -48,6 +48,12 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     return replace(options, **known, head=chosen_head(options, drafter.head_options()))
 
 
+def named_mask(mask: int | None, tokenizer) -> str:
+    """Return the mask token in words; nothing for a drafter without one."""
+    name = None if mask is None else tokenizer.convert_ids_to_tokens(mask)
+    return "" if mask is None else f", mask token {mask}" + (f" ({name})" if name else "")
+
+
 def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
     """Load the drafter's weights from a training state. Raises ValueError for those of another drafter."""
     try:

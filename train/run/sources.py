@@ -4,12 +4,15 @@ what was there when the run was begun."""
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from infer.config import DrafterConfig
+from infer.drafters.base import default_mask_token
 from infer.targets.loading import weight_files
 from infer.targets.target import Target
 from infer.utils.files import json_digest, refuse_other_settings, write_json
@@ -58,6 +61,19 @@ def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray
         return
     for chunk in rows.data.column(name).chunks:  # pyarrow's, memory-mapped
         yield chunk.flatten().to_numpy(zero_copy_only=False)
+
+
+def with_mask_token(options: DrafterConfig, target: Target, rows: "StoredRows | Dataset") -> DrafterConfig:
+    """Return the options of a new drafter with a mask token that the training rows do not use. Raises ValueError where
+    they use all."""
+    if options.family != "dflash" or options.init is not None or options.mask_token_id is not None:
+        return options
+
+    def used() -> set[int]:
+        return {int(id) for part in column_parts(rows, "ids") for id in np.unique(part)}
+
+    mask = default_mask_token(target.tokenizer, target.config.vocab_size, target.end_ids, used)
+    return replace(options, mask_token_id=mask)
 
 
 def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:

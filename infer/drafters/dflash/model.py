@@ -165,7 +165,7 @@ class DFlash(Drafter):
         """Return `dflash_config`. Raises ValueError for a mask token outside the target's vocabulary."""
         taps, mask, vocabulary = cls.taps(options, theirs), options.mask_token_id, theirs.vocab_size
         if mask is None:
-            mask = default_mask_token(target) if target else 0
+            mask = default_mask_token(target.tokenizer, vocabulary, target.end_ids) if target else 0
         if not 0 <= mask < vocabulary:
             raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}")
         queries = options.block_size - bool(options.sample_from_anchor)

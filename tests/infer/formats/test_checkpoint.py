@@ -2,12 +2,12 @@
 
 import json
 import shutil
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
@@ -56,7 +56,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
             max_position_embeddings=40960,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
-        tokenizer = range(151669)
+        tokenizer, end_ids = range(151669), frozenset()
 
     config = DFlash.config_for(DrafterConfig(layers=5, block_size=16), Stub())
     assert config.dflash_config == {
@@ -75,32 +75,40 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
             DFlash.config_for(DrafterConfig(**options), Stub())
 
 
-def test_the_mask_token_is_one_that_text_never_uses():
-    class Tokenizer:
-        mask_token_id, pad_token_id, eos_token_id, bos_token_id = None, 7, 2, 1
-        added: ClassVar[dict[str, int]] = {"<|end|>": 2, "<|reserved_special_token_1|>": 95, "<|reserved_token_0|>": 94}
+SPECIAL = ["<repo_name>", "<file_sep>", "<empty_output>"]
 
-        def __len__(self) -> int:
-            return self.size
 
-        def get_added_vocab(self) -> dict[str, int]:
-            return self.added
-
-    class Stub:
-        config, tokenizer, end_ids = SimpleNamespace(vocab_size=100), Tokenizer(), frozenset([2])
-
-    tokenizer = Stub.tokenizer
-    tokenizer.size = 90
-    assert default_mask_token(Stub()) == 90  # the vocabulary is padded
-    tokenizer.size = 100
-    assert default_mask_token(Stub()) == 94  # reserved by name
-    tokenizer.added = {}
-    assert default_mask_token(Stub()) == 7  # padding, which ends nothing
-    tokenizer.pad_token_id = 2
-    with pytest.raises(ValueError, match="mask_token_id"):
-        default_mask_token(Stub())
-    tokenizer.mask_token_id = 5
-    assert default_mask_token(Stub()) == 5
+@pytest.mark.parametrize(
+    "special, named, padded, used, expected",
+    [
+        (["<s>"], {}, 3, [], "beyond"),  # Qwen, gpt-oss, LFM2, OLMo: the vocabulary is padded
+        (["<mask>"], {"mask_token": "<mask>"}, 3, [], "<mask>"),
+        (["<|reserved_special_token_1|>", "<|reserved_special_token_0|>"], {}, 0, [], "<|reserved_special_token_1|>"),
+        (["<pad>", "<unused0>", "<unused1>"], {"pad_token": "<pad>"}, 0, [], "<unused0>"),  # Gemma
+        (["<s>", "[INST]", "<SPECIAL_20>", "<SPECIAL_21>"], {}, 0, [], "<SPECIAL_20>"),  # Nemotron
+        (["[BOS]", "<|reserved_token_163601|>"], {"bos_token": "[BOS]"}, 0, [], "<|reserved_token_163601|>"),  # Kimi
+        (["<pad>"], {"pad_token": "<pad>"}, 0, [], "<pad>"),  # which ends nothing
+        (SPECIAL, {"pad_token": "<end>"}, 0, [], "<empty_output>"),  # SmolLM2
+        (SPECIAL, {}, 0, ["<empty_output>"], "<file_sep>"),
+        (["<unk>", *SPECIAL[:1]], {"unk_token": "<unk>", "chat_template": "x <repo_name> y"}, 0, [], None),
+        ([], {}, 0, [], None),
+        ([], {}, 0, ["d"], "c"),  # only the data say which one is free
+        ([], {}, 0, list("abcd"), ValueError),
+    ],
+)
+def test_the_mask_token_is_one_that_the_data_do_not_use(special, named, padded, used, expected):
+    vocabulary = {token: i for i, token in enumerate([*"abcd", "<end>"])}
+    plain = Tokenizer(models.BPE(vocabulary, []))
+    plain.add_special_tokens(["<end>", *special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", **named)
+    size, ends = len(tokenizer) + padded, {vocabulary["<end>"]}
+    taken = [tokenizer.convert_tokens_to_ids(token) for token in used]
+    if expected in (None, ValueError):
+        with pytest.raises(ValueError, match="mask_token_id=<id>"):
+            default_mask_token(tokenizer, size, ends, (lambda: taken) if used else None)
+        return
+    mask = default_mask_token(tokenizer, size, ends, (lambda: taken) if used else None)
+    assert (tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else "beyond") == expected
 
 
 def test_what_is_wrong_with_a_folder_is_named(make_tiny, tmp_path):

@@ -395,6 +395,7 @@ def test_a_vocabulary_without_a_spare_id_is_refused(start, tmp_path):
     AutoModelForCausalLM.from_pretrained(start / "model").save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     tokenizer.mask_token = tokenizer.pad_token = None
+    tokenizer.chat_template = "<|mask|><|pad|>"  # in use
     tokenizer.save_pretrained(folder)
     config = small(start, tmp_path / "run")
     config.start = str(folder)

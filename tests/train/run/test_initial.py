@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
 from data.packing import batch, packed_rows
@@ -20,7 +21,8 @@ from train.batches import draw_blocks
 from train.config import TrainConfig
 from train.loop import block_loss
 from train.objective import position_weights
-from train.run.initial import initial_drafter, resolve_init
+from train.run.initial import initial_drafter, named_mask, resolve_init
+from train.run.sources import with_mask_token
 
 EMBEDDED = TargetConfig()
 
@@ -136,3 +138,13 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
         losses.append(loss.item())
     assert losses[0] == losses[1]
     assert started.lm_head.weight.grad.norm() > 0 and started.norm.weight.grad.norm() > 0
+
+
+def test_the_mask_token_is_one_that_the_rows_do_not_use(embedded):
+    end, mask, pad = 0, 1, 2  # the embedded vocabulary's special tokens
+    for used, expected in (([end, 400], mask), ([end, mask, 400], pad), ([*range(511)], 511)):
+        rows = Dataset.from_dict({"ids": [used, used]})
+        assert with_mask_token(DrafterConfig(), embedded, rows).mask_token_id == expected
+    assert with_mask_token(DrafterConfig(family="dart", layers=1), embedded, rows).mask_token_id is None
+    assert with_mask_token(DrafterConfig(mask_token_id=7), embedded, rows).mask_token_id == 7
+    assert named_mask(mask, embedded.tokenizer) == ", mask token 1 (<|mask|>)" and not named_mask(None, None)
