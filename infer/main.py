@@ -38,7 +38,7 @@ COMMANDS = {
         "show what would be learnt of a data set", "infer.cli.rows:DataCommand", "infer.cli.rows:run", "rows"
     ),
     "ngram": own("ngram", "count n-grams of a data set, for trees"),
-    "generate": own("generate", "continue a text with a checkpoint"),
+    "generate": own("generate", "answer or continue a text with a checkpoint"),
     "serve": own("serve", "answer over HTTP as OpenAI's API does"),
     "chat": own("chat", "talk to such a server"),
     "regenerate": own("regenerate", "let the target rewrite the answers of a data set"),

@@ -1,4 +1,4 @@
-"""`generate`: one text continued."""
+"""`generate`: one prompt answered or continued."""
 
 import sys
 from dataclasses import dataclass, field
@@ -11,10 +11,12 @@ from infer.utils.checks import FREE_TEXT, check_parts
 
 @dataclass
 class GenerateCommand:
-    """Continue a prompt and print the rounds and tokens a second.
+    """Answer or continue a prompt and print the rounds and tokens a second.
 
     checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
-    prompt: the text to continue, as it is typed; @file: what the file holds; -: standard input
+    prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -: standard input
+    chat: ask through the target's chat template; false: continue the text; None: ask where there is a template that
+        writes more than the messages
     target: see TargetConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     """
@@ -22,6 +24,7 @@ class GenerateCommand:
     FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
     prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
+    chat: bool | None = None
     target: TargetConfig = field(default_factory=TargetConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
 
@@ -33,14 +36,25 @@ class GenerateCommand:
             raise ValueError("prompt: at least one character")
 
 
+def has_chat_template(target) -> bool:
+    """Return whether the target has a chat template that writes more than the messages."""
+    from infer.api import encode
+
+    if getattr(target.tokenizer, "chat_template", None) is None:
+        return False
+    return target.tokenizer.decode(encode(target, [{"role": "user", "content": "x"}])).strip() != "x"
+
+
 def run(config: GenerateCommand) -> None:
     from infer import generate
 
     options = config.decoding
     target, drafter = load(config.target, config.checkpoint, options.method)
-    answer = generate(target, drafter, config.prompt, options)
+    chat = has_chat_template(target) if config.chat is None else config.chat
+    prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
+    answer = generate(target, drafter, prompt, options)
     stats = answer.stats
-    print(config.prompt + answer.text)
+    print(answer.text if chat else config.prompt + answer.text)
     print(
         f"\n[{options.method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
         f"{stats.tokens_per_second:.0f} tokens/s, ended by {answer.finish_reason}]",

@@ -1,0 +1,25 @@
+"""`./launch.sh generate`: a chat model is asked through its template, any other model continues the text."""
+
+from copy import copy
+
+import pytest
+
+from infer import generate
+from infer.cli import generate as module
+from infer.cli.generate import GenerateCommand
+from infer.config import DecodeOptions
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.mark.parametrize("template, chat, asked", [(TURNS, None, True), (TURNS, False, False), (None, None, False)])
+def test_a_chat_model_is_asked_and_others_continue(shallow_target, monkeypatch, capsys, template, chat, asked):
+    target = copy(shallow_target)
+    target.tokenizer = copy(target.tokenizer)
+    target.tokenizer.chat_template = template or target.tokenizer.chat_template  # its own joins the messages
+    monkeypatch.setattr(module, "load", lambda *_: (target, None))
+    options = DecodeOptions(method="plain", max_new_tokens=6)
+    module.run(GenerateCommand(prompt="import os", chat=chat, decoding=options))
+    prompt = "<user>import os<assistant>" if asked else "import os"
+    expected = generate(target, None, prompt, options).text
+    assert capsys.readouterr().out == (expected if asked else prompt + expected) + "\n"
