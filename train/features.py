@@ -13,7 +13,6 @@ costs nothing; and every row is compared with its CRC-32 whenever it is read, ab
 thread that reads ahead. A digest of whole shards would have to read them all before the first step.
 """
 
-import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,19 +25,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.packing import packed_rows
-from infer.targets.loading import weight_files
+from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
-from infer.utils.entry import going_on
+from infer.utils.entry import disk, going_on
 from infer.utils.files import atomic_write, json_digest, refuse_other_settings, replacing, save_readable
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
-from train.safety.processes import disk
 from train.states import EngineStates, compare, write_documents
 
 MANIFEST = "manifest.json"
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
 Compute = Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]  # of a row: context, last
-SAMPLES, SAMPLE = 256, 4096  # places of a weight file that are looked at to tell it from others, bytes at each
 
 
 def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,19 +54,6 @@ def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Featur
         return states.to(dtype)
 
     return Features(whole("context").flatten(2), whole("last"))
-
-
-def weights_digest(path: str) -> str:
-    """A digest of a model's weight files: their names and sizes, and bytes from evenly spread places of each."""
-    digest = hashlib.sha256()
-    for file in weight_files(path):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as weights:
-            for i in range(SAMPLES):
-                weights.seek(i * size // SAMPLES)
-                digest.update(weights.read(SAMPLE))
-    return digest.hexdigest()
 
 
 def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: tuple[int, ...]) -> dict:

@@ -83,10 +83,22 @@ class RegenerateCommand:
 
 
 def run(config: RegenerateCommand) -> None:
-    from infer.serving.regenerate import by_engine, merge, options_of, regenerate
-    from infer.targets.loading import load_tokenizer
+    from infer.utils.files import locked
 
-    out, place = Path(config.out), config.target
+    out = Path(own_place(config.out, config.target.tp_plan is not None))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(Path(f"{out}.lock"), f"out={out}", "out="):
+        answer(config, out)
+
+
+def answer(config: RegenerateCommand, out: Path) -> None:
+    """Write the answers, or what there is to ask first; `out`: where this process writes them."""
+    from infer.serving.regenerate import by_engine, merge, options_of, regenerate, rows_content
+    from infer.targets.identity import target_identity, weights_digest
+    from infer.targets.loading import load_tokenizer
+    from infer.targets.target import tokenizer_digest
+
+    place = config.target
     if config.merge:
         print(f"{out}: {merge([Path(part) for part in config.merge], out)} answers")
         return
@@ -95,16 +107,21 @@ def run(config: RegenerateCommand) -> None:
     ours = config.server is None and config.batch is None
     if ours:
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None, config.decoding.method)
-        tokenizer, out = target.tokenizer, Path(own_place(config.out, place.tp_plan is not None))
+        tokenizer = target.tokenizer
     else:  # others have the model
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
 
     def rows() -> Iterator:
         return chosen_rows(config, tokenizer)
 
-    total = sum(1 for _ in rows())
+    total, rows_digest = rows_content(rows())
+    identity = {"tokenizer": tokenizer_digest(tokenizer)}
+    if ours:
+        identity = target_identity(place.path, identity["tokenizer"])
+        identity |= {"adapter": weights_digest(place.adapter)} if place.adapter else {}
     settings = {"target": place.path, "server": config.server or config.batch, "data": asdict(config.data)}
     settings |= {"prompt_tokens": config.prompt_tokens, "shard": config.shard} | options_of(config.decoding)
+    settings["content"] = {"target": identity, "data": rows_digest}
     settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
     if ours:
         capacity = config.capacity or longest(rows(), target, config.decoding)

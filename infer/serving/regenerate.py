@@ -5,6 +5,7 @@ whole line. Our engine writes them, servers with OpenAI's API (infer/serving/cli
 batch files. Nothing is in memory but the rows under way.
 """
 
+import hashlib
 import heapq
 import json
 from collections.abc import Iterable, Iterator
@@ -15,12 +16,11 @@ from pathlib import Path
 from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
 from infer.serving.clients import request_body, turn_of
 from infer.serving.dialogue import Answer, Answering, Dialogue, Row, Turn, of_row, with_opening
-from infer.utils.entry import going_on
+from infer.utils.entry import disk, going_on
 from infer.utils.files import refuse_other_settings, replacing, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
 
-TAIL = 1 << 16  # bytes that are read at a time, from a file's end backwards
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 
 
@@ -83,23 +83,28 @@ def regenerate(
     rows: Iterable[Row], answers: Answering, out: Path, settings: dict, most_failures: int, total: int | None = None
 ) -> dict[str, int]:
     """Write the rows' answers to `out`, a line each, and {"index", "error"} lines to `out`.failed; returns how many of
-    each there are. `settings` say how the answers come about: a file that was begun with others is not gone on with.
-    Raises ValueError for that, and when more than `most_failures` rows failed. total: how many rows there are."""
+    each there are. `settings` say how the answers come about, their "content" what target and rows are: a file that was
+    begun with others is not gone on with. Raises ValueError for that, and when more than `most_failures` rows failed;
+    Stopped where the disk is full. total: how many rows there are."""
     failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
     total = len(rows) if total is None else total
     settings = settings | {"rows": total}
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
+        known = _settings(settings_path, out)
+        if "content" not in known:  # of an earlier version, which had no record
+            known |= {"content": settings.get("content")}
         message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
-        refuse_other_settings(_settings(settings_path, out), settings, message)
+        refuse_other_settings(known, settings, message)
     if out.exists() and not settings_path.exists():
         raise ValueError(f"out={out} exists already and is not ours to go on with: give another out")
-    write_json(settings_path, settings)
-    count, lost = _cut_to_whole_lines(out), _cut_to_whole_lines(failed_path)
-    last = max(_last_index(out), _last_index(failed_path))  # rows are answered in order: all up to this one are there
+    with disk(str(out)):
+        write_json(settings_path, settings)
+    (count, answered), (lost, failed) = _begun(out), _begun(failed_path)
+    last = max(answered, failed)  # rows are answered in order: all up to this one are there
     progress = Progress("regenerating", "rows", count + lost)
     keep = going_on(f"{out} has the answers so far, the same command goes on from there")
-    with keep, out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
+    with keep, disk(str(out)), out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
         for answer in answers(row for row in rows if row.index > last):
             line = answer.line()
             if answer.error is None:
@@ -114,6 +119,15 @@ def regenerate(
     return {"answers": count, "failed": lost}
 
 
+def rows_content(rows: Iterable[Row]) -> tuple[int, str]:
+    """Return how many rows there are, and a digest of them all."""
+    count, digest = 0, hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")
+        count += 1
+    return count, digest.hexdigest()
+
+
 def _settings(path: Path, out: Path) -> dict:
     """What the answers in `out` were begun with. Raises ValueError if it cannot be read."""
     try:
@@ -122,32 +136,30 @@ def _settings(path: Path, out: Path) -> dict:
         raise ValueError(f"{path} is damaged: delete it and {out}, or give another out") from error
 
 
-def _cut_to_whole_lines(path: Path) -> int:
-    """Cut off a file's last line if it is not complete, and return how many lines it has."""
+def _begun(path: Path) -> tuple[int, int]:
+    """Cut off a file's last line if it is not complete; return how many lines it has and the index in the last one, -1
+    where there is none. Raises ValueError for lines that are not in the rows' order, as two runs at once leave them."""
+    count, last, end = 0, -1, 0
     if not path.exists():
-        return 0
-    lines = end = at = 0
+        return count, last
     with path.open("r+b") as file:
-        while block := file.read(1 << 20):
-            lines += block.count(b"\n")
-            newline = block.rfind(b"\n")
-            end = at + newline + 1 if newline >= 0 else end
-            at += len(block)
-        file.truncate(end)
-    return lines
+        for line in file:
+            if not line.endswith(b"\n"):
+                file.truncate(end)
+                break
+            index = _index(line, path, count + 1)
+            if index <= last:
+                raise ValueError(f"{path}, line {count + 1}: row {index} stands behind row {last}: give another out")
+            count, last, end = count + 1, index, end + len(line)
+    return count, last
 
 
-def _last_index(path: Path) -> int:
-    """Return the index in the last line of a file of whole lines, -1 where there is none."""
-    if not path.exists() or not path.stat().st_size:
-        return -1
-    with path.open("rb") as file:
-        start, tail = path.stat().st_size, b""
-        while start and b"\n" not in tail[:-1]:
-            start = max(0, start - TAIL)
-            file.seek(start)
-            tail = file.read(path.stat().st_size - start)
-    return json.loads(tail.splitlines()[-1])["index"]
+def _index(line: str | bytes, path: Path, number: int) -> int:
+    """Return the row that a line answers. Raises ValueError for a line that is none."""
+    try:
+        return int(json.loads(line)["index"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}, line {number}: no answer of regenerate ({error})") from error
 
 
 def merge(parts: list[Path], out: Path) -> int:
@@ -157,10 +169,7 @@ def merge(parts: list[Path], out: Path) -> int:
     def lines(path: Path) -> Iterator[tuple[int, int, str]]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                try:
-                    yield json.loads(line)["index"], number, line
-                except (ValueError, LookupError, TypeError) as error:
-                    raise ValueError(f"{path}, line {number}: no answer of regenerate ({error})") from error
+                yield _index(line, path, number), number, line
 
     count, last = 0, -1
     with replacing(out) as fresh, fresh.open("w", encoding="utf-8") as file:

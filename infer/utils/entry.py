@@ -64,7 +64,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     """Compose conf/<name>.yaml with the overrides, check it against the dataclass `schema`, and call `run(config)`.
 
     Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
-    goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped.
+    goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped
+    and for other errors of files.
     Ctrl-C is one sentence and exit code 130, see `going_on`.
     `--help` explains every key; Hydra's own flags (`--cfg job`) work as usual.
     """
@@ -80,6 +81,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         fail(str(error))
     except Stopped as error:
         fail(str(error), STOPPED)
+    except OSError as error:  # of a disk that is full or read-only, say
+        fail(f"{error.strerror or sentence(error)}" + (f": {error.filename}" if error.filename else ""), STOPPED)
     except KeyboardInterrupt as error:
         interrupted(error)
 
@@ -130,6 +133,22 @@ def going_on(how: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(how) from error
+
+
+@contextmanager
+def disk(what: str) -> Iterator[None]:
+    """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or gone."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        where = f" ({error.filename})" if getattr(error, "filename", None) else ""
+        why = getattr(error, "strerror", None) or str(error)
+        raise Stopped(
+            f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
+            "from there"
+        ) from error
 
 
 def refuse_hydra_settings(arguments: list[str]) -> None:

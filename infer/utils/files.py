@@ -4,6 +4,7 @@ digests, and the refusal to go on with what was begun with other settings."""
 import hashlib
 import json
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,27 @@ def read_text(path: Path, most: int) -> str:
     if status.st_size > most:
         raise NotReadable(f"{path.name} has {status.st_size} bytes: too large to be true")
     return path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def locked(file: Path, what: str, instead: str) -> Iterator[None]:
+    """Lock `what`, which is written by one process at once, by a file of its own; the kernel releases the lock however
+    the process ends. Raises ValueError when another process has it; `instead` says what to choose then."""
+    import fcntl
+
+    with file.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise ValueError(
+                f"{what} is being written by {holder}: wait for it, stop it, or choose another {instead}"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
 
 
 def sync(path: Path) -> None:

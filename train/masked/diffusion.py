@@ -32,7 +32,7 @@ from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.entry import INTERRUPTED
+from infer.utils.entry import INTERRUPTED, disk
 from infer.utils.files import READABLE, refuse_other_settings, replacing, write_json
 from infer.utils.progress import Progress
 from train.batches import seeded
@@ -42,7 +42,7 @@ from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
 from train.optim import make_optimizer
 from train.run.log import trim_log
-from train.safety.processes import catch_signals, disk
+from train.safety.processes import catch_signals
 from train.single import take_steps
 
 # streams of random numbers, see train.batches.seeded

@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from infer.formats.checkpoint import NGRAMS, save_drafter
-from infer.utils.entry import Stopped
+from infer.utils.entry import Stopped, disk
 from infer.utils.files import file_digest, replacing, sync, write_json
 from train.engine import training_state
-from train.safety.processes import disk, first_only
+from train.safety.processes import first_only
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
 

@@ -4,27 +4,23 @@ An existing run is continued or refused, never overwritten, and never written by
 `check_run_folder` refuses before models load what can be known then; `open_run` makes the folder once all is loaded.
 """
 
-import fcntl
 import json
-import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
-from infer.utils.files import refuse_other_settings, write_json
+from infer.utils.entry import disk
+from infer.utils.files import locked, refuse_other_settings, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints, remove_partial
 from train.run.sources import SOURCES, refuse_other_sources
-from train.safety.processes import disk
 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
@@ -38,30 +34,6 @@ def run_folder(config: TrainConfig) -> Path:
 def plain(config: TrainConfig) -> dict:
     """Return the resolved configuration as JSON, without secrets: what is written and compared."""
     return json.loads(json.dumps(redact(asdict(config))))
-
-
-@contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Lock the folder for this process; the kernel releases the lock however the process ends. Raises ValueError when
-    another run has it."""
-    with (run / "lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise ValueError(
-                f"{run} is being written by {holder}: wait for it, stop it, or choose another name="
-            ) from error
-        _sign(file)
-        yield
-
-
-def _sign(file: IO[str]) -> None:
-    """Write the process and host that hold the lock, for the error message of others."""
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
 
 
 def begun(run: Path) -> bool:
@@ -124,7 +96,7 @@ def check_run_folder(config: TrainConfig) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
         if existing == run:
-            with locked(run):
+            with locked(run / "lock", str(run), "name="):
                 pass
     except OSError as error:
         raise ValueError(f"{run} cannot be written ({error.strerror or error}): choose another runs_dir=") from error
@@ -137,7 +109,7 @@ def open_run(config: TrainConfig, learnt_from: dict) -> Iterator[Path]:
     run = run_folder(config)
     with disk(str(run)):
         run.mkdir(parents=True, exist_ok=True)
-    with locked(run):
+    with locked(run / "lock", str(run), "name="):
         refuse_another(config, run)
         if begun(run):
             refuse_other_sources(run, learnt_from)

@@ -24,7 +24,7 @@ from infer.evaluation.tables import headline, table
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import drafter_beside
 from infer.targets.target import Target
-from infer.utils.entry import Stopped, command_line
+from infer.utils.entry import Stopped, command_line, disk
 from infer.utils.files import atomic_write
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
@@ -32,7 +32,7 @@ from train.run.checkpoints import checkpoints, mark_best, step_of
 from train.run.log import read_log
 from train.run.progress import Progress
 from train.run.tracking import Tracker
-from train.safety.processes import disk, first_only
+from train.safety.processes import first_only
 
 
 def evaluate_checkpoint(

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from infer.utils.entry import disk
 from infer.utils.files import atomic_write
 from train.config import TrainConfig
 from train.plan import in_time
 from train.run.progress import Progress
 from train.run.tracking import Tracker
 from train.safety.guards import Spikes
-from train.safety.processes import disk
 
 METRICS = "metrics.jsonl"
 EARLY = 12  # steps after which the time of the rest is said, by the last nine of them

@@ -13,12 +13,12 @@ import torch
 
 from infer.config import DrafterConfig
 from infer.drafters.base import default_mask_token
-from infer.targets.loading import weight_files
+from infer.targets.identity import target_identity
 from infer.targets.target import Target
-from infer.utils.files import json_digest, refuse_other_settings, write_json
+from infer.utils.files import refuse_other_settings, write_json
 from train.blocks import anchor_room
 from train.config import TrainConfig
-from train.features import StoredRows, weights_digest
+from train.features import StoredRows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -29,19 +29,9 @@ SOURCES = "sources.json"
 def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
     """Return what identifies a target (at `path`) and the training rows; about a second for a gigabyte of tokens."""
     return {
-        "target": {
-            "weights": weights_digest(path),
-            "config": config_digest(path),
-            "tokenizer": target.tokenizer_digest,
-        },
+        "target": target_identity(path, target.tokenizer_digest),
         "data": {"rows": len(rows), "content": rows_digest(rows)},
     }
-
-
-def config_digest(path: str) -> str | None:
-    """Return the digest of the config.json beside a model's weights, None where there are none."""
-    files = [file.parent / "config.json" for file in weight_files(path)]
-    return json_digest(json.loads(files[0].read_text())) if files and files[0].is_file() else None
 
 
 def rows_digest(rows: "StoredRows | Dataset") -> str:

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from data.packing import row_index
-from infer.utils.entry import Stopped
+from infer.utils.entry import Stopped, disk
 from infer.utils.files import save_readable, write_json
 from train.batches import StepRows
 from train.config import TrainConfig
 from train.engine import training_state
 from train.run.folder import plain
-from train.safety.processes import disk, first_only
+from train.safety.processes import first_only
 
 WINDOW = 50  # losses that a jump is measured against
 ENOUGH = 10  # of them, before it is

@@ -9,15 +9,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from infer.utils.entry import STOPPED, Stopped
 from infer.utils.redact import redact_text
@@ -65,20 +64,6 @@ def first_only(action: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
-
-
-@contextmanager
-def disk(what: str) -> Iterator[None]:
-    """Raise Stopped, one sentence, for an error of writing: a disk that is full, read-only or gone."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-        why = getattr(error, "strerror", None) or str(error)
-        raise Stopped(
-            f"{what} could not be written: {why}{where}; what was saved before is whole, and the same command goes on "
-            "from there"
-        ) from error
 
 
 @dataclass

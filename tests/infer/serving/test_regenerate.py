@@ -1,9 +1,12 @@
 """Regenerated answers: the target's own, in order, none lost or doubled; robustness/test_robustness.py kills runs."""
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from threading import Lock
 
 import pytest
@@ -15,6 +18,8 @@ from infer.config import DecodeOptions, EngineConfig
 from infer.serving.clients import by_server
 from infer.serving.dialogue import Answer, Row
 from infer.serving.regenerate import by_engine, regenerate
+from infer.utils.entry import Stopped
+from infer.utils.files import locked
 
 PROMPTS = [f"def f{i}(x" * (1 + i % 3) for i in range(30)]
 OPTIONS = DecodeOptions(max_new_tokens=12, method="plain", rows=4)
@@ -63,6 +68,63 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
         regenerate(rows(), answers, out, {"a": 2}, 10)
     with pytest.raises(ValueError, match="2 rows failed, at most 1 may: the last said 'no'"):
         regenerate(rows(), answers, tmp_path / "b.jsonl", {}, 1)
+
+
+def lengths(rows):
+    """Answers that are the prompts' lengths."""
+    yield from (Answer(row, text=str(len(row.prompt)), finish="stop") for row in rows)
+
+
+@pytest.fixture
+def command(shallow, tmp_path):
+    """(further options) -> the command's outcome, for a target and a data file of the test's own."""
+    from infer.cli.regenerate import RegenerateCommand, run
+    from infer.utils.entry import composed
+
+    target, data = tmp_path / "target", tmp_path / "rows.jsonl"
+    shutil.copytree(shallow, target)
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS[:3]))
+    options = [f"target.path={target}", "data=jsonl", f"data.path={data}", f"out={tmp_path}/a.jsonl", "decoding=plain"]
+    return lambda *more: run(composed("regenerate", RegenerateCommand, [*options, "decoding.max_new_tokens=2", *more]))
+
+
+def test_other_contents_under_the_same_paths_are_refused(command, tmp_path):
+    command()
+    data, weights = tmp_path / "rows.jsonl", tmp_path / "target" / "model.safetensors"
+    was = data.read_text()
+    data.write_text(was.replace("f0", "g0"))
+    with pytest.raises(ValueError, match=r"a\.jsonl was begun with another content\.data: give another out"):
+        command()
+    data.write_text(was)
+    command()
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"begun with another content\.target\.weights: give another out"):
+        command()
+
+
+def test_two_runs_at_once_are_refused_and_so_are_the_lines_that_they_left(command, tmp_path):
+    out = tmp_path / "a.jsonl"
+    with locked(Path(f"{out}.lock"), "a.jsonl", "out="), pytest.raises(ValueError, match="is being written by process"):
+        command()
+    assert not out.exists()
+    regenerate(rows(), lengths, out, {}, 0)
+    out.write_text(out.read_text() + out.read_text())
+    with pytest.raises(ValueError, match="a.jsonl, line 31: row 0 stands behind row 29: give another out"):
+        regenerate(rows(), lengths, out, {}, 0)
+
+
+def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(tmp_path):
+    out, (soft, hard) = tmp_path / "a.jsonl", getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (1000, hard))  # no file may grow beyond
+    try:
+        with pytest.raises(Stopped, match="a.jsonl could not be written: File too large"):
+            regenerate(rows(), lengths, out, {}, 0)
+    finally:
+        setrlimit(RLIMIT_FSIZE, (soft, hard))
+    assert regenerate(rows(), lengths, out, {}, 0) == {"answers": 30, "failed": 0}
+    assert [line["index"] for line in lines(out)] == list(range(30))
 
 
 def test_a_file_of_others_is_not_touched(tmp_path):

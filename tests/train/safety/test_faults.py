@@ -27,13 +27,14 @@ from infer import load_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.results import write_result
 from infer.utils.entry import Stopped
+from infer.utils.files import locked
 from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
 from train.config import TrainConfig
 from train.engine import copied
 from train.features import StoredRows
 from train.run.checkpoints import checkpoints, newest, rolling
-from train.run.folder import locked, plain, refuse_another
+from train.run.folder import plain, refuse_another
 from train.run.initial import take_weights
 from train.run.log import read_log
 from train.safety.processes import stalled, start_processes
@@ -215,7 +216,10 @@ def test_two_runs_in_one_folder_and_a_read_only_one_are_refused_before_models_lo
     config = small()
     run = run_folder.run_folder(config)
     run.mkdir()
-    with locked(run), pytest.raises(ValueError, match=rf"is being written by process {os.getpid()} on "):
+    with (
+        locked(run / "lock", str(run), "name="),
+        pytest.raises(ValueError, match=rf"is being written by process {os.getpid()} on "),
+    ):
         run_here(config)
     with pytest.raises(ValueError, match=r"/proc/runs/small cannot be written \(.*choose another runs_dir="):
         run_here(small("runs_dir=/proc/runs"))
@@ -333,15 +337,15 @@ def test_a_lock_goes_with_its_process(tmp_path):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        with locked(tmp_path):
+        with locked(tmp_path / "lock", "", ""):
             os.write(writer, b"held")
             signal.pause()
     os.read(reader, 4)
-    with pytest.raises(ValueError, match=f"is being written by process {child} on"), locked(tmp_path):
+    with pytest.raises(ValueError, match=f"is being written by process {child} on"), locked(tmp_path / "lock", "", ""):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with locked(tmp_path):
+    with locked(tmp_path / "lock", "", ""):
         pass
 
 
