@@ -74,12 +74,6 @@ CASES = {  # by project: name and what its config.json says beside the sizes, at
         ("dflash2, mixed", MIXED, SELECTOR),
         ("dflash2, from anchor", {}, SELECTOR | {"sample_from_anchor": True}),
     ],
-    "autoregressive": [  # speculators' too: model_type, and the config's own keys; mtp without any
-        ("eagle3, llama", {"model_type": "llama"}, {"norm_before_residual": False}),
-        ("eagle3, qwen3", {"model_type": "qwen3"}, {"norm_before_residual": True, "fc_norm": True}),
-        ("eagle3.1", {"model_type": "llama"}, {"norm_before_fc": True, "norm_output": True}),
-        ("mtp", {"model_type": "qwen3"}, {}),
-    ],
 }
 
 
@@ -91,11 +85,6 @@ class Given:
     features: torch.Tensor  # (1, CONTEXT, F)
     ids: torch.Tensor  # (1, BLOCK) the bonus token and masks
     path: torch.Tensor  # (1, BLOCK + 1) the bonus token, and what follows it
-
-    @property
-    def last(self) -> int:
-        """The position behind which autoregressive drafters draft STEPS known tokens."""
-        return CONTEXT - STEPS - 2
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -248,69 +237,6 @@ def speculators(path: str, project: str, more: dict, own: dict, folder: str, giv
     return logits[0]
 
 
-# Drafted tokens of an EAGLE-3 drafter. Of an MTP layer one: behind it speculators' training pass sees, in place of the
-# context, its own guesses there, which no engine does.
-STEPS = 3
-
-
-def autoregressive(more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
-    """Save one of speculators' autoregressive drafters; return its logits (STEPS, V) behind the first position but
-    STEPS of the features, teacher forced with `given.path`."""
-    from speculators.model import SpeculatorModel
-    from transformers import AutoConfig
-
-    kind = "eagle3" if own else "mtp"
-    sizes = SIZES | {"rms_norm_eps": 1e-6, "num_hidden_layers": 1 if own else LAYERS, "attention_bias": False}
-    inner = AutoConfig.for_model(**sizes | more)
-    inner._attn_implementation = "eager" if own else "sdpa"
-    taps = {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [2, 3, 5]} if own else {}
-    config = SpeculatorModel.registry[kind].config_class(
-        transformer_layer_config=inner,
-        speculators_config=speculators_config(kind, STEPS),
-        **own,
-        **taps,
-    )
-    model = SpeculatorModel.registry[kind](config=config).eval()
-    randomise(model)
-    if not own:  # its ends are the target's, and are not saved
-        model.embed_tokens.weight.data = given.target.embedding.weight.data
-        model.lm_head.weight.data = given.target.head_weight.data
-    model.save_pretrained(folder)
-    logits: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output[0, given.last]))
-    if own:
-        documents = torch.zeros(1, CONTEXT, dtype=torch.long)
-        model(given.features, given.path[:, 1:], documents, ttt_steps=STEPS)
-    else:
-        model(given.path, given.features)
-    return torch.stack(logits[: STEPS if own else 1])
-
-
-@torch.no_grad()
-def compare_chain(more: dict, own: dict, folder: str) -> str:
-    """Return the largest difference of an autoregressive drafter's log-probabilities, each behind the true tokens
-    before it."""
-    torch.manual_seed(0)
-    config = Qwen3Config(**SIZES | {"num_hidden_layers": LAYERS, "initializer_range": 0.2})
-    target = Target(Qwen3ForCausalLM(config))
-    generator = torch.Generator().manual_seed(2)
-    features = torch.randn(1, CONTEXT, (3 if own else 1) * 32, generator=generator)
-    tokens = torch.randint(90, (1, CONTEXT + 1), generator=generator)
-    given = Given(target, features, tokens, tokens)
-    if not own:
-        given = Given(target, features, tokens, tokens[:, :CONTEXT])
-    theirs = autoregressive(more, own, folder, given).log_softmax(-1)
-    drafter, known = load_drafter(folder), given.last + 1
-    state = drafter.state(1, CONTEXT + BLOCK)
-    with state.add(1) as row:
-        drafter.update_context(target, features[:, :known], tokens[:, :known], [known], row)
-    paths, ours = drafter.conditional_draft(target, tokens[:, known], drafter.draft_block(target, None, state)), []
-    for step in range(len(theirs)):
-        ours.append(paths.log_probs()[0, 0])
-        paths.follow(tokens[:, known + 1 + step])
-    return f"{(torch.stack(ours) - theirs).abs().max():.1e}"
-
-
 PROJECTS = {
     "authors": public,
     "jetspec": public,
@@ -359,7 +285,7 @@ def main() -> None:
     parser.add_argument("--speculators", action="store_true")
     args = parser.parse_args()
     for project, cases in CASES.items():
-        if not getattr(args, "speculators" if project == "autoregressive" else project):
+        if not getattr(args, project):
             continue
         for case, more, own in cases:
             with tempfile.TemporaryDirectory() as folder:
@@ -367,7 +293,7 @@ def main() -> None:
                 def logits_of(given: Given, folder=folder, project=project, more=more, own=own) -> torch.Tensor:
                     return PROJECTS[project](getattr(args, project), project, more, dict(own), folder, given)
 
-                found = compare_chain(more, own, folder) if project == "autoregressive" else compare(logits_of, folder)
+                found = compare(logits_of, folder)
                 named = json.loads((Path(folder) / "config.json").read_text())["architectures"]
                 print(f"{project:<12} {case:<20} {named[0]:<24} {found}")
 

@@ -239,7 +239,6 @@ class Drafter(nn.Module):
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
     on_device = True  # drafting asks the host for nothing, so that it can be part of a CUDA graph
-    autoregressive = False  # it drafts token by token: positions have no distribution by themselves
     projects_once = False  # training: all slots of a block but the first are alike and projected once
 
     def __init__(self, config: Qwen3Config) -> None:

@@ -32,7 +32,6 @@ class Family:
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
     formats: dict[str, Format] = field(default_factory=dict)  # what its drafters are exported in
     options: tuple[str, ...] = ()  # of OWN_OPTIONS, those that it reads
-    trained: bool = True  # can a new one be trained here, or one of drafter.init? All can be decoded with
 
     def load(self) -> type:
         """Return the class of its drafters, a subclass of `infer.drafters.base.Drafter`."""
@@ -74,15 +73,6 @@ _ROWS = (
         formats={"dart": Format(target=True)},
         options=("head",),
     ),
-    Family(
-        name="eagle",
-        title="EAGLE-3",
-        drafter="infer.drafters.eagle.model:Eagle",
-        architecture="Eagle3Speculator",
-        config_key="eagle_config",
-        layers=1,
-        trained=False,
-    ),
 )
 FAMILIES = {row.name: row for row in _ROWS}
 FORMATS = {name: format for row in _ROWS for name, format in row.formats.items()}
@@ -91,8 +81,8 @@ FORMATS = {name: format for row in _ROWS for name, format in row.formats.items()
 def check_options(family: str, layers: int) -> None:
     """Raise ValueError for a family that does not exist, or a number of layers that it cannot have."""
     row = FAMILIES.get(family)
-    if row is None or not row.trained:
-        raise ValueError(f"drafter.family={family}: use {' or '.join(row.name for row in _ROWS if row.trained)}")
+    if row is None:
+        raise ValueError(f"drafter.family={family}: use {' or '.join(FAMILIES)}")
     if row.layers not in (None, layers):
         allowed = f"{row.layers} layer" + "s" * (row.layers > 1)
         raise ValueError(f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)")
@@ -115,8 +105,6 @@ def check_format(family: Family, name: str, head, convolutions: bool) -> None:
     """Raise ValueError where a drafter of a family, with a conditional head (`infer.drafters.heads.table.HeadRow`) or
     None, and with or without convolutions, cannot be exported in a format."""
     format = family.formats.get(name)
-    if not family.formats:
-        raise ValueError(f"format={name}: {family.title} drafters are read here, and not exported")
     if format is None:
         kinds = " or ".join(family.formats)
         raise ValueError(f"format={name}: this is a {family.title} drafter, which can be exported with format={kinds}")

@@ -42,7 +42,6 @@ from infer.targets.target import Features, Target, pad_ids
 from infer.targets.watch import Watch
 from infer.trees import joint
 from infer.trees.constrained import Rule, constrain, forced_chains
-from infer.trees.methods import TREES
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
 BEHIND = 32  # rounds that draft nothing after which the drafter is given their features
@@ -130,12 +129,6 @@ class Engine(EngineBase):
         self.length, self.nodes, self.layers = 0, 0, ()
         self.joint = options.joint and self.drafts and options.rows > 1 and target.lean
         self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them
-        if self.drafts and getattr(drafter, "autoregressive", False) and not self.method.prefixes:
-            takers = " or ".join(row.name for row in TREES.values() if row.prefixes)
-            raise ValueError(
-                f"method={self.method.name} needs distributions of positions by themselves, and a drafter that writes "
-                f"token by token has none: use method={takers}, without continuity"
-            )
         if isinstance(drafter, Drafter) and (kind := drafter.norm.weight.dtype) != target.dtype:
             mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (kind, target.dtype))
             raise ValueError(
@@ -522,18 +515,15 @@ class Engine(EngineBase):
         return forced
 
     def _constrained(self, tree: DraftTree, proposal: Proposal) -> DraftTree:
-        """Return the tree with the rows built anew whose texts follow a grammar, where there are
-        marginals; an autoregressive drafter has heard of the grammar while it drafted."""
+        """Return the tree with the rows built anew whose texts follow a grammar; forced chains do already."""
         if proposal.marginals is None or not self.method.ranked or not tree.budget:
             return tree
-        texts = self.writing
-        rows = {row: Rule(may, texts[row].grammar.forced(texts[row].ids)) for row, may in self._allowed().items()}
+        rows = {
+            row: Rule(partial(text.grammar.allowed, text.ids), text.grammar.forced(text.ids))
+            for row, text in enumerate(self.writing)
+            if text.grammar is not None
+        }
         return constrain(tree, proposal, rows, self.method.by_budget) if rows else tree
-
-    def _allowed(self) -> dict[int, abc.Callable]:
-        """Return for the rows that follow a grammar what says which tokens may follow drafted ones."""
-        texts = enumerate(self.writing)
-        return {row: partial(text.grammar.allowed, text.ids) for row, text in texts if text.grammar is not None}
 
     def _propose(
         self,
@@ -556,13 +546,9 @@ class Engine(EngineBase):
                 considered = min(considered, max(FEW, 2 * nodes))
             steps = drafter.conditional_draft(self.target, self.bonus, block, judge, considered)
             conditional = None if steps.recurrent else steps
-            if marginals is None:
-                steps.narrow(self._allowed())
         else:
             marginals = drafter.draft(self.target, self.bonus, self.state)
-        if marginals is None:
-            pass
-        elif not self.method.draws:
+        if not self.method.draws:
             marginals = condition_on_noise(marginals, options, noise, before)
         else:  # independent of the noise that the target draws with
             marginals = adjust(marginals, options, before).log_softmax(-1)

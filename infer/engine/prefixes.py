@@ -1,7 +1,7 @@
 """What target and drafter keep of earlier texts, so that a prompt that begins alike is computed from there on.
 
 A text is kept in blocks of positions. A block belongs to all tokens before it, and to the one behind it: a drafter's
-item may hold the token after its position (`infer.drafters.shifted`). Copies are kept, not rows: rows come and go.
+item may hold the token after its position (`infer.drafters.dart`). Copies are kept, not rows: rows come and go.
 """
 
 from collections import OrderedDict

@@ -260,8 +260,6 @@ def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others:
     plain, *rows = [row for row in TREES.values() if row.evaluated and (every or not row.ngrams)]
     if config.continuity == TEXT_NGRAMS:
         rows = [row for row in rows if row.recalls or not row.ngrams]
-    if getattr(drafter, "autoregressive", False):
-        rows = [row for row in rows if row.prefixes]
     shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}
     theirs = {
         name: other.arguments(target, drafter)

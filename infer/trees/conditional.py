@@ -34,7 +34,7 @@ def conditional_ddtree(proposal: Proposal) -> DraftTree:
     steps = proposal.steps
     fast = compiled.available(proposal.bonus) or has_kernel(proposal.bonus.device)
     search = best_first if fast and not steps.recurrent else by_depth
-    return behind(proposal.bonus, search(steps, proposal.budget), steps.length)
+    return behind(proposal.bonus, search(steps, proposal.budget), steps.tokens.shape[1])
 
 
 def best_first(steps: Steps, budget: int) -> Nodes:
@@ -60,10 +60,11 @@ def by_depth(steps: Steps, budget: int, judge: Judge | None = None) -> Nodes:
     Exact: a prefix among the best B has its parent among them. Sorting is stable, so that equal scores stay in order.
     `judge` may change log q behind the kept prefixes, step by step.
     """
+    _, length, count = steps.tokens.shape
     log_q, memory = steps.begin()  # (B, 1, M), (B, 1, S)
     scores, levels, first = torch.zeros_like(log_q[:, :, 0]), [], 0
     prefix = which = torch.zeros_like(scores, dtype=torch.long)  # (B, P) of the depth above; the last candidate
-    for slot in range(steps.length):
+    for slot in range(length):
         if slot:
             log_q, memory = steps.extend(slot, which, memory)
         if judge is not None:
@@ -71,12 +72,12 @@ def by_depth(steps: Steps, budget: int, judge: Judge | None = None) -> Nodes:
         extended = (scores[:, :, None] + log_q).flatten(1)  # (B, P M)
         scores, order = extended.sort(dim=1, descending=True, stable=True)
         scores, order = scores[:, :budget], order[:, :budget]  # (B, P)
-        which, prefix = order % steps.count, order // steps.count
+        which, prefix = order % count, order // count
         if memory is not None:
             memory = memory.gather(1, prefix[..., None].expand(-1, -1, memory.shape[-1]))
         parents = prefix + first - levels[-1][0].shape[1] if slot else torch.full_like(prefix, -1)
         first += order.shape[1]
-        tokens = steps.choose(slot, prefix, which)
+        tokens = steps.tokens[:, slot].gather(1, which)
         levels.append((scores, tokens, parents, torch.full_like(tokens, slot + 1)))
     return best_of_levels(levels, budget)
 

@@ -22,7 +22,6 @@ class TreeMethod:
     ngrams: bool = False  # needs an n-gram file
     recalls: bool = False  # asks the text's own n-grams too, which are enough where there is no file
     with_ngrams: str | None = None  # the method that takes its place where an n-gram file is given
-    prefixes: bool = False  # can draft behind prefixes alone, of a drafter whose positions have no marginals
     draws: bool = False  # children are drawn from the drafter for sampled texts: same distribution, another text
     evaluated: bool = True  # measured by every evaluation that can (with an n-gram file, if it needs one)
 
@@ -46,7 +45,6 @@ _ROWS = (
         "#d55e00",
         most_nodes=lambda block_size: block_size - 1,
         ranked=True,
-        prefixes=True,
     ),
     TreeMethod(
         "ddtree",
@@ -55,7 +53,6 @@ _ROWS = (
         "#0072b2",
         ranked=True,
         with_ngrams="ddtree+continuity",
-        prefixes=True,
     ),
     TreeMethod("continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True),
     TreeMethod(

@@ -20,12 +20,8 @@ Conditional = Callable[[int, torch.Tensor], torch.Tensor]
 class Steps(Protocol):
     """Conditional distributions over M candidates a position (`infer.drafters.heads.draft.ConditionalDraft`)."""
 
-    length: int  # L
-    count: int  # M
     recurrent: bool  # all tokens before count, not the last one alone: there is no table
-    tokens: (
-        torch.Tensor
-    )  # (B, L, M) int64, the candidates, likeliest first by themselves; autoregressive ones have none
+    tokens: torch.Tensor  # (B, L, M) int64, the candidates, likeliest first by themselves
     table: tuple[torch.Tensor, torch.Tensor]  # log q (B, M) at slot 0, (B, L - 1, M, M) at the others: [before, token]
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -35,10 +31,6 @@ class Steps(Protocol):
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P), and a memory."""
-
-    def choose(self, slot: int, prefix: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-        """Return the tokens (B, P) of a slot's kept prefixes, which grow out of `prefix` (B, P) of the slot before by
-        their candidates `which` (B, P)."""
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each slot's likeliest token of all behind the ones before, and its log q: (B, length) both."""

@@ -10,9 +10,15 @@ position and W - 1 = L - 1 masks the others. Unshifted (table 3's ablation), L m
 place. The head is the drafter's own and starts as the target's. Items before the last see only items before them:
 their keys and values are what decoding keeps.
 
+The token behind the last committed position, the bonus token, is not in the memory yet: that position's features wait
+for it.
+
 Tensor names and the order of features and embeddings are those of the authors' published checkpoints.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,13 +28,13 @@ from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from infer.attention.attend import attend_grouped, has_kernel
+from infer.attention.kv_cache import KVCache
 from infer.attention.masks import block_mask, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Place, rotate
+from infer.drafters.base import Attention, Drafter, DraftState, Place, rotate
 from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
 from infer.drafters.heads.base import new_head
-from infer.drafters.shifted import Shifted
 from infer.targets.layers import read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
@@ -65,7 +71,34 @@ class Layer(nn.Module):
         return self.finish(states, attend(queries, keys, values))
 
 
-class DART(Shifted):
+@dataclass
+class DARTState(DraftState):
+    """Keys and values of all items of every row but the last: the token behind the last position is not known before it
+    is committed, so that position's features wait."""
+
+    pending: torch.Tensor  # (rows, F) features of every row's last position
+    fresh: bool = False  # rows that have no last position yet
+
+    @contextmanager
+    def add(self, count: int) -> Iterator["DARTState"]:
+        """`count` more rows, as a state of their own over the same memory, to be filled."""
+        pending = self.pending[len(self.pending) - count :]
+        with self.cache.add(count) as cache:
+            yield replace(self, cache=cache, pending=pending, fresh=True)
+        used = len(self.cache.lengths)
+        self.pending[used - count : used] = pending.clone()
+
+    def keep(self, order: list[int]) -> None:
+        """Row i becomes what row order[i] was."""
+        super().keep(order)
+        self.pending[: len(order)] = self.pending[order]
+
+    def pass_inputs(self, rows: int) -> tuple[torch.Tensor]:
+        """The features (rows, F) of the last positions."""
+        return (self.pending[:rows],)
+
+
+class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
@@ -207,14 +240,46 @@ class DART(Shifted):
         states = checkpoint(through, projected, use_reentrant=False) if self.recompute else through(projected)
         return self.for_head(states)
 
-    def item_keys_values(
+    def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DARTState:
+        weight, size = self.norm.weight, len(self.layer_ids) * self.config.hidden_size
+        return DARTState(cache, angles, torch.zeros(cache.rows, size, dtype=weight.dtype, device=weight.device))
+
+    @torch.no_grad()
+    def update_context(
         self,
+        target: Target,
         features: torch.Tensor,
-        following: torch.Tensor,
-        at: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.midlayer.self_attn.keys_values(self.midlayer.items(self.fc(features), following), *rotary)
+        tokens: torch.Tensor,
+        counts: list[int] | None,
+        state: DARTState,
+        on_device: torch.Tensor | None = None,
+    ) -> None:
+        """Add the features (B, C, F) of newly committed positions and their tokens (B, C) to the memory. `counts[b]`
+        positions of row b are real, the rest is padding; `on_device` (B,) is `counts` where that is on the device
+        already, and alone where the host does not know them. Each token completes the item before it; the last
+        position's features wait for theirs."""
+        cache = state.cache
+        rows = len(features)
+        real = torch.tensor(counts, device=features.device) if on_device is None else on_device
+        if counts is None:
+            real = on_device * cache.live[:rows]  # what waits in rows that are being filled must stay
+        ends = features[torch.arange(rows, device=real.device), (real - 1).clamp(min=0)]  # (B, F)
+        if state.fresh:
+            features, tokens, counts = features[:, :-1], tokens[:, 1:], [count - 1 for count in counts]
+            on_device = real - 1
+        else:
+            ends = torch.where(real[:, None] > 0, ends, state.pending[:rows])
+            features = torch.cat([state.pending[:rows, None], features[:, :-1]], dim=1)
+        state.pending[:rows] = ends
+        state.fresh = False
+        if features.shape[1]:
+            width = features.shape[1]
+            items = self.midlayer.items(self.fc(features), self.embed(target, tokens))
+            keys, values = self.midlayer.self_attn.keys_values(items, *state.rotary(rows, width))
+            slots = cache.window(width).slots[:rows].flatten()
+            both = torch.stack([keys, values]).transpose(2, 3).flatten(3).flatten(1, 2)  # (2, B * C, H * E)
+            cache.buffer.index_copy_(1, slots, both)
+        cache.advance(counts, on_device)
 
     def block_states(self, target: Target, bonus: torch.Tensor, place: Place, pending: torch.Tensor) -> torch.Tensor:
         """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,); pending (B, F): features of the last

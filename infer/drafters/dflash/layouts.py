@@ -34,7 +34,7 @@ EITHER = (
     *("projector_type", "sample_from_anchor", "shift_label", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
 )
-OTHERS = ("eagle3", "mtp")  # speculators' kinds of other families
+AUTOREGRESSIVE = ("eagle3", "mtp")  # speculators' kinds that write token by token
 DOMINO_TENSORS = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight")
 # what speculators' classes take for keys that are missing
 SPECULATORS: dict[str, dict[str, Any]] = {
@@ -63,8 +63,13 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
     """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
     target_layers: how many layers the target has, for configs that do not say."""
     keys = Keys(raw, [], heads=True)
-    if raw.get("speculators_model_type") in OTHERS:
-        return None
+    if raw.get("speculators_model_type") in AUTOREGRESSIVE:
+        keys.note(
+            "speculators_model_type",
+            f"is {raw['speculators_model_type']!r}, whose drafters are not read: they "
+            "write token by token, and not a block at once",
+        )
+        return Reading("none", None, {}, keys.problems)
     if "speculators_model_type" in raw:
         return read_speculators(family, keys, tensors, target_layers)
     if raw.get("model_type") == NATIVE_TYPE or keys.architecture == NATIVE:

@@ -144,10 +144,6 @@ class ConditionalDraft:
         before = self.tokens[:, slot - 1].gather(1, which)
         return self.among_candidates(torch.full_like(which[0], slot), before, memory)
 
-    def choose(self, slot: int, prefix: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-        """Return the tokens (B, P) of a slot's candidates `which` (B, P)."""
-        return self.tokens[:, slot].gather(1, which)
-
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the chain of each slot's likeliest token behind the ones before, (B, length), over the whole
         vocabulary, and the log-probability of each behind the tokens before it."""

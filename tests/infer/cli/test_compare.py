@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from data.rows import DataConfig
 from infer import load_target, save_drafter
@@ -66,27 +65,6 @@ def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded
     assert isinstance(load(TargetConfig(str(shallow)), str(counted))[1], Bigram)
 
 
-def eagle_of(target, folder):
-    """Write speculators' layout of an EAGLE-3 drafter with random weights; return its folder."""
-    theirs, generator = target.config, torch.Generator().manual_seed(0)
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    size, inner, heads, groups, width, vocabulary = sizes = [getattr(theirs, name) for name in names]
-    shapes = {"self_attn.q_proj": (heads * width, 2 * size), "self_attn.o_proj": (size, heads * width)}
-    shapes |= {f"self_attn.{name}_proj": (groups * width, 2 * size) for name in "kv"}
-    shapes |= {f"mlp.{name}_proj": (inner, size) for name in ("gate", "up")} | {"mlp.down_proj": (size, inner)}
-    shapes |= {name: (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-    shapes = {f"layers.0.{name}": shape for name, shape in shapes.items()}
-    shapes |= {"fc": (size, 3 * size), "norm": (size,), "lm_head": (vocabulary, size)}
-    weights = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
-    layer = dict(zip(names, sizes, strict=True)) | {"model_type": "llama", "num_hidden_layers": 1}
-    config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": vocabulary}
-    config |= {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "transformer_layer_config": layer}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return str(folder)
-
-
 def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded, tmp_path, monkeypatch, capsys):
     checkpoints, target, loaded = [], embedded, []
     monkeypatch.setattr("infer.load_target", lambda *options: loaded.append(options) or load_target(*options))
@@ -98,7 +76,7 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
         checkpoints.append(str(folder))
     sizes = {"prompts": 1, "outside": 0, "prompt_tokens": 16, "max_new_tokens": 8, "budgets": [4], "sampled": None}
     evaluation = EvaluationConfig(**sizes, continuity=str(counted))
-    checkpoints += [str(counted), "lookup", eagle_of(target, tmp_path / "eagle")]
+    checkpoints += [str(counted), "lookup"]
     data = DataConfig(source="jsonl", path=str(counted.parent.parent / "texts.jsonl"))
     command = CompareCommand(checkpoints, str(tmp_path / "out"), TargetConfig(str(shallow)), data, evaluation)
     command.check()
@@ -119,12 +97,10 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
             ("transformers, prompt lookup", "-"),
         ]
     ]
-    assert all(line.count("|") == 18 for line in table[:10])
-    of_eagle = [line.split("|")[-4].strip() for line in table[2:10]]  # the trees that need marginals are not for it
-    assert [cell == "-" for cell in of_eagle] == [False, False, True, False, False, True, True, True]
+    assert all(line.count("|") == 15 for line in table[:10])
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert list(results) == ["dflash", "dart", "texts.ngrams", "lookup", "eagle"]
+    assert list(results) == ["dflash", "dart", "texts.ngrams", "lookup"]
     for result in results.values():
         assert all(method["identical"] for method in result["methods"])
         assert len(result["accuracy"]) == result["block_size"] - 1

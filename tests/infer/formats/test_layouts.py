@@ -697,6 +697,7 @@ WRONG = [
     (flat(markov_rank=4), ["missing tensors: markov_head.markov_w1.weight, markov_head.markov_w2.weight"]),
     (speculators(markov_rank=256), ["markov_rank is 256"]),
     (speculators(speculators_model_type="peagle"), ["'peagle', expected dflash or dspark or dflash2"]),
+    (speculators(speculators_model_type="eagle3"), ["'eagle3', whose drafters are not read"]),
     (speculators(transformer_layer_config=None), ["transformer_layer_config is missing"]),
     (speculators(aux_hidden_state_layer_ids=[0, 2]), [r"\[0, 2\]: the target has layers 1 on"]),
     (

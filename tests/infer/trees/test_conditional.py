@@ -21,7 +21,7 @@ class RandomSteps:
 
     def __init__(self, shape, seed, recurrent=False, grain=0.0, forbidden=False) -> None:
         rows, length, count = shape
-        self.recurrent, self.shape, self.length, self.count = recurrent, shape, length, count
+        self.recurrent, self.shape = recurrent, shape
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.stack([torch.randperm(97, generator=generator)[:count] for _ in range(rows * length)])
         self.tokens = self.tokens.view(shape)
@@ -51,9 +51,6 @@ class RandomSteps:
             memory = context[..., None]
         rows = context[..., None].expand(-1, -1, self.shape[2])
         return self.log_q[slot].gather(1, rows), memory
-
-    def choose(self, slot, prefix, which):
-        return self.tokens[:, slot].gather(1, which)
 
     def step(self, row, prefix):
         """log q of a prefix's last candidate behind the others."""
