@@ -252,7 +252,6 @@ class EngineConfig(MaskedConfig):
         by those of the text itself. null: the one that lies beside the drafter's weights, if there is one, for ddtree;
         text: no file, the text's own n-grams alone, for ddtree; none: no n-grams
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
-    joint: rows side by side share their budgets: as many nodes in all, verified where they are likeliest to be accepted
     width: children of every node of a static tree
     candidates: with a conditional head: tokens of every position that a tree considers, at most; small trees consider
         fewer, two a node
@@ -273,7 +272,6 @@ class EngineConfig(MaskedConfig):
     budget: int | str = 64
     continuity: str | None = None
     continuity_weight: float = 0.8
-    joint: bool = False
     width: int = 2
     candidates: int = 32
     rows: int = 16
@@ -330,9 +328,6 @@ class EngineConfig(MaskedConfig):
         if self.budget == "auto" and self.drafts and not self.tree.ranked:
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
-        if self.joint and self.drafts and not self.tree.ranked:
-            ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
-            raise ValueError(f"joint=true: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
         if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):

@@ -19,22 +19,10 @@ class LayerWindow:
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
     index: int
-    slots: torch.Tensor  # (B * Q,) int64, where new positions go; of some of them (N,)
+    slots: torch.Tensor  # (B * Q,) int64, where new positions go
     keys: torch.Tensor  # (B, H, extent, E) that a query may look at
     values: torch.Tensor
     width: int  # Q
-    packed: torch.Tensor | None = None  # (N,) int64 in B * Q: the positions that are computed; None: all
-
-    def spread(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states of the computed positions as states of all, (B Q, ...), zeros where nothing is computed."""
-        if self.packed is None:
-            return states
-        whole = states.new_zeros(len(self.keys) * self.width, *states.shape[1:])
-        return whole.index_copy_(0, self.packed, states)
-
-    def pick(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the computed positions' of states of all, (B Q, ...)."""
-        return states if self.packed is None else states[self.packed]
 
     @property
     def rows(self) -> int:
@@ -42,7 +30,7 @@ class LayerWindow:
         return self.keys.shape[0]
 
     def write(self, new: torch.Tensor) -> None:
-        """Write the new positions that are computed: keys and values of all heads, (B Q, 2 H, E)."""
+        """Write the new positions: keys and values of all heads, (B Q, 2 H, E)."""
         write(self.buffer, 2 * self.index, self.slots, new.view(new.shape[0], 2, -1).transpose(0, 1))
 
 
@@ -76,15 +64,13 @@ class Window:
             seen.append(whole[:, : self.extent].transpose(1, 2))
         return seen[0], seen[1]
 
-    def layers(self, packed: torch.Tensor | None = None) -> list[LayerWindow]:
-        """Return the window of every layer, for all new positions, or for those of `packed` (N,), row * Q + position,
-        alone."""
+    def layers(self) -> list[LayerWindow]:
+        """Return the window of every layer."""
         rows, flat = len(self.slots), self.slots.flatten()
-        flat = flat if packed is None else flat[packed]
         seen = self.buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
         seen = seen.unflatten(3, (self.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
         pairs = zip(seen[::2], seen[1::2], strict=True)
-        return [LayerWindow(self.buffer, i, flat, *pair, self.slots.shape[1], packed) for i, pair in enumerate(pairs)]
+        return [LayerWindow(self.buffer, i, flat, *pair, self.slots.shape[1]) for i, pair in enumerate(pairs)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]
@@ -99,12 +85,6 @@ class PackedLayer:
     keys: torch.Tensor | None = None  # (B, H, T, E)
     values: torch.Tensor | None = None
 
-    def spread(self, states: torch.Tensor) -> torch.Tensor:
-        """Return states as they are: all positions are computed."""
-        return states
-
-    pick = spread
-
     def write(self, new: torch.Tensor) -> None:
         """Take the keys and values of all heads, (B T, 2 H, E)."""
         self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
@@ -118,7 +98,7 @@ class PackedRows:
     capacity: int  # T
     count: int  # of layers
 
-    def layers(self, packed: None = None) -> Iterator[PackedLayer]:
+    def layers(self) -> Iterator[PackedLayer]:
         """Yield the memory of one layer after the other; only the last is kept."""
         return (PackedLayer(self.rows, self.capacity) for _ in range(self.count))
 

@@ -19,7 +19,6 @@ import torch
 from infer.drafters.base import Drafter
 from infer.targets.target import Target
 from infer.trees.ddtree import ddtree
-from infer.trees.joint import expected
 from infer.trees.tree import DraftTree, Proposal
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
@@ -94,16 +93,14 @@ class Pace:
     nodes are worth their time where they commit more than rounds do in that time on average: as many as possible a
     second over all rounds, not in each by itself.
 
-    Where rows share their budgets (`joint`), nodes are those that a row has on average.
-
     Averages are exponential, over about `MEMORY` rows of drafting rounds, costs over 1 / SHARE rounds. Costs are ratios
     to the rule's, by rows (to the next power of two) and nodes; those of like rows and nodes lean on each other. What
     follows from them is kept for `REFRESH` rounds, and not every round is learnt from: behind a pass of milliseconds
     this arithmetic takes a fifth of one.
     """
 
-    def __init__(self, rule: BudgetRule, most: int, joint: bool = False) -> None:
-        self.rule, self.joint = rule, joint
+    def __init__(self, rule: BudgetRule, most: int) -> None:
+        self.rule = rule
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
         # a size's place is its number, from 1, and that of its band; at 0 there are no nodes
         self._place = [bisect_right(self.sizes, nodes) for nodes in range(most + 1)]  # of the largest size within
@@ -187,9 +184,9 @@ class Pace:
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
         """Return the size, at most so many nodes, that commits most tokens a second over all rounds, for ranked trees
-        with log-probabilities (B, M), or such as `infer.trees.joint.by_place` returns: the first n nodes are the best
-        tree of n, whose expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
-        corrected by how right they were lately. All rows get the same size, or share it."""
+        with log-probabilities (B, M): the first n nodes are the best tree of n, whose expected acceptance length is the
+        sum of their probabilities (DDTree proposition 1), which is corrected by how right they were lately. All rows
+        get the same size."""
         if not self.learns:
             return most
         self._expect(log_probs)
@@ -198,12 +195,9 @@ class Pace:
     def _expect(self, log_probs: torch.Tensor) -> None:
         """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes, from
         log-probabilities (B, M)."""
-        if self.joint:
-            self._expected = (expected(log_probs) - 1).tolist()
-        else:  # few numbers: in Python alone
-            ranks = zip(*log_probs.tolist(), strict=True)
-            next(ranks)
-            self._expected = list(accumulate((sum(map(exp, rank)) / len(rank) for rank in ranks), initial=0.0))
+        ranks = zip(*log_probs.tolist(), strict=True)  # few numbers: in Python alone
+        next(ranks)
+        self._expected = list(accumulate((sum(map(exp, rank)) / len(rank) for rank in ranks), initial=0.0))
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
@@ -240,8 +234,7 @@ class Pace:
         return [after - before for before, after in pairwise(ends)]
 
     def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
-        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out; where
-        rows share their budgets, the size that each of them needs."""
+        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out."""
         self.last = nodes
         if not self.learns:
             return

@@ -42,11 +42,6 @@ def choose_tokens(
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for a `piece` of
     the nodes at a time, unless processors want to see them."""
     pieces = []
-    if tree.part is not None and within is None and noise is None and not any(text.judged for text in texts):
-        packed, rows = tree.part.packed, len(last)
-        states = last.flatten(0, 1)[packed].split(piece(rows) * rows)  # (n, D) each
-        chosen = torch.cat([target.head(part).argmax(-1) for part in states])  # (N,)
-        return tree.tokens.new_zeros(tree.tokens.numel()).index_copy_(0, packed, chosen).view_as(tree.tokens)
     width = last.shape[1] if any(text.judged for text in texts) else piece(len(last))
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)

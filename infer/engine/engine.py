@@ -11,11 +11,9 @@ from collections import abc
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, TEXT_NGRAMS, EngineConfig, TextOptions
@@ -40,7 +38,6 @@ from infer.engine.verify import Accepted, walk
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target, pad_ids
 from infer.targets.watch import Watch
-from infer.trees import joint
 from infer.trees.constrained import Rule, constrain, forced_chains
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
 
@@ -69,26 +66,17 @@ class Committed:
     lengths_on_device: torch.Tensor  # (B,)
 
 
-class Cut(NamedTuple):
-    """What is verified of the trees that were found, F nodes each."""
-
-    tree: DraftTree
-    nodes: int  # in a row on average
-    log_probs: torch.Tensor  # (B, F + 1) of all that were found, the best first; with one budget, of all rows
-    sizes: torch.Tensor | None = None  # with one budget: (B, F + 1) how many nodes a row has where this one is verified
-
-
 @dataclass(frozen=True)
 class Round:
     """What a round computes on the device before anything is committed."""
 
     tree: DraftTree
-    nodes: int  # drafted ones that are verified, in a row on average
+    nodes: int  # drafted ones that are verified in every row
     features: Features | None  # of all nodes; None: they are committed already
     chosen: torch.Tensor  # (B, M) the target's token after every node
     accepted: Accepted
-    packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, what sizes of trees
-    #                       these need; then, for budget=auto, the bits of float32 log-probabilities of all nodes found
+    packet: torch.Tensor  # (B, 2 + 2 W) int64 for the host: lengths, bonus tokens, drafted tokens, their nodes;
+    #                       then, for budget=auto, the bits of float32 log-probabilities of all nodes found
     logprobs: torch.Tensor | None = None  # (B, W, 1 + 2 k) float64, see `logprobs_of`, where a text asks for them
     drafted: bool = True  # false: grammars forced the trees
 
@@ -127,7 +115,6 @@ class Engine(EngineBase):
         if self.method.ngrams:
             self.ngram = self._ngrams(asked)
         self.length, self.nodes, self.layers = 0, 0, ()
-        self.joint = options.joint and self.drafts and options.rows > 1 and target.lean
         self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them
         if isinstance(drafter, Drafter) and (kind := drafter.norm.weight.dtype) != target.dtype:
             mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (kind, target.dtype))
@@ -140,14 +127,14 @@ class Engine(EngineBase):
             if self.method.most_nodes is not None:
                 self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
             if options.budget == "auto":
-                self.pace = Pace(calibrate(target, drafter, clock, self.rows), self.nodes, self.joint)
+                self.pace = Pace(calibrate(target, drafter, clock, self.rows), self.nodes)
         self.captures = target.device.type == "cuda" and options.compile is not False and self._on_device()
         self.reset()
 
     def reset(self) -> None:
         super().reset()
         self.cache = self.state = self.prefill = None  # the old memory goes first
-        self.cache = self.target.cache(self.rows, self.capacity + self._found(self.nodes, self.rows) + 1)
+        self.cache = self.target.cache(self.rows, self.capacity + self.nodes + 1)
         # forced trees commit more than a block, in a window that all rows share
         self.state = self.drafter.state(self.rows, self.capacity + self.nodes) if self.drafts else None
         self.bonuses = torch.zeros(self.rows, dtype=torch.long, device=self.target.device)
@@ -182,13 +169,6 @@ class Engine(EngineBase):
     def bonus(self) -> torch.Tensor:
         """The newest token of every row, (B,)."""
         return self.bonuses[: self.cache.fixed_rows or len(self.writing)]
-
-    def _found(self, nodes: int, rows: int) -> int:
-        """Return how many nodes are found in each row where `nodes` are verified on average."""
-        if not self.joint or rows == 1:
-            return nodes
-        most = self.method.most_nodes and self.method.most_nodes(self.drafter.block_size)
-        return min(joint.MOST * nodes, most or joint.MOST * self.nodes)
 
     def _on_device(self) -> bool:
         """Return whether a round of texts without processors asks the host for nothing between its start and its
@@ -448,18 +428,16 @@ class Engine(EngineBase):
             build = partial(forced_chains, forced)
         elif nodes:
             found = nodes if texts or self.pace is None else self.pace.grown(nodes)
-            found = max(found, self._found(nodes, len(self.bonus)))
             proposal = self._propose(options, start, noise, seen, found)
             mark = lap("draft", mark)
         elif self.drafts:
             build = plain
         whole = self._constrained(build(proposal), proposal)
         del proposal  # its marginals would be in memory as long as the round
-        if forced:
-            cut = Cut(whole, whole.budget, whole.log_probs)
-        else:
-            cut = self._cut(whole, min(nodes, whole.budget), bool(texts))
-        tree = cut.tree
+        size = whole.budget if forced else min(nodes, whole.budget)
+        if self.pace is not None and size and texts and not forced:
+            size = self.pace.nodes(whole.log_probs, size)
+        tree = whole if size == whole.budget else whole.first(size)
         ancestors = tree.ancestors()  # (B, M, M)
         mark = lap("build", mark)
 
@@ -471,31 +449,15 @@ class Engine(EngineBase):
             chosen = choose_tokens(self.target, tree, within, features.last, options, texts, noise)  # (B, M)
             accepted = walk(tree, chosen, ancestors)
         drafted = tree.tokens.gather(1, accepted.path)  # (B, W)
-        needed = accepted.path if cut.sizes is None else cut.sizes.gather(1, accepted.path)
-        columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, needed]
+        columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path]
         if self.pace is not None and not texts:
-            columns.append(cut.log_probs.float().view(torch.int32).long())
+            columns.append(whole.log_probs.float().view(torch.int32).long())
         most, logprobs = most_logprobs(options), None
         if most is not None:
             along = features.last.gather(1, accepted.path[..., None].expand(-1, -1, features.last.shape[-1]))
             logprobs = logprobs_of(self.target, along, chosen.gather(1, accepted.path), most)
         lap("verify", mark)
-        return Round(tree, cut.nodes, features, chosen, accepted, torch.cat(columns, 1), logprobs, not forced)
-
-    def _cut(self, whole: DraftTree, nodes: int, chooses: bool) -> Cut:
-        """Return what is verified of the trees found, `nodes` in a row on average, or if it `chooses` at most so many,
-        as the pace has it."""
-        log_probs, place, rows = whole.log_probs, None, len(whole.tokens)
-        if self.joint and nodes and rows > 1:
-            place = joint.places(whole, self.cache.live[:rows])  # (B, F)
-            log_probs = joint.by_place(log_probs, place)
-        if self.pace is not None and nodes and chooses:
-            nodes = self.pace.nodes(log_probs, nodes)
-        if place is not None:
-            narrow = place.device.type == "cpu" and not self.cache.fixed_rows
-            tree = joint.share(whole, place, nodes * rows, narrow)
-            return Cut(tree, nodes, log_probs, F.pad(place // rows + 1, (1, 0)))
-        return Cut(whole if nodes == whole.budget else whole.first(nodes), nodes, log_probs)
+        return Round(tree, size, features, chosen, accepted, torch.cat(columns, 1), logprobs, not forced)
 
     def _along(self, found: Round, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return features (B, W, F) and tokens (B, W) of the nodes of a path (B, W), for the drafter."""
@@ -569,8 +531,8 @@ class Engine(EngineBase):
         )
 
     def _commit(self, found: Round, captured: bool) -> list[list[int]]:
-        """Commit the accepted paths to cache and texts, `captured`: to the texts alone; return what sizes of
-        trees their nodes need, the root left out. The only copy to the host of a greedy round."""
+        """Commit the accepted paths to cache and texts, `captured`: to the texts alone; return their nodes, the root
+        left out. The only copy to the host of a greedy round."""
         tree, accepted, texts = found.tree, found.accepted, self.writing
         width = accepted.path.shape[1]  # W
         packet, logprobs = found.packet[: len(texts)], found.logprobs
@@ -619,8 +581,7 @@ class Engine(EngineBase):
         child (siblings are sorted by probability)."""
         for row, text in enumerate(self.writing):
             if text.options.trace:
-                end = None if tree.part is None else int(tree.part.sizes[row]) + 1
-                tokens, parents = tree.tokens[row, :end].tolist(), tree.parents[row, :end].tolist()
+                tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
                 node, rejected = int(accepted.path[row, lengths[row] - 1]), []
                 while node in parents[node + 1 :]:
                     node = parents.index(node, node + 1)

@@ -30,15 +30,12 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
     if tree.max_depth == 0:
         return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])
     if compiled.available(chosen):
-        sizes = torch.full_like(chosen[:, 0], tree.budget) if tree.part is None else tree.part.sizes
         accepted = chosen.new_empty(len(chosen), tree.max_depth + 3)
-        columns = tree.tokens, tree.parents, tree.depths, chosen, sizes
+        columns = tree.tokens, tree.parents, tree.depths, chosen
         compiled.walk(*(column.contiguous().numpy() for column in columns), accepted.numpy())
         return Accepted(accepted[:, 2:], *accepted[:, :2].unbind(1))
     ancestors = tree.ancestors() if ancestors is None else ancestors
     match = tree.tokens == chosen.gather(1, tree.parents)  # (B, M)
-    if tree.part is not None:
-        match &= torch.arange(match.shape[1], device=match.device) <= tree.part.sizes[:, None]
     match[:, 0] = True
     reached = (match[:, None] | ~ancestors).all(-1)  # (B, M)
     last = (reached * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1)

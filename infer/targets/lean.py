@@ -141,7 +141,7 @@ class Layer:
         return states + (change if self.residual == 1 else change * self.residual)
 
     def run(self, states: torch.Tensor, rotation: Rotation, mask: Mask, memory: LayerWindow | PackedLayer):
-        """Return states (B Q, D) after the layer, of all positions or of those that `memory` has alone. Keys and values
+        """Return states (B Q, D) after the layer. Keys and values
         are written to `memory`; rotation: cos and sin (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for
         packed heads, or one that `attend` evaluates by itself; None: all may be seen."""
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
@@ -149,14 +149,14 @@ class Layer:
         queries = self.place(parts, rotation, memory)
         mixed = attend(queries, memory.keys, memory.values, mask, self.scale)
         mixed = mixed.view(*mixed.shape[:2], -1, memory.width, parts.shape[-1])  # (B, K, G, Q, E)
-        mixed = memory.pick(mixed.permute(0, 3, 1, 2, 4).flatten(0, 1))  # (B Q, K, G, E)
+        mixed = mixed.permute(0, 3, 1, 2, 4).flatten(0, 1)  # (B Q, K, G, E)
         states = self.add(states, mixed.reshape(count, -1), self.out, 0)
         return self.add(states, self.mlp(self.before[1](states)), self.down, 1)
 
     def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:
         """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return the queries,
         packed by the key head they share, (B, K, G Q, E)."""
-        if isinstance(memory, LayerWindow) and memory.packed is None and loops.few(parts):
+        if isinstance(memory, LayerWindow) and loops.few(parts):
             return loops.place(parts, self.qk_norm, rotation if self.rotates else None, memory)
         both = parts[:, : -self.key_heads]
         normed = both if self.qk_norm is None else self.qk_norm(both)
@@ -165,8 +165,8 @@ class Layer:
         elif self.qk_norm is not None:
             both.copy_(normed)
         memory.write(parts[:, self.heads :])
-        queries = memory.spread(parts[:, : self.heads])  # (B Q, H, E)
-        queries = queries.view(memory.rows, -1, self.key_heads, self.heads // self.key_heads, parts.shape[-1])
+        queries = parts[:, : self.heads]  # (B Q, H, E)
+        queries = queries.reshape(memory.rows, -1, self.key_heads, self.heads // self.key_heads, parts.shape[-1])
         return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G Q, E)
 
 
@@ -191,27 +191,22 @@ class LeanDecoder:
         mask: Masks,
         window: Window | PackedRows,
         tapped: tuple[int, ...],
-        packed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ids (B, Q) at positions (B, Q) under additive masks (B, 1, Q, S) or TreeMasks, one for all layers or one
-        a kind; None: every position may be seen. `packed` (N,), row * Q + position, are those that are computed, if not
-        all: products have so many rows, attention alone has all.
+        a kind; None: every position may be seen.
 
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
         norm, (B, Q, D), which can be tapped too, as one layer more.
         """
-        flat, places, memories = ids.flatten(), positions.flatten(), window.layers(packed)
-        if packed is not None:
-            flat, places = flat[packed], places[packed]
-        states, outputs = self.embed(flat), {}
-        masks, rotations = self.prepare(states, places, mask, window.capacity)
-        for index, (layer, memory) in enumerate(zip(self.layers, memories, strict=True)):
+        states, outputs = self.embed(ids.flatten()), {}
+        masks, rotations = self.prepare(states, positions.flatten(), mask, window.capacity)
+        for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
             states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
             if index in tapped:
                 outputs[index] = states
         last = outputs[len(self.layers)] = self.norm(states)
         context = torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0]
-        return memory.spread(context).unflatten(0, ids.shape), memory.spread(last).unflatten(0, ids.shape)
+        return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
 
     def prepare(
         self, states: torch.Tensor, positions: torch.Tensor, mask: Masks, capacity: int

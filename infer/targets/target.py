@@ -385,15 +385,14 @@ class Target:
     ) -> Features:
         """Score the nodes of the draft trees in one pass (DDTree section 4.4): positions by depth, each node attends
         to its row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a
-        path. Features of nodes that are not verified are zeros, or anything."""
+        path."""
         rows, width = tree.tokens.shape
         window, ends = cache.window(width), cache.ends_of(rows)
         positions = tree.positions(ends)
         mask = self._tree_masks(ancestors, positions, ends, cache, window, self.decoder_pass)
         if self.recurrent:
             cache.states.lineage = Lineage.tree(tree.parents, ancestors)
-        part = {} if tree.part is None or not self.lean else {"packed": tree.part.packed}
-        return Features(*self.decoder_pass(tree.tokens, positions, mask, window, layers, **part))
+        return Features(*self.decoder_pass(tree.tokens, positions, mask, window, layers))
 
     def _packed_masks(self, positions: torch.Tensor, documents: torch.Tensor) -> Masks:
         """Return the masks of packed rows for the lean pass, by kind of layers; all arguments (B, T)."""

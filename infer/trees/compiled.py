@@ -84,17 +84,17 @@ def ancestors(parents, mask):
 
 
 @jit.njit
-def walk(tokens, parents, depths, chosen, sizes, accepted):
-    """Follow what the target chose at the nodes down every row's tree, tokens, parents, depths and chosen (R, M) int64,
-    of which the first sizes (R,) drafted nodes count. Fill accepted (R, 2 + W) int64: how many nodes the path has, the
-    token after it, and its nodes from the root down, the last one repeated."""
+def walk(tokens, parents, depths, chosen, accepted):
+    """Follow what the target chose at the nodes down every row's tree, tokens, parents, depths and chosen (R, M) int64.
+    Fill accepted (R, 2 + W) int64: how many nodes the path has, the token after it, and its nodes from the root down,
+    the last one repeated."""
     rows, nodes = tokens.shape
     reached = np.empty(nodes, np.bool_)
     for row in range(rows):
         reached[0], last = True, 0
         for node in range(1, nodes):
             parent = parents[row, node]
-            reached[node] = node <= sizes[row] and reached[parent] and tokens[row, node] == chosen[row, parent]
+            reached[node] = reached[parent] and tokens[row, node] == chosen[row, parent]
             if reached[node] and depths[row, node] > depths[row, last]:
                 last = node
         length = depths[row, last] + 1

@@ -73,14 +73,6 @@ class Nodes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which nodes of trees are verified, where rows share one budget (`infer.trees.joint`)."""
-
-    sizes: torch.Tensor  # (B,) int64: the first so many drafted nodes of every row
-    packed: torch.Tensor  # (N,) int64: row * M + node of all that are verified, roots included
-
-
-@dataclass(frozen=True)
 class DraftTree:
     """Nodes of B trees. Node 0 is the bonus token, the root, outside the budget; a parent comes before its children.
 
@@ -93,7 +85,6 @@ class DraftTree:
     log_probs: torch.Tensor  # (B, M) of the whole prefix under the drafter, the root's is 0
     max_depth: int  # no node is deeper: L of the marginals, 0 for a root alone
     draws: Draws | None = None  # of a full tree
-    part: Part | None = None  # None: all nodes are verified
 
     @property
     def budget(self) -> int:

@@ -83,11 +83,9 @@ MIXED = [
         ("ddtree", 70, "dflash", "selector", GREEDY),
         ("static", 6, "dart", "none", GREEDY),
         ("ddtree", "auto", "dart", "none", GREEDY),
-        ("joint ddtree", 4, "dflash", "none", GREEDY),
         ("plain", 1, "dflash", "none", MIXED),
         ("ddtree", 9, "dflash", "none", MIXED),
         ("ddtree", 9, "dflash", "selector", MIXED),
-        ("joint ddtree", 4, "dflash", "none", MIXED),
         ("static", 6, "dflash", "none", MIXED),
     ],
 )
@@ -98,9 +96,8 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
     dice = random.Random(1)
     prompts = [[dice.randrange(90) for _ in range(dice.randrange(2, 30))] for _ in range(5)]
     texts = {}
-    joint, method = method.startswith("joint "), method.removeprefix("joint ")
     for compile in (False, True):
-        config = EngineConfig(method, budget, joint=joint, rows=3, positions=None, compile=compile)
+        config = EngineConfig(method, budget, rows=3, positions=None, compile=compile)
         engine = Engine(target, drafter, config, 90)
         engine.captures = compile
         expected = [TextOptions(**each) for each in options]

@@ -44,16 +44,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("method", "captured", "joint"),
-    [
-        ("plain", False, False),
-        ("chain", False, False),
-        ("ddtree", False, False),
-        ("ddtree", True, False),
-        ("ddtree", False, True),
-    ],
+    ("method", "captured"), [("plain", False), ("chain", False), ("ddtree", False), ("ddtree", True)]
 )
-def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured, joint):
+def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured):
     """Texts of all kinds arrive while others are being written; some are given up. Each is what plain decoding writes
     for it alone, and the engine is empty in the end."""
     target, drafter = tiny
@@ -67,7 +60,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured, join
             alone.step()
         expected.append(text.ids)
 
-    engine = Engine(target, drafter, EngineConfig(method, 3 if joint else 11, joint=joint, rows=rows), 80)
+    engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows), 80)
     engine.captures = captured  # rounds of greedy texts have the shapes of CUDA graphs
     dice, texts, given_up = random.Random(1), [], set()
     while len(texts) < len(everything) or engine.busy:
