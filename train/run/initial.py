@@ -29,8 +29,6 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     problems = find_problems(folder, reading)
     if problems:
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
-    if not reading.family.trained:
-        raise ValueError(f"drafter.init={options.init}: {reading.family.title} drafters are decoded with, not trained")
     with torch.device("meta"):
         drafter = reading.family.load()(reading.config())
     if drafter.d2t is not None:
