@@ -13,8 +13,7 @@ class NgramCommand:
     """Count n-grams of token ids, for trees that judge paths by them.
 
     out: the file that is written
-    trie: a .trie file of DART's authors, taken over instead of counting data; it must be of the target's tokenizer
-    order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6, or all of the .trie file's
+    order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
     threshold: n-grams seen fewer times are left out
     workers: processes that count; None: one a core
     chunk_tokens: tokens sorted at a time by a process, about 24 bytes each
@@ -23,7 +22,6 @@ class NgramCommand:
     """
 
     out: str = "runs/ngrams"
-    trie: str | None = None
     order: int | None = None
     threshold: int = 1
     workers: int | None = None
@@ -40,7 +38,6 @@ class NgramCommand:
 def run(config: NgramCommand) -> None:
     from data.packing import token_documents
     from infer.ngrams.count import count_ngrams, usual_order
-    from infer.ngrams.trie import convert_trie
     from infer.targets.loading import load_config, load_tokenizer
     from infer.targets.target import tokenizer_digest
     from infer.utils.progress import Progress
@@ -53,11 +50,8 @@ def run(config: NgramCommand) -> None:
 
     counted = Progress("counting", "tokens")
     making = config.workers, config.chunk_tokens, counted, config.threshold
-    if config.trie is not None:
-        model = convert_trie(Path(config.trie), vocabulary, out, digest, config.order, *making)
-    else:
-        order = config.order or usual_order(vocabulary)
-        model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, *making)
+    order = config.order or usual_order(vocabulary)
+    model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, *making)
     counted.close()
     nodes = sum(model.nodes)
     print(

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from infer.ngrams.count import Shape, build
+from infer.ngrams.count import Shape, build, save_run
 from infer.ngrams.model import NGram
-from infer.ngrams.trie import write_run
 
 
 def merge(files: Sequence[Path], out: Path, digest: str, threshold: int = 1) -> NGram:
@@ -36,7 +35,9 @@ def merge(files: Sequence[Path], out: Path, digest: str, threshold: int = 1) -> 
 
 def write_model(folder: Path, run: int, model: NGram) -> int:
     """Write a file's keys; return how many positions were counted for it, those of pruned tokens too."""
-    write_run(folder, run, *own_counts(model))
+    keys, counts = own_counts(model)
+    place = np.argsort(keys)
+    save_run(folder, run, keys[place], counts[place])
     return model.tokens
 
 

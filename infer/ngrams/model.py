@@ -12,7 +12,7 @@ by token. Node numbers run over all levels. The file, little endian, sections al
     overflow_counts  int64: ... and these counts
     checksums        uint32: the CRC32 of each MiB between the header and here; the header has this table's own
 
-`infer.ngrams.count` makes such files of text, `infer.ngrams.trie` of other files. V tokens of vocabulary, N nodes.
+`infer.ngrams.count` makes such files of text. V tokens of vocabulary, N nodes.
 """
 
 import mmap

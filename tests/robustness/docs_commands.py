@@ -47,7 +47,6 @@ FOREIGN = (
     "GSAI-ML",
     "suite=specbench",
     "suite=ddtree",
-    "trie=",
     "NPROC",
     "replay",
     "states=",
