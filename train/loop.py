@@ -25,6 +25,7 @@ from infer.drafters.families import FAMILIES
 from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype
 from infer.targets.target import Features, Target
 from infer.utils.entry import INTERRUPTED
+from infer.utils.progress import HEARTBEAT
 from train.batches import Prefetch, StepRows, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import TrainConfig, check_head_training
@@ -264,6 +265,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     state = load(checkpoint) if checkpoint is not None else {}
     if state:
         take_weights(drafter, state, checkpoint)
+    HEARTBEAT.at("checking a step against a plain computation")
     check = SelfCheck(drafter.to(device), target, dataset, config) if config.guards.self_check else None
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     engine = build_engine(drafter, config, device)
@@ -347,11 +349,13 @@ def step_on(
         if not metrics.grad_norm.isfinite():
             progress.say(skips({"step": step, "lr": rate, **metrics.numbers()}, rows, engine))
         log.add(step, rate, metrics)
-        if step % config.log_every and step not in run.stops:
+        all_meet = step % config.log_every == 0 or step in run.stops
+        if all_meet or log.due:
+            log.write(progress, tracker)
+        if not all_meet:
             continue
         save_due = config.save_minutes is not None and time.perf_counter() - saved_at > 60 * config.save_minutes
         agreed = agree(stopping.is_set, save_due or writer.failed, run.device)
-        log.write(progress, tracker)
         if step in run.stops or agreed.stop or agreed.save:
             watch.report_progress("saving")
             if step in run.stops:

@@ -282,4 +282,6 @@ def in_bytes(size: float) -> str:
 
 
 def in_time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{max(1, seconds):,.0f} seconds"
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"

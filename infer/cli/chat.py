@@ -15,6 +15,7 @@ from rich.text import Text
 
 from infer.serving.config import KEY_VARIABLE
 from infer.utils.checks import FREE_TEXT, at_least
+from infer.utils.progress import HEARTBEAT
 
 ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
@@ -90,6 +91,7 @@ def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
 def run(config: ChatCommand, console: Console | None = None) -> None:
     """Talk until the input ends. Raises ValueError if there is no server."""
     console = console or Console(highlight=False)
+    HEARTBEAT.at(None)
     messages = [{"role": "system", "content": config.system}] if config.system else []
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from infer.cli.models import load
 from infer.config import TargetConfig
+from infer.utils.progress import HEARTBEAT, doing
 
 
 @dataclass
@@ -52,7 +53,8 @@ def run(config: DoctorCommand) -> None:
         plain = outside_prompts(target.tokenizer, 64, False)
         chats = plain if target.tokenizer.chat_template is None else outside_prompts(target.tokenizer, 64, True)
         prompts = [(chats if i % 2 else plain)[i] for i in range(len(plain))]
-        reference = measure_reference(target, drafter, prompts)
+        with doing(f"measuring what the drafter reaches on {len(prompts)} prompts"):
+            reference = measure_reference(target, drafter, prompts)
     if config.record:
         file = find_folder(config.checkpoint) / FILE
         write_result(file, reference)
@@ -65,6 +67,7 @@ def run(config: DoctorCommand) -> None:
             config.url, os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
         ) as client:
             served = examine_engine(client, reference)
+    HEARTBEAT.at("trying what could explain the acceptance")
     found = examine(target, drafter, reference, served, carded is not None, config.checkpoint)
     print(report(found))
     if not found.healthy:

@@ -9,6 +9,7 @@ from infer.cli.models import check_together, load
 from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
 from infer.serving.config import ServerConfig
 from infer.utils.checks import check_parts
+from infer.utils.progress import HEARTBEAT
 from infer.utils.together import is_first
 
 
@@ -63,6 +64,7 @@ def run(config: ServeCommand) -> None:
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat"
     )
     try:
+        HEARTBEAT.at(None)
         serve(engine, server, lambda: print(said, file=sys.stderr, flush=True))
     finally:
         if config.target.tp_plan:

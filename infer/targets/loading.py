@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported
 from infer.targets.target import Target
+from infer.utils.progress import doing
 from infer.utils.together import join
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def load_target(
         options["attn_implementation"] = model.config.get_text_config()._attn_implementation
         if tp_plan:
             options["distributed_config"] = parallel_plan(model)
-        model = load_model(path, place, config, options)
+        with doing(f"loading {path}"):
+            model = load_model(path, place, config, options)
     if adapter is not None:
         return Target(with_adapter(model, adapter), tokenizer, name=f"{path} + {adapter}")
     target = Target(model, tokenizer, name=path)

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from infer.utils import overrides as typed
 from infer.utils.help import help_text
+from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
@@ -76,6 +77,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
             return ask_hydra(name, schema, arguments)
         config = composed(name, schema, arguments)
+        HEARTBEAT.begin(name)
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))
@@ -85,6 +87,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         fail(f"{error.strerror or sentence(error)}" + (f": {error.filename}" if error.filename else ""), STOPPED)
     except KeyboardInterrupt as error:
         interrupted(error)
+    finally:
+        HEARTBEAT.at(None)
 
 
 def explain(name: str, schema: type, arguments: list[str]) -> None:

@@ -67,9 +67,15 @@ def test_a_run_begins_with_target_data_and_what_it_takes(small, run_here, capsys
 
 
 def test_the_first_steps_say_how_long_the_rest_takes(tmp_path):
-    log, said = StepLog(TrainConfig(), tmp_path, rows=10, full_rate=1.0), []
-    progress = SimpleNamespace(total=72, say=said.append)
-    for step in range(1, 20):
-        log.pending = [(step, 0.0, None)]
-        log.foretell(progress, step, 9.0 if step <= 3 else 2.0)
-    assert said == ["about 2.0 minutes left, by steps of 2,000 ms so far; without evaluations"]
+    for steps, told in ((72, "2.0 minutes"), (10, "14 seconds")):
+        config, said = TrainConfig(), []
+        config.optim.steps = steps
+        log = StepLog(config, tmp_path, rows=10, full_rate=1.0)
+        progress = SimpleNamespace(total=steps, say=said.append)
+        for step in range(1, min(20, steps)):
+            log.pending = [(step, 0.0, None)]
+            assert log.due == (step == log.enough)  # which does not wait for log_every
+            log.foretell(progress, step, 9.0 if step <= min(3, steps // 10) else 2.0)
+        assert said == [f"about {told} left, by steps of 2,000 ms so far; without evaluations"]
+    log.began -= 31
+    assert log.due

@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from infer.utils.entry import disk
 from infer.utils.files import atomic_write
+from infer.utils.progress import EVERY
 from train.config import TrainConfig
-from train.plan import in_time
+from train.plan import in_time, total_steps
 from train.run.progress import Progress
 from train.run.tracking import Tracker
 from train.safety.guards import Spikes
 
 METRICS = "metrics.jsonl"
-EARLY = 12  # steps after which the time of the rest is said, by the last nine of them
+EARLY = 12  # steps after which the time of the rest is said, by the last nine of them; a third of a shorter run's
 
 
 def finite(value: float) -> float | None:
@@ -55,14 +56,22 @@ class StepLog:
         """rows: of the training set; full_rate: seconds of a step's work at the rate of large matrix products."""
         self.config, self.run, self.full_rate = config, run, full_rate
         self.spikes = Spikes(config, rows, read_log(run))
+        self.enough = min(EARLY, max(2, total_steps(config, rows) // 3))
         self.pending: list[tuple[int, float, StepMetrics]] = []
         self.early: list[float] = []  # seconds of the first steps
+        self.foretold = False
         self.restart_clock()
 
     def restart_clock(self) -> float:
         """Leave out the time until now: saving and evaluating are no part of a step."""
         self.began = time.perf_counter()
         return self.began
+
+    @property
+    def due(self) -> bool:
+        """Whether a user has waited for half a minute, or can be told how long the rest takes."""
+        foretells = not self.foretold and len(self.early) + len(self.pending) >= self.enough
+        return foretells or time.perf_counter() - self.began > EVERY
 
     def add(self, step: int, rate: float, metrics: StepMetrics) -> None:
         """Keep a step's metrics until `write`."""
@@ -91,11 +100,12 @@ class StepLog:
 
     def foretell(self, progress: Progress, step: int, seconds: float) -> None:
         """Say once, as soon as the first steps have shown it, how long the rest takes; seconds: of a step."""
-        if len(self.early) >= EARLY:
-            return
         self.early += [seconds] * len(self.pending)
-        if len(self.early) >= EARLY and progress.total > step:
-            typical = statistics.median(self.early[EARLY // 4 :])  # the first ones compile
+        if self.foretold or len(self.early) < self.enough:
+            return
+        self.foretold = True
+        if progress.total > step:
+            typical = statistics.median(self.early[len(self.early) // 4 :])  # the first ones compile
             left = in_time(typical * (progress.total - step))
             progress.say(f"about {left} left, by steps of {1000 * typical:,.0f} ms so far; without evaluations")
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from infer.utils.entry import STOPPED, Stopped
+from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
 T = TypeVar("T")
@@ -125,11 +126,13 @@ class StallWatch(threading.Thread):
     def begin_step(self, step: int, phase: str) -> None:
         """Report that this process begins a step, counted from 1, with its first phase."""
         self.place = (step - 1, 0, phase)
+        HEARTBEAT.at(f"training: step {step}, {phase}")
 
     def report_progress(self, phase: str) -> None:
         """Report that this process begins a phase of the step, or is still advancing in it. All processes have the
         same phases in the same order, so that places can be compared: a later one is larger."""
         step, number, current = self.place
+        HEARTBEAT.at(f"training: step {step + 1}, {phase}")
         self.place = (step, number + (phase != current), phase)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from infer.utils import progress as module
-from infer.utils.progress import Progress, duration, per_second
+from infer.utils.progress import Heartbeat, Progress, doing, duration, per_second
 
 
 class Terminal(io.StringIO):
@@ -75,3 +75,31 @@ def test_the_next_set_has_a_rate_of_its_own_and_quiet_is_quiet(clock):
 def test_words():
     assert [duration(s) for s in (4, 59, 90, 3600, 7500)] == ["4 s", "59 s", "2 min", "1 h 00 min", "2 h 05 min"]
     assert [per_second(r) for r in (1234, 3.21, 0.05)] == ["1,234 a second", "3.2 a second", "3.0 a minute"]
+
+
+def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
+    heart = Heartbeat()
+    monkeypatch.setattr(module, "HEARTBEAT", heart)
+    monkeypatch.setattr(Heartbeat, "start", lambda self: None)
+
+    def wait(seconds: int) -> list[str]:
+        for _ in range(seconds):
+            clock[0] += 1
+            heart.beat()
+        return capsys.readouterr().err.splitlines()
+
+    assert wait(60) == []  # no command
+    heart.begin("doctor")
+    assert wait(55) == ["doctor: working (25 s so far)", "doctor: working (50 s so far)"]
+    with doing("loading a model"):
+        assert wait(30) == ["loading a model (20 s so far)"]
+    progress = Progress("evaluating", "prompts", stream=io.StringIO())
+    progress(1, 3)
+    assert wait(26) == ["evaluating: 1 of 3 prompts (15 s so far)"]
+    clock[0] += 10
+    progress(2, 3)  # says it itself
+    assert wait(24) == [] and wait(1) == ["evaluating: 2 of 3 prompts (1 min so far)"]
+    progress(3, 3)
+    assert wait(25) == ["doctor: working (3 min so far)"]
+    heart.at(None)  # it waits for its user
+    assert wait(60) == []
