@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="+", help="drafter folders or checkpoints")
     parser.add_argument("--target", default="embedded")
-    parser.add_argument("--ngrams", help="n-gram file, for continuity and ddtree+continuity")
+    parser.add_argument("--ngrams", help="n-gram file, for continuity and ddtree+ngrams")
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=128)

@@ -20,7 +20,7 @@ PLACES = {
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
 }
 LENGTHS = (128, 512, 2048)  # tokens: chats are told apart by the length of their prompts
-STARTS, FURTHER = "starts of texts", "further on"
+STARTS, FURTHER, CHATS = "starts of texts", "further on", "chats"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     prompts = [*ready[:count], *(Prompt(ids, FURTHER) for ids in spare[: max(0, count - len(ready))])]
     if not prompts:
         raise ValueError(f"data.source={config.source}: the held-out rows give no prompt to evaluate with")
-    return prompts + outside_prompts(tokenizer, tokens, "chats" in found)[: min(outside, count)]
+    chats = any(kind.startswith(CHATS) for kind in found)
+    return prompts + outside_prompts(tokenizer, tokens, chats)[: min(outside, count)]
 
 
 def outside_prompts(tokenizer, tokens: int, chats: bool) -> list[Prompt]:
@@ -103,12 +104,13 @@ def few_prompts(found: int, wanted: int) -> str | None:
     """Return the sentence about data too small for the prompts that are wanted, None where it is not."""
     if found >= wanted:
         return None
-    return f"evaluations have {found} prompts, not evaluation.prompts={wanted}: the held-out text gives no more"
+    have = f"{found} prompt{'s' * (found != 1)}"
+    return f"evaluations have {have}, not evaluation.prompts={wanted}: the held-out text gives no more"
 
 
 def _length_class(size: int) -> str:
     """Return the name of the chats whose prompts have about `size` tokens."""
-    return next((f"chats to {most:,}" for most in LENGTHS if size <= most), f"chats over {LENGTHS[-1]:,}")
+    return next((f"{CHATS} to {most:,}" for most in LENGTHS if size <= most), f"{CHATS} over {LENGTHS[-1]:,}")
 
 
 def _asked(chat: dict, tokenizer, tokens: int, number: int) -> list[int]:

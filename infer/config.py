@@ -300,6 +300,11 @@ class EngineConfig(MaskedConfig):
             return self
         return replace(self, continuity=str(ngrams))
 
+    def name_with(self, drafter: object) -> str:
+        """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file of its own."""
+        tree = self.beside(getattr(drafter, "ngrams", None)).tree
+        return self.method if tree is None else tree.name
+
     @property
     def drafts(self) -> bool:
         """Return whether the method needs a drafter."""
@@ -374,8 +379,9 @@ class EvaluationConfig:
     rows: prompts decoded side by side
     compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     samples: decoded texts shown in the report
-    continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too. null: the one that lies beside
-        the drafter's weights, if there is one, joined to DDTree's trees; text: the texts' own n-grams; none: no n-grams
+    continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too, with every budget, and with the
+        middle one the n-grams alone, without a drafter. null: with the middle budget the file that lies beside the
+        drafter's weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no n-grams
     continuity_weight: weight of the n-gram model against the drafter, for ddtree
     """
 

@@ -45,7 +45,7 @@ from train.plan import (
 )
 from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
 from train.run.folder import as_begun, check_run_folder, open_run
-from train.run.hooks import evaluate_checkpoint, finish_report, note_few_prompts
+from train.run.hooks import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.initial import initial_drafter, named_mask, resolve_init, take_weights
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.ngrams import count_rows
@@ -387,8 +387,10 @@ def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker
 
     alive()
     folder = checkpoint_folder(run.folder, step)
-    last = step == run.total
-    evaluate_checkpoint(run.folder, folder, whole_target, run.config, progress, tracker, alive, last)
+    shared = whole_target, run.config, progress, tracker, alive
+    evaluate_checkpoint(run.folder, folder, *shared, last=step == run.total)
+    if step == run.total:
+        evaluate_best(run.folder, *shared)
 
 
 def finish(run: Run, progress: Progress, tracker: Tracker) -> None:

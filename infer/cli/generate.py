@@ -56,7 +56,7 @@ def run(config: GenerateCommand) -> None:
     stats = answer.stats
     print(answer.text if chat else config.prompt + answer.text)
     print(
-        f"\n[{options.method}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
+        f"\n[{options.name_with(drafter)}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
         f"{stats.tokens_per_second:.0f} tokens/s, ended by {answer.finish_reason}]",
         file=sys.stderr,
     )

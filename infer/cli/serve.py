@@ -60,7 +60,7 @@ def run(config: ServeCommand) -> None:
         engine = LeadingEngine(engine)
     place = f"[{server.host}]" if ":" in server.host else server.host
     said = (
-        f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {decoding.method}, "
+        f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {decoding.name_with(drafter)}, "
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat"
     )
     try:

@@ -6,6 +6,7 @@ B rows, L drafted positions, V vocabulary, P earlier places.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -52,8 +53,9 @@ class Lookup:
 
     layer_ids: tuple[int, ...] = ()  # no features of the target
 
-    def __init__(self, block_size: int = 8) -> None:
+    def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:
         self.block_size = block_size
+        self.ngrams = ngrams  # a file that trees ask
 
     def check_target(self, target: Target) -> None:
         """Do nothing: any target will do."""

@@ -6,6 +6,7 @@ keys of its run's config.json: paths, names of runs and all else in those files 
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from infer.drafters.config_keys import Reading
@@ -56,7 +57,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     step = Path(checkpoint).resolve()  # best is a link to a step
     step = step.parent if step.name == "drafter" else step
     numbers, recipe = step / "evaluation" / "evaluation.json", step.parent.parent / "config.json"
-    evaluation = read_result(numbers, Evaluation) if numbers.is_file() else None
+    evaluation = without_ngrams(read_result(numbers, Evaluation)) if numbers.is_file() else None
     reference = find_reference(checkpoint)
     if reference is not None:
         write_result(out / FILE, reference)
@@ -68,6 +69,13 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     engines += ["llama.cpp"] * gguf
     atomic_write(card, model_card(reading, engines, run, evaluation, license, base_model, reference))
     return card
+
+
+def without_ngrams(evaluation: Evaluation) -> Evaluation:
+    """Return the evaluation of what an exported folder can do: an n-gram file, which is made of the training texts, is
+    no part of it."""
+    beside = [without_ngrams(one) for one in evaluation.beside or ()]
+    return replace(evaluation, beside=beside, methods=[one for one in evaluation.methods if not one.tree.ngrams])
 
 
 def model_card(
@@ -130,7 +138,8 @@ def measured(evaluation: Evaluation | None) -> str:
             f"{evaluation.prompts} held-out prompts, {evaluation.rows} at a time, at most "
             f"{evaluation.max_new_tokens} new tokens each, temperature {evaluation.temperature:g}, "
             f"{evaluation.dtype}, {evaluation.device}. Numbers after a method are drafted tokens that the target "
-            "checks per round; a round's own token of the target counts in τ.",
+            "checks per round; a round's own token of the target counts in τ. No figure has n-grams in it, which "
+            "blockdraft's trees can ask beside a drafter: they are no part of this folder.",
         ]
     )
 

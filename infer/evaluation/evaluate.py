@@ -15,23 +15,24 @@ import torch
 from infer.api import AnyTarget, open_engine
 from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
+from infer.drafters.lookup import Lookup
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.acceptance import reference_of
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.others import OTHERS, decode_by_generate
-from infer.evaluation.results import Evaluation, MethodResult, PromptResult, Reference
-from infer.evaluation.ruler import by_batch, figures, rate
+from infer.evaluation.results import OTHER_DRAFTER, Evaluation, MethodResult, PromptResult, Reference
+from infer.evaluation.ruler import DISTURBED, by_batch, figures, rate
 from infer.evaluation.showing import Shown, show_texts
 from infer.targets.target import Target, pad_ids
-from infer.trees.methods import TREES
+from infer.trees.methods import ALONE, TREES, TreeMethod
+from infer.utils.together import agreed
 
 SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile", "continuity_weight")  # with DecodeOptions
 ROWS = 8  # texts side by side when right guesses are counted
 BRIEF = 4  # a brief evaluation decodes every fourth prompt
 SLOW = 1.25  # plain decoders that take so many times as long as the fastest are measured on the first part alone
-OTHER_DRAFTER = "target's own drafter"
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
 
 
@@ -53,6 +54,7 @@ class Variant:
     budget: int  # drafted nodes a round; for a masked model, states
     options: DecodeOptions
     arguments: dict[str, object] = field(default_factory=dict)  # of transformers' `generate`, for rows of OTHERS
+    drafter: Lookup | None = None  # in the place of the one that is evaluated
 
 
 @dataclass
@@ -70,6 +72,12 @@ class Batch:
             self.stages = stages
         self.seconds.append(seconds)
 
+    def replace_fastest(self, repeat: "Batch") -> None:
+        """Put what was measured again in the place of the fastest repeat, if it is faster."""
+        fastest = min(self.seconds)
+        if min(repeat.seconds) < fastest:
+            self.seconds[self.seconds.index(fastest)], self.stages = min(repeat.seconds), repeat.stages
+
 
 @dataclass
 class Measured:
@@ -80,6 +88,7 @@ class Measured:
     numbers: list[int] = field(default_factory=list)  # of the texts' prompts, see `measure`
     batches: list[Batch] = field(default_factory=list)  # of the texts, in their order
     guesses: list[list[int]] = field(default_factory=list)  # of plain decoding, see `count_right_guesses`
+    again: int = 0  # batches that were disturbed and measured again
     shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
 
     @property
@@ -94,8 +103,9 @@ class Measured:
 
     @property
     def by_budget(self) -> bool:
-        """Whether it is a tree whose size the node budget decides."""
-        return self.variant.name in TREES and TREES[self.variant.name].by_budget
+        """Whether it is a tree of the drafter alone whose size the node budget decides."""
+        row = TREES.get(self.variant.name)
+        return row is not None and row.by_budget and not row.ngrams
 
     def total(self, name: str) -> float:
         """Return the sum of a statistic over the texts."""
@@ -129,6 +139,7 @@ class Measured:
             result.texts += share.texts
             result.numbers += share.numbers
             result.batches += share.batches
+            result.again += share.again
             if share.guesses:
                 result.add_guesses(torch.tensor(share.guesses))
             result.shown = result.shown or share.shown
@@ -186,12 +197,12 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
 
 
 def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig, other: Drafter | None = None) -> list[Part]:
-    """Return what an evaluation decodes: its prompts; once, those beside them; once, every second of its own sampled,
-    if the others are greedy, and with the `other` drafter."""
+    """Return what an evaluation decodes: its prompts; once and with one budget, those beside them, every second of its
+    own sampled, if the others are greedy, and every second with the `other` drafter."""
     groups: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt.beside, []).append(number)
-    once = replace(config, repeats=1)
+    once = replace(config, repeats=1, budgets=[middle(config.budgets)])
     parts = [
         Part(what, [prompts[i] for i in numbers], numbers, once if what else config) for what, numbers in groups.items()
     ]
@@ -234,7 +245,7 @@ def decode_all(
         every = [one for one in variants(target, used, config, others) if one.name not in slow]
         results.append(measure(target, used, every, prompts, onwards, part.numbers, config.repeats))
         if len(results) == 1:
-            slow = slow_decoders(results[0])
+            slow = decided(target, slow_decoders(results[0]))
         before += len(prompts) * config.repeats
     plain = results[0][0]
     length = max((len(text.prompt) for text in plain.texts), default=0) + parts[0].config.max_new_tokens
@@ -255,11 +266,7 @@ def slow_decoders(measured: abc.Sequence[Measured]) -> set[str]:
 def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others: bool = False) -> list[Variant]:
     """Return plain decoding, transformers' (if `others`, also by its own ways of drafting), then the other evaluated
     rows of the table of tree methods, in its order."""
-    every = config.continuity not in (None, NO_NGRAMS)
-    own = config.continuity is None and getattr(drafter, "ngrams", None) is not None  # a part of the drafter
-    plain, *rows = [row for row in TREES.values() if row.evaluated and (every or not row.ngrams)]
-    if config.continuity == TEXT_NGRAMS:
-        rows = [row for row in rows if row.recalls or not row.ngrams]
+    plain, *rows = [row for row in TREES.values() if row.evaluated and asks(row, drafter, config)]
     shared = {name: getattr(config, name) for name in SHARED} | {"loop_period": LONGEST_PERIOD}
     theirs = {
         name: other.arguments(target, drafter)
@@ -272,21 +279,57 @@ def variants(target: Target, drafter: Drafter, config: EvaluationConfig, others:
         if arguments is not None
     ]
     trees = [
-        Variant(
-            row.with_ngrams if own and row.with_ngrams else row.name,
-            budget,
-            DecodeOptions(
-                method=row.name,
-                budget=max(1, budget),
-                continuity=None if own else config.continuity if row.ngrams else NO_NGRAMS,
-                positions=None,  # every row gets the budget that is measured
-                **shared,
-            ),
-        )
+        Variant(row.name, budget, tree_options(row, budget, config, shared))
         for row in (plain, *rows)
-        for budget in (config.budgets if row.by_budget else [row.most_nodes(drafter.block_size)])
+        for budget in budgets_of(row, drafter, config)
     ]
-    return [*trees[:1], *beside, *trees[1:]]
+    return [*trees[:1], *beside, *trees[1:], *ngrams_alone(drafter, config, shared)]
+
+
+def asks(row: TreeMethod, drafter: Drafter, config: EvaluationConfig) -> bool:
+    """Return whether a row's n-grams, if it has any, are measured: those that the user asked for; else, of DDTree,
+    those that lie beside the drafter's weights."""
+    if not row.ngrams:
+        return True
+    if config.continuity is None:
+        return row.recalls and getattr(drafter, "ngrams", None) is not None
+    return config.continuity != NO_NGRAMS and (row.recalls or config.continuity != TEXT_NGRAMS)
+
+
+def budgets_of(row: TreeMethod, drafter: Drafter, config: EvaluationConfig) -> list[int]:
+    """Return the budgets that a row is measured with: n-grams that nobody asked for with the middle one alone."""
+    if not row.by_budget:
+        return [row.most_nodes(drafter.block_size)]
+    return [middle(config.budgets)] if row.ngrams and config.continuity is None else config.budgets
+
+
+def middle(budgets: abc.Sequence[int]) -> int:
+    """Return the budget in the middle, of two the larger one."""
+    return sorted(budgets)[len(budgets) // 2]
+
+
+def tree_options(row: TreeMethod, budget: int, config: EvaluationConfig, shared: dict[str, object]) -> DecodeOptions:
+    """Return how a row's trees are decoded. Without n-grams unless it is a row of them."""
+    own = row.ngrams and config.continuity is None  # the engine takes the drafter's
+    return DecodeOptions(
+        method="ddtree" if own else row.name,
+        budget=max(1, budget),
+        continuity=config.continuity if row.ngrams else NO_NGRAMS,
+        positions=None,  # every row gets the budget that is measured
+        **shared,
+    )
+
+
+def ngrams_alone(drafter: Drafter, config: EvaluationConfig, shared: dict[str, object]) -> list[Variant]:
+    """Return DDTree over the same n-grams without the drafter, or over the text's own where there are no others; none
+    where the evaluation is to have no n-grams, or the drafter is that already."""
+    if config.continuity == NO_NGRAMS or isinstance(drafter, Lookup):
+        return []
+    file = getattr(drafter, "ngrams", None) if config.continuity is None else None
+    asked = config.continuity or (None if file else TEXT_NGRAMS)
+    budget = middle(config.budgets)
+    options = DecodeOptions(budget=budget, continuity=asked, positions=None, **shared)
+    return [Variant(ALONE.name, budget, options, drafter=Lookup(drafter.block_size, file))]
 
 
 def measure(
@@ -300,8 +343,8 @@ def measure(
 ) -> list[Measured]:
     """Decode every prompt with every variant, as many at a time as the variant with the most rows, and all of that
     `repeats` times over. The variants take turns on the same prompts, each beginning as often as the others, so that a
-    noisy machine is equally noisy for all. `numbers` are the prompts' own among all that are sampled with one seed, by
-    default 0, 1, 2, ...: each has a seed derived from its number."""
+    noisy machine is equally noisy for all; what was disturbed is measured again. `numbers` are the prompts' own among
+    all that are sampled with one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
     rows = max(variant.options.rows for variant in variants)
     longest = max(map(len, prompts), default=0)
@@ -314,7 +357,8 @@ def measure(
         if variant.name in OTHERS:
             texts = decode_by_generate(model, OTHERS[variant.name].row, variant.arguments, asked, own)
         else:
-            engine = open_engine(model, drafter, options, longest + variant.options.max_new_tokens, clock)
+            capacity = longest + variant.options.max_new_tokens
+            engine = open_engine(model, variant.drafter or drafter, options, capacity, clock)
             texts = [engine.submit(prompt, each) for prompt, each in zip(asked, own, strict=True)]
             while engine.busy:
                 engine.step()
@@ -340,7 +384,27 @@ def measure(
                 run(part, one.variant, one.variant.options, one, batches[which][i])
             done = repeat * len(prompts) + min(part.stop, len(prompts))
             progress(done, repeats * len(prompts))
+    for one in measured:
+        for i in decided(model, disturbed(one)):
+            batch = Batch(0, 0)
+            run(parts[i], one.variant, one.variant.options, Measured(one.variant), batch)
+            one.batches[i].replace_fastest(batch)
+            one.again += 1
     return measured
+
+
+def disturbed(measured: Measured) -> list[int]:
+    """Return which batches took more than DISTURBED times the method's median time a token."""
+    lengths, paces = iter(text.stats.tokens for text in measured.texts), []
+    for batch in measured.batches:
+        paces.append(min(batch.seconds) / max(1, sum(next(lengths) for _ in range(batch.size))))
+    limit = DISTURBED * statistics.median(paces) if paces else 0.0
+    return [i for i, pace in enumerate(paces) if pace > limit]
+
+
+def decided(target: AnyTarget, value: object) -> object:
+    """Return what the clock decided: where processes compute every pass of the target together, the first one's."""
+    return agreed(value) if getattr(target, "spread", False) else value
 
 
 @torch.inference_mode()
@@ -448,7 +512,7 @@ def method_result(
 ) -> MethodResult:
     """Return one row of the table. `plain` wrote what every method must; `baseline` is what the fastest plain decoder
     took."""
-    texts, seconds, tokens = measured.texts, measured.seconds, measured.total("tokens")
+    texts, seconds = measured.texts, measured.seconds
     prompts = measured.prompt_results(kinds)
     found = figures(prompts, baseline)
     drawn_otherwise = measured.variant.name in OTHERS and measured.variant.options.temperature > 0
@@ -458,9 +522,9 @@ def method_result(
         tau=found.tau,
         tau_prompt_mean=measured.total("tau") / len(texts),
         rounds=measured.total("rounds"),
-        tokens=tokens,
+        tokens=measured.total("tokens"),
         seconds=seconds,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=found.speedup * statistics.median(map(rate, by_batch(baseline).values())),
         speedup=found.speedup,
         histogram=[sum(counts) for counts in zip(*(text.stats.histogram for text in texts), strict=True)],
         stage_seconds=measured.stages | {"other": seconds - sum(measured.stages.values())},
@@ -469,6 +533,7 @@ def method_result(
         speedup_interval=found.speedup_interval,
         limit=found.limit,
         prompts=prompts,
+        again=measured.again or None,
     )
 
 

@@ -19,7 +19,7 @@ def histogram_figure(evaluation: Evaluation):
     """Draw the shares of rounds by tokens committed: the methods of one size, and the fastest tree."""
     figure, (ax,) = _axes(7, 3.6)
     shown = [method for method in evaluation.methods if not method.tree.by_budget and method.tree.drafts]
-    trees = [method for method in evaluation.methods if method.tree.by_budget]
+    trees = [method for method in evaluation.of_drafter if method.tree.by_budget]
     shown += [max(trees, key=lambda method: method.speedup)] if trees else []
     width = 0.8 / max(1, len(shown))
     for i, method in enumerate(shown):

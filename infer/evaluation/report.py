@@ -14,7 +14,7 @@ from infer.evaluation.drawings import Line, line_chart, tree_drawing
 from infer.evaluation.figures import budget_figure, histogram_figure, loss_figure, steps_figure
 from infer.evaluation.results import Evaluation, MethodResult, Round, Sample
 from infer.evaluation.ruler import best_of
-from infer.evaluation.tables import beside, headline, kinds_of, legend, loops, mark
+from infer.evaluation.tables import DASH, beside, headline, kinds_of, legend, mark, notes
 from infer.utils.files import atomic_write
 
 POINTS = 120  # of the loss curve: averages of so many stretches
@@ -203,16 +203,16 @@ def _methods(evaluation: Evaluation) -> str:
             f"<td>{_with_interval(f'{method.speedup:.2f}{mark(method)}', method.speedup_interval)}</td>"
             f"<td>{method.tokens_per_second:.0f}</td><td>{same}</td></tr>"
         )
-    notes = [html.escape(line) for line in legend(evaluation.methods)]
-    notes += [
-        f"{one.what or 'Held-out prompts'}: {said}."
-        for one in (evaluation, *(evaluation.beside or ()))
-        if (said := loops(one))
-    ]
+    lines = ["Bold: the drafter's fastest method, by the lower end of its interval."]
+    lines += [*legend(evaluation.methods), *(f"{line[0].upper()}{line[1:]}." for line in notes(evaluation))]
     return (
         "<table><thead><tr><th>method</th><th>τ</th><th>speedup</th><th>tokens/s</th><th>same text</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>" + "".join(f'<p class="note">{note}</p>' for note in notes)
+        f"<tbody>{''.join(rows)}</tbody></table>{_notes(lines)}"
     )
+
+
+def _notes(lines: Sequence[str]) -> str:
+    return "".join(f'<p class="note">{html.escape(line)}</p>' for line in lines)
 
 
 def _with_interval(figure: str, interval: Sequence[float] | None) -> str:
@@ -221,10 +221,12 @@ def _with_interval(figure: str, interval: Sequence[float] | None) -> str:
 
 
 def _beside(evaluation: Evaluation) -> str:
-    """Return chain and fastest method over other kinds of prompts."""
-    groups = kinds_of(evaluation)
-    chosen = {id(evaluation.drafting[0]), id(evaluation.fastest)}
-    columns = [(method.label, cells) for method, cells in beside(evaluation, groups) if id(method) in chosen]
+    """Return chain, trees and n-grams alone over other kinds of prompts, of a tree the size measured on most."""
+    groups, shown = kinds_of(evaluation), {}
+    for method, cells in beside(evaluation, groups):
+        if method in evaluation.drafting and cells.count(DASH) <= shown.get(method.name, ("", cells))[1].count(DASH):
+            shown[method.name] = method.label, cells
+    columns = list(shown.values())
     if not groups:
         return ""
     head = "".join(f"<th>{html.escape(label)}: τ, speedup</th>" for label, _ in columns)
@@ -232,7 +234,9 @@ def _beside(evaluation: Evaluation) -> str:
         f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{cells[i]}</td>" for _, cells in columns) + "</tr>"
         for i, name in enumerate(groups)
     )
-    return f"<h2>On other texts</h2><table><thead><tr><th>prompts</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    marks = legend((), [cell for _, cells in columns for cell in cells])
+    table = f"<table><thead><tr><th>prompts</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<h2>On other texts</h2>{table}{_notes(marks)}"
 
 
 def _charts(evaluation: Evaluation, evaluations: list[Evaluation], run: Run) -> list[str]:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from infer.evaluation.others import OTHERS
-from infer.trees.methods import TREES, TreeMethod
+from infer.trees.methods import ALONE, OLD_NAMES, TREES, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
+OTHER_DRAFTER = "target's own drafter"  # the name of the part decoded with the drafter in the target's folder
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class MethodResult:
     speedup_interval: list[float] | None = None
     limit: float | None = None  # no speedup can be above it
     prompts: list[PromptResult] | None = None
+    again: int | None = None  # measurements that something disturbed and that were made again
 
     @property
     def acceptance(self) -> Acceptance:
@@ -173,6 +175,8 @@ class MethodResult:
         """The method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
         if self.name in OTHERS:
             return OTHERS[self.name].row
+        if self.name == ALONE.name:
+            return ALONE
         return TREES.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
 
     @property
@@ -225,19 +229,27 @@ class Evaluation:
         return [method for method in self.methods[1:] if method.name not in OTHERS]
 
     @property
+    def of_drafter(self) -> list[MethodResult]:
+        """The methods that use the drafter, with n-grams or without."""
+        return [method for method in self.drafting if method.tree is not ALONE]
+
+    @property
+    def by_itself(self) -> list[MethodResult]:
+        """The methods of the drafter without n-grams; where none was measured, all of the drafter's."""
+        return [method for method in self.of_drafter if not method.tree.ngrams] or self.of_drafter
+
+    @property
     def fastest(self) -> MethodResult:
-        """The drafting method whose speedup is surely the highest: that with the highest lower end of its interval,
-        impossible figures aside. Methods of `ties` may be as fast."""
-        possible = [method for method in self.drafting if method.finding != "impossible"]
-        return max(possible or self.drafting, key=lambda method: method.range[0])
+        """The method of the drafter whose speedup is surely the highest, see `surest`."""
+        return surest(self.of_drafter)
 
     @property
     def ties(self) -> list[MethodResult]:
-        """The drafting methods whose intervals reach into that of the fastest one, which is not among them."""
+        """The drafter's methods whose intervals reach into that of the fastest one, which is not among them."""
         fastest = self.fastest
         if fastest.speedup_interval is None:
             return []
-        rest = [method for method in self.drafting if method is not fastest and method.finding != "impossible"]
+        rest = [method for method in self.of_drafter if method is not fastest and method.finding != "impossible"]
         return [method for method in rest if method.range[1] >= fastest.range[0]]
 
     @property
@@ -247,8 +259,8 @@ class Evaluation:
 
     @property
     def best_tau(self) -> float:
-        """The highest acceptance length of any method: what marks the best checkpoint."""
-        return max(method.tau for method in self.methods[:1] + self.drafting)
+        """The highest acceptance length that the drafter reaches by itself."""
+        return max(method.tau for method in self.methods[:1] + self.by_itself)
 
     @property
     def same_output(self) -> bool:
@@ -259,6 +271,12 @@ class Evaluation:
     def step_reduction(self, method: MethodResult) -> float:
         """The share of plain decoding's passes that a method saves (SSD's Step↓)."""
         return 1 - method.rounds / self.methods[0].rounds
+
+
+def surest(methods: Sequence[MethodResult]) -> MethodResult:
+    """Return the method with the highest lower end of its speedup's interval, impossible figures aside."""
+    possible = [method for method in methods if method.finding != "impossible"]
+    return max(possible or methods, key=lambda method: method.range[0])
 
 
 @dataclass(frozen=True)
@@ -337,6 +355,8 @@ def from_json(data: dict, kind: type[Result]) -> Result:
         many = isinstance(part, list)
         if many or isinstance(part, dict):  # Evaluation.prompts is a number
             values[name] = [from_json(item, PARTS[name]) for item in part] if many else from_json(part, PARTS[name])
+    if kind is MethodResult and "name" in values:
+        values["name"] = OLD_NAMES.get(values["name"], values["name"])
     return kind(**values)
 
 

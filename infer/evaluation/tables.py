@@ -5,16 +5,17 @@ from dataclasses import asdict, replace
 
 from infer.evaluation.others import OTHERS
 from infer.evaluation.published import CITATION, METHODS, Published, published
-from infer.evaluation.results import Evaluation, MethodResult, SetResult, SuiteResult
-from infer.evaluation.ruler import figures
+from infer.evaluation.results import OTHER_DRAFTER, Evaluation, MethodResult, SetResult, SuiteResult, surest
+from infer.evaluation.ruler import DISTURBED, FEWEST, figures
 from infer.trees.methods import TREES
 
 Figures = Sequence[float | None]
 DASH = "-"
+ENGINES = "vLLM, SGLang, llama.cpp and transformers"
 VAGUE = "±"
 MARKS = {"undecided": "~", "impossible": "!"}  # by what a speedup shows, see MethodResult.finding
 MEANINGS = {
-    "~": "the noise swallows it: the interval holds 1, or there are too few prompts",
+    "~": f"not significant: the interval holds 1, or there are fewer than {FEWEST} prompts",
     VAGUE: "known to no better than 10 % either way",
     "!": "cannot be: more than τ, though every round holds a pass of the target",
 }
@@ -43,33 +44,52 @@ def mark(method: MethodResult) -> str:
     return MARKS.get(method.finding, VAGUE * (method.vague and method.finding != ""))
 
 
-def legend(methods: Iterable[MethodResult]) -> list[str]:
-    """Return what the marks of these methods mean, a line each."""
-    found = "".join(map(mark, methods))
+def legend(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
+    """Return what the marks of these methods, and those in cells of speedups, mean, a line each."""
+    found = "".join([*map(mark, methods), *cells])
     return [f"{sign}  {meaning}" for sign, meaning in MEANINGS.items() if sign in found]
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return the result in a few plain sentences, good or bad."""
-    best, count = evaluation.fastest, evaluation.prompts
+    """Return the result in a few plain sentences, good or bad: what a chain gains, which engines verify; what trees
+    gain; what n-grams would without the drafter."""
+    own, count = evaluation.of_drafter, evaluation.prompts
     over = f"plain decoding{' by transformers' * (evaluation.plain.name != 'plain')}"
-    speedup, between = f"{best.speedup:.2f}", span(best.speedup_interval).replace("[", "(95 %: ").replace("]", ")")
-    text = f"{best.label} commits {best.tau:.2f} tokens per round and decodes "
-    if best.finding == "impossible":
-        text = f"No speedup is believable: {best.label} cannot be {speedup} times as fast at τ {best.tau:.2f}. "
-    elif best.finding == "undecided":
-        text = f"No method is faster than {over} by more than the noise: {best.label} is at {speedup} times{between}. "
-    elif best.speedup >= 1:
-        text += f"{speedup} times as fast as {over}{between}. "
-    else:
-        text += f"at only {speedup} times the speed of {over}{between}: here speculation does not pay. "
-    if evaluation.ties and best.finding == "faster":
-        text += f"{', '.join(method.label for method in evaluation.ties)} may be as fast. "
+    said = [
+        f"A {method.label} of {method.budget}, which is what {ENGINES} verify, commits {method.tau:.2f} tokens per "
+        f"round and is {gain(method, over)}."
+        for method in own
+        if method.name == "chain"
+    ]
+    joined = [method for method in own if method.tree.ngrams]
+    trees = [[method for method in own if method.name != "chain" and method not in joined], joined]
+    parts = [f"{best.label} commits {best.tau:.2f} and is {gain(best)}" for best in map(surest, filter(None, trees))]
+    said += [f"Of our trees, {'; '.join(parts)}."] * bool(parts)
+    if evaluation.ties and evaluation.fastest.finding == "faster":
+        said.append(f"{', '.join(method.label for method in evaluation.ties)} may be as fast.")
+    said += [
+        f"N-grams alone, {method.budget} nodes without the drafter, commit {method.tau:.2f} and are {gain(method)}."
+        for method in evaluation.drafting
+        if method not in own
+    ]
     every = [method for one in (evaluation, *(evaluation.beside or ())) for method in one.methods]
     wrong = dict.fromkeys(method.label for method in every if method.identical is False and method.name not in OTHERS)
-    if wrong:
-        return text + f"Outputs of {', '.join(wrong)} differ from plain decoding's on some of {count} prompts."
-    return f"{text}On all {count} prompts every method wrote exactly what plain decoding wrote."
+    prompts = "the one prompt" if count == 1 else f"{'some of' if wrong else 'all'} {count} prompts"
+    same = f"On {prompts} every method wrote exactly what plain decoding wrote."
+    return " ".join(
+        [*said, f"Outputs of {', '.join(wrong)} differ from plain decoding's on {prompts}." if wrong else same]
+    )
+
+
+def gain(method: MethodResult, over: str = "") -> str:
+    """Return a speedup in words, good or bad; `over`: over whose speed, where that was not said before."""
+    interval = span(method.speedup_interval).replace("[", "(95 %: ").replace("]", ")").replace(", ", " to ")
+    found = f"{method.speedup:.2f} times as fast{' as' * bool(over)} {over}".rstrip() + interval
+    if method.finding == "impossible":
+        return f"{found}, which cannot be: it is more than τ"
+    if method.finding == "undecided":
+        return f"{found}, which is not significant"
+    return found if method.speedup >= 1 else f"{found}: it does not pay here"
 
 
 def loops(evaluation: Evaluation) -> str:
@@ -99,23 +119,36 @@ def table(evaluation: Evaluation) -> str:
         rows.append([method.name, str(method.budget or DASH), *figures, mark(method), same + why])
     if not spans:
         rows = [row[:3] + row[4:7] + row[9:] for row in rows]
-    lines = [*aligned(rows, left=(0, len(rows[0]) - 1)), *legend(evaluation.methods)]
     groups = kinds_of(evaluation)
+    methods = [[m.name + (f" {m.budget}" if m.budget else ""), *cells] for m, cells in beside(evaluation, groups)]
+    marked = [cell for _, *cells in methods for cell in cells if len(groups) > 1]
+    lines = [*aligned(rows, left=(0, len(rows[0]) - 1)), *legend(evaluation.methods, marked)]
     if len(groups) > 1:
-        head = ["τ, speedup", *groups]
-        methods = [[m.name + (f" {m.budget}" if m.budget else ""), *cells] for m, cells in beside(evaluation, groups)]
-        lines += ["", *aligned([head, *methods], left=(0,))]
-    for one in (evaluation, *(evaluation.beside or ())):
-        if said := loops(one):
-            lines += [""] * (one is evaluation) + [f"{one.what or 'held-out prompts'}: {said}"]
-    return "\n".join(lines)
+        lines += ["", *aligned([["τ, speedup", *groups], *methods], left=(0,))]
+    return "\n".join([*lines, "", *notes(evaluation)]).rstrip()
+
+
+def notes(evaluation: Evaluation) -> list[str]:
+    """Return what belongs below the tables: the drafter in the target's folder, measurements that were made again, and
+    how much of the texts is repetition."""
+    every = [evaluation, *(evaluation.beside or ())]
+    lines = []
+    for one in every[1:]:
+        if one.what == OTHER_DRAFTER:
+            cells = "; ".join(f"{method.label}: τ {method.tau:.2f}, {speed(method)}" for method in one.of_drafter)
+            lines.append(f"the drafter in the target's folder, on {one.prompts} of the prompts: {cells}")
+    again = sum(method.again or 0 for one in every for method in one.methods)
+    if again:
+        what = "measurement" if again == 1 else "measurements"
+        lines.append(f"{again} {what} took over {DISTURBED} times the method's median time a token, and were repeated")
+    return lines + [f"{one.what or 'held-out prompts'}: {said}" for one in every if (said := loops(one))]
 
 
 def kinds_of(evaluation: Evaluation) -> dict[str, tuple[Evaluation, str | None]]:
     """Return the columns of the second table: (evaluation, kind of its prompts or None for all) by name."""
     kinds = dict.fromkeys(one.kind for one in evaluation.methods[0].prompts or ())
     columns = {kind: (evaluation, kind) for kind in kinds} if len(kinds) > 1 else {}
-    return columns | {one.what: (one, None) for one in evaluation.beside or ()}
+    return columns | {one.what: (one, None) for one in evaluation.beside or () if one.what != OTHER_DRAFTER}
 
 
 def beside(evaluation: Evaluation, groups: dict[str, tuple[Evaluation, str | None]]):

@@ -222,7 +222,7 @@ def load_target(
             model = load_model(path, place, config, options)
     if adapter is not None:
         return Target(with_adapter(model, adapter), tokenizer, name=f"{path} + {adapter}")
-    target = Target(model, tokenizer, name=path)
+    target = Target(model, tokenizer, path, tp_plan is not None)
     if getattr(config, "quantization_config", None):
         target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
     return target

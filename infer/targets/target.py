@@ -88,6 +88,7 @@ class Target:
     model: nn.Module
     tokenizer: object | None = None
     name: str = "target"
+    spread: bool = False  # over processes: a pass takes all of them, so that none may decide by its own clock
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
@@ -146,6 +147,7 @@ class Target:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        self.spread = True
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for layer in self.body.layers:
             fully_shard(layer, mesh=mesh)

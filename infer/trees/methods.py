@@ -52,7 +52,7 @@ _ROWS = (
         "infer.trees.ddtree:ddtree",
         "#0072b2",
         ranked=True,
-        with_ngrams="ddtree+continuity",
+        with_ngrams="ddtree+ngrams",
     ),
     TreeMethod("continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True),
     TreeMethod(
@@ -63,8 +63,8 @@ _ROWS = (
         evaluated=False,
     ),
     TreeMethod(
-        "ddtree+continuity",
-        "DDTree + continuity",
+        "ddtree+ngrams",
+        "DDTree + n-grams",
         "infer.trees.continuity:guided_ddtree",
         "#9b4f96",
         ranked=True,
@@ -75,3 +75,6 @@ _ROWS = (
 )
 # plain decoding first, wherever a row is added: evaluations compare with the first
 TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts)}
+# in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the drafter's place
+ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", ngrams=True)
+OLD_NAMES = {"ddtree+continuity": "ddtree+ngrams"}  # in results of earlier versions

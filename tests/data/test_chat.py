@@ -226,6 +226,17 @@ def test_evaluation_prompts_are_whole_turns_from_the_templates_first_token(token
     assert [is_held_out(i) for i in (0, 9, 10, 490, 500, 510, 550)] == [True, False, True, True, True, False, True]
 
 
+def test_texts_from_outside_are_asked_as_the_data_are(tokenizer, tmp_path):
+    """Beside chats through the template, as the drafter will be used: its card is measured on these."""
+    file = tmp_path / "rows.jsonl"
+    for row, chats in (({"messages": chat("one", "two")}, True), ({"text": "words of text " * 40}, False)):
+        file.write_text(json.dumps(row) + "\n")
+        *_, outside = evaluation_prompts(DataConfig(source="jsonl", path=str(file)), tokenizer, 2, 40, 1)
+        asked = [{"role": "user", "content": outside.said}]
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert outside.beside and outside.chat == chats == (outside.ids == ids)
+
+
 @pytest.mark.parametrize(
     "row, expected",
     [

@@ -252,7 +252,7 @@ def test_small_data_give_the_prompts_that_there_are(tokenizer, tmp_path):
     [prompt] = held_out_prompts(config, tokenizer, 8, 96)
     whole = tokenizer("x0 = 0; y = 2 * x0 + 1")["input_ids"]
     assert prompt == whole[: len(whole) // 2]
-    assert "have 1 prompts, not evaluation.prompts=8" in few_prompts(1, 8) and few_prompts(8, 8) is None
+    assert "have 1 prompt, not evaluation.prompts=8" in few_prompts(1, 8) and few_prompts(8, 8) is None
     write(file, [{"text": "x"}, {"text": "y"}])
     with pytest.raises(ValueError, match="no prompt to evaluate with"):
         held_out_prompts(config, tokenizer, 8, 96)

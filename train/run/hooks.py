@@ -19,7 +19,7 @@ from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import Measured, Part, brief, decode_all, join, parts_of, summarise
 from infer.evaluation.report import Run, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
-from infer.evaluation.ruler import best_of
+from infer.evaluation.ruler import best_of, too_few
 from infer.evaluation.tables import headline, table
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import drafter_beside
@@ -83,6 +83,28 @@ def evaluate_checkpoint(
                 write_failure(out, [describe_error(error)], progress)
 
     first_only(write)
+
+
+def evaluate_best(
+    run: Path,
+    target: Callable[[], Target],
+    config: TrainConfig,
+    progress: Progress,
+    tracker: Tracker,
+    alive: Callable[[], None],
+) -> None:
+    """Where an earlier checkpoint than the last is the best, evaluate it in full too: its report, its card and what
+    doctor compares with come from that."""
+    full = {checkpoints(run)[-1].name}
+    while (best := first_only(lambda: best_checkpoint(run))) is not None and best.name not in full:
+        full.add(best.name)
+        evaluate_checkpoint(run, best, target, config, progress, tracker, alive, last=True)
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """Return the folder of the best checkpoint, None where no evaluation worked."""
+    evaluations = evaluations_of(run)
+    return run / "checkpoints" / Path(best_of(evaluations).checkpoint).name if evaluations else None
 
 
 def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
@@ -167,7 +189,7 @@ def write_evaluation(
 
 def print_evaluation(result: Evaluation, out: Path, progress: Progress) -> None:
     """Print the evaluation in a line; in a second one, that outputs are wrong."""
-    taus = ", ".join(f"{m.name}{m.budget or ''} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.drafting)
+    taus = ", ".join(f"{m.label} τ {m.tau:.2f} ({m.speedup:.2f}x)" for m in result.drafting)
     progress.say(f"step {result.step}: {taus}")
     if is_wrong(result):
         progress.say(
@@ -213,11 +235,13 @@ def evaluations_of(run: Path) -> list[Evaluation]:
 
 def update_report(run: Path) -> Path | None:
     """Mark the best checkpoint and write the report; return its page, None if nothing was evaluated."""
-    evaluations = evaluations_of(run)
-    if not evaluations:
+    best = best_checkpoint(run)
+    if best is None:
         return None
-    mark_best(run, run / "checkpoints" / Path(best_of(evaluations).checkpoint).name)
-    return write_report(run / "report", evaluations, failures_of(run), story_of(run))
+    mark_best(run, best)
+    evaluations = evaluations_of(run)
+    notes = [*failures_of(run), *filter(None, [too_few(evaluations)])]
+    return write_report(run / "report", evaluations, notes, story_of(run))
 
 
 def story_of(run: Path) -> Run:
@@ -251,7 +275,8 @@ def finish_report(run: Path, tracker: Tracker) -> None:
     best = best_of(evaluations)
     tracker.report(page.parent, best)
     tracker.artifact(run / "checkpoints" / Path(best.checkpoint).name / "drafter", best)
-    print(f"\nBest checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
+    print(f"\n{why}" if (why := too_few(evaluations)) else "")
+    print(f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
     print(f"{table(best)}\n\n{headline(best)}")
     print(f"\nreport      {page}")
     print(f"pictures    {', '.join(str(path) for path in sorted(page.parent.glob('*.png')))}")

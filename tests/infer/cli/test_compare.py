@@ -84,7 +84,7 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
     assert len(loaded) == 1  # for all drafters
     table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert table[0] in capsys.readouterr().out
-    assert [line.split("|")[1:3] for line in table[2:10]] == [
+    assert [line.split("|")[1:3] for line in table[2:11]] == [
         [f" {tree} ", f" {nodes} "]
         for tree, nodes in [
             ("plain", "-"),
@@ -93,11 +93,12 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
             ("chain", "-"),
             ("DDTree", 4),
             ("continuity", 4),
-            ("DDTree + continuity", 4),
+            ("DDTree + n-grams", 4),
+            ("n-grams alone", 4),
             ("transformers, prompt lookup", "-"),
         ]
     ]
-    assert all(line.count("|") == 15 for line in table[:10])
+    assert all(line.count("|") == 15 for line in table[:11])
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert list(results) == ["dflash", "dart", "texts.ngrams", "lookup"]

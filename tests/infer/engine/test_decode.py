@@ -56,7 +56,7 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(
 def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     scripted_drafter, make_tiny, ngrams, family, temperature
 ):
-    """Chain, DDTree, continuity and DDTree + continuity; several rows of their own lengths, and a penalty."""
+    """Chain, DDTree, continuity and DDTree + n-grams; several rows of their own lengths, and a penalty."""
     target, drafter = make_tiny(block_size=6, family=family)
     prompts = random_prompts(5, seed=3)
     controls = {"temperature": temperature, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.95}

@@ -1,17 +1,29 @@
 """What an evaluation decodes."""
 
 from dataclasses import replace
+from itertools import count
 
 import torch
 
 from data.prompts import Prompt
 from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
+from infer.drafters.lookup import Lookup
 from infer.engine.sampling import derived_seed
 from infer.evaluation import evaluate
-from infer.evaluation.evaluate import Variant, decode_all, join, measure, parts_of, summarise, variants
+from infer.evaluation.evaluate import (
+    Variant,
+    decode_all,
+    join,
+    measure,
+    method_results,
+    parts_of,
+    summarise,
+    variants,
+)
 from infer.evaluation.masked import evaluate_masked
 from infer.evaluation.suite import ask
+from infer.ngrams.count import count_ngrams
 
 PROMPTS = [[7, 8, 9, 10]] * 6
 
@@ -42,8 +54,57 @@ def test_a_texts_own_ngrams_need_no_file(make_tiny):
     target, drafter = make_tiny()
     config = EvaluationConfig(max_new_tokens=4, budgets=[3], continuity="text")
     names = [one.name for one in variants(target, drafter, config)]
-    assert names == ["plain", "generate", "chain", "ddtree", "ddtree+continuity"]
-    assert [one.options.continuity for one in variants(target, drafter, config)][-2:] == ["none", "text"]
+    assert names == ["plain", "generate", "chain", "ddtree", "ddtree+ngrams", "n-grams alone"]
+    assert [one.options.continuity for one in variants(target, drafter, config)][-3:] == ["none", "text", "text"]
+
+
+def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
+    """With a file beside the weights: DDTree without it and with it, and the n-grams in the drafter's place."""
+    target, drafter = make_tiny(block_size=6)
+    texts = [[7, 8, 9, 10, 11, 12, 13, 7, 8, 9]]
+    drafter.ngrams = count_ngrams(texts, len(target.head_weight), 3, tmp_path / "ngrams", "0" * 64, workers=1).path
+    config = EvaluationConfig(max_new_tokens=12, budgets=[2, 8, 4])
+    every = variants(target, drafter, config)
+    assert [(one.name, one.budget) for one in every[2:]] == [
+        *[("chain", 5), ("ddtree", 2), ("ddtree", 8), ("ddtree", 4)],
+        *[("ddtree+ngrams", 4), ("n-grams alone", 4)],
+    ]
+    assert "n-grams" not in " ".join(one.name for one in variants(target, drafter, replace(config, continuity="none")))
+    measured = measure(target, drafter, every, PROMPTS[:1])
+    rounds = {(one.variant.name, one.variant.budget): one.texts[0].commits for one in measured}
+    own = [
+        generate(target, drafter, PROMPTS[0], max_new_tokens=12, budget=4, continuity=file) for file in (None, "none")
+    ]
+    assert [rounds["ddtree+ngrams", 4], rounds["ddtree", 4]] == [text.commits for text in own]
+    alone = Lookup(6, drafter.ngrams)
+    assert rounds["n-grams alone", 4] == generate(target, alone, PROMPTS[0], max_new_tokens=12, budget=4).commits
+    assert all(ids(one) == ids(measured[0]) for one in measured)
+
+
+def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
+    """The machine stands still for ten seconds during one prompt of one method: its rate is as without."""
+    target, drafter = make_tiny()
+    readings = count()  # two a text, the first at 0: of two warm-ups, then of the methods in turn
+
+    def slow_clock() -> float:
+        reading = next(readings)
+        return reading + 10.0 * (reading > 2 * (2 + 3))  # the stall: behind the first reading of the fourth text
+
+    monkeypatch.setattr(evaluate, "synchronised_clock", lambda device: slow_clock)
+    monkeypatch.setattr(evaluate, "open_engine", without_clock(evaluate.open_engine))
+    config = EvaluationConfig(max_new_tokens=4, budgets=[2], continuity="none")
+    plain, _, chain, *_ = variants(target, drafter, config)
+    measured = measure(target, drafter, [plain, chain], PROMPTS[:4])
+    assert sorted(one.again for one in measured) == [0, 1]
+    assert all(batch.seconds == [1.0] for one in measured for batch in one.batches)
+    rows = method_results(measured, {}, measured[0])
+    assert [(row.tokens_per_second, row.speedup) for row in rows] == [(4.0, 1.0), (4.0, 1.0)]
+    assert [row.again for row in rows].count(None) == 1
+
+
+def without_clock(open_engine):
+    """`open_engine` whose engine does not read the clock that it is given."""
+    return lambda *arguments: open_engine(*arguments[:-1])
 
 
 def test_another_drafter_and_slow_plain_decoders_beside_an_evaluation(make_tiny, monkeypatch):
@@ -58,8 +119,9 @@ def test_another_drafter_and_slow_plain_decoders_beside_an_evaluation(make_tiny,
     monkeypatch.setattr(evaluate, "SLOW", 0.0)
     hasty = decode_all(target, drafter, parts)
     names = [[[one.variant.name for one in part] for part in every] for every in (patient, hasty)]
-    assert names[0] == [["plain", "generate", "chain", "ddtree"]] * 2
-    assert names[1] == [["plain", "generate", "chain", "ddtree"], ["plain", "chain", "ddtree"]]
+    rows = ["chain", "ddtree", "n-grams alone"]
+    assert names[0] == [["plain", "generate", *rows]] * 2
+    assert names[1] == [["plain", "generate", *rows], ["plain", *rows]]
     own = generate(target, other, PROMPTS[0], options=replace(patient[1][2].variant.options, seed=0))
     assert patient[1][2].numbers == [0, 2] and patient[1][2].texts[0].stats.rounds == own.stats.rounds
     joined = [join(of_part) for of_part in zip(patient, hasty, strict=True)]

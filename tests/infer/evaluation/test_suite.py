@@ -73,13 +73,14 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
     for temperature, best, every in ((0.0, *found[:2]), (1.0, *found[2:])):
         assert len({len(row) for row in best}) == len({len(row) for row in every}) == 1
         assert [row[0] for row in best[2:]] == [row[0] for row in every[2:]] == [*titles, "**mean**"]
-        assert every[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6"]
+        assert every[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6", "n-grams alone 6"]
         for one, row, methods in zip(SETS, best[2:], every[2:], strict=False):
             entry = measured[one.name, temperature]
             answers = 4 if one.name == "mt-bench" else 2
             assert (entry["questions"], entry["answers"], entry["left_out"]) == (2, answers, 0)
             lines = {(m["name"], m["budget"]): m for m in entry["result"]["methods"]}
-            assert set(lines) == {("plain", 0), ("generate", 0), ("chain", 3), ("ddtree", 3), ("ddtree", 6)}
+            trees = {("ddtree", 3), ("ddtree", 6), ("n-grams alone", 6)}
+            assert set(lines) == {("plain", 0), ("generate", 0), ("chain", 3)} | trees
             assert all(m["same"] == answers for m in lines.values() if m["name"] != "generate")  # float32: sampled too
             assert row[1] == str(answers) and row[-1] == f"{answers}/{answers}"
             paper = published("Qwen3-4B", temperature, one.name)
@@ -96,9 +97,9 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
 
     trees = [one for one in read_result(out / "suite.json", SuiteResult).sets if one.temperature == 0]
     for one in trees:  # a drafter with n-grams has these in the place of plain DDTree
-        one.result.methods[3:] = [replace(each, name="ddtree+continuity") for each in one.result.methods[3:]]
+        one.result.methods[3:] = [replace(each, name="ddtree+ngrams") for each in one.result.methods[3:-1]]
     guided = tables(best_budgets(trees, [None] * len(trees)))[0]
-    assert guided[0][8] == "DDTree + continuity speedup"
+    assert guided[0][8] == "DDTree + n-grams speedup"
     assert [[row[3], *row[7:9]] for row in guided[2:]] == [[row[3], *row[7:9]] for row in found[0][2:]]
 
     decoded = []

@@ -67,7 +67,7 @@ def test_a_sweep_ends_in_one_table(start_command, shallow, tmp_path, monkeypatch
     sweep(["--multirun", f"runs_dir={tmp_path / 'runs'}", *small, "checkpoints=1", "objective.gamma=0.5,0.7"])
     folder = tmp_path / "runs" / "embedded-dflash"
     table = (folder / "sweep.md").read_text().splitlines()
-    assert len(table) == 4 and "τ DDTree + continuity 4" in table[0]
+    assert len(table) == 4 and "τ DDTree + n-grams 4" in table[0]
     for gamma in ("0.5", "0.7"):
         assert any(f"| objective.gamma={gamma} | 3 |" in line for line in table)
         assert (folder / f"objective.gamma={gamma}" / "checkpoints" / "best").exists()

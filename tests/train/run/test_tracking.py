@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import train.run.tracking as tracking
-from infer.evaluation.results import Evaluation, MethodResult, Sample, write_result
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult, Sample, write_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.hooks import finish_report
 from train.run.tracking import Tracker
@@ -32,8 +32,11 @@ FIGURES = {
 
 def evaluation_of(step: int, checkpoint: Path, more: float = 0.0) -> Evaluation:
     """An evaluation with METHODS, the acceptance length of drafts larger by `more`."""
+    prompts = [PromptResult(i, "any", i, 10, 3 if more else 4, [0.1], 0) for i in range(8)]
     methods = [
-        MethodResult(**method | REST | {"tau": method["tau"] + more * bool(method["budget"])}, identical=True)
+        MethodResult(
+            **method | REST | {"tau": method["tau"] + more * bool(method["budget"])}, identical=True, prompts=prompts
+        )
         for method in METHODS
     ]
     return Evaluation(
