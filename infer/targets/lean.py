@@ -67,30 +67,19 @@ class Product:
 
     weight: torch.Tensor  # (inputs, outputs)
     bias: torch.Tensor | None = None
-    panels: torch.Tensor | None = None  # a copy of the weight for few states
-
-    def compiled(self, states: torch.Tensor) -> bool:
-        """Whether these states go through the panels."""
-        return self.panels is not None and loops.light(states, self.panels)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if self.compiled(states):
-            return loops.add_product(self.bias, states, self.panels)
         return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, inputs) times a factor, without the bias, added to others (N, outputs)."""
-        if factor == 1 and self.compiled(states):
-            return loops.add_product(before, states, self.panels)
         return torch.addmm(before, states, self.weight, alpha=factor)
 
     def turned(self) -> "Product":
-        """Return the same with a copy of the weight for a few rows, if it is a small one on a CPU: in panels where
-        that can be, else with the inputs as its outer dimension."""
-        if self.weight.device.type != "cpu" or self.weight.numel() > COPIED:
-            return self
-        panels = loops.panels(self.weight)
-        return replace(self, panels=panels, weight=self.weight.contiguous() if panels is None else self.weight)
+        """Return the same with a copy of the weight whose outer dimension are the inputs, which takes less time for a
+        few rows, if it is a small one on a CPU."""
+        small = self.weight.device.type == "cpu" and self.weight.numel() <= COPIED
+        return replace(self, weight=self.weight.contiguous()) if small else self
 
 
 @dataclass(frozen=True)

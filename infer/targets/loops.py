@@ -1,8 +1,8 @@
-"""What the lean pass has compiled for few positions, in float32 and on the CPU (kernels.py): norms, products, heads on
-their way into attention. There tensor operations take several times as many calls, each of which costs more than what
-it computes.
+"""What the lean pass has compiled for few positions, in float32 and on the CPU (kernels.py): norms, heads on their way
+into attention. There tensor operations take several times as many calls, each of which costs more than what it
+computes.
 
-N positions of B rows, Q each, D hidden size, M outputs, H query heads, K key heads, G = H / K, E head size, R of its
+N positions of B rows, Q each, D hidden size, H query heads, K key heads, G = H / K, E head size, R of its
 features rotated. A position's numbers do not depend on what is computed beside it.
 """
 
@@ -18,7 +18,6 @@ if jit.AVAILABLE:
     from infer.targets import kernels
 
 FEW = 1 << 17  # numbers of a state that a loop, which has one thread, goes through sooner than torch, which has all
-ROWS, WORK = 32, 5_000_000  # the same of a product: positions, and multiplications, a tenth of a millisecond
 
 
 class Scale(NamedTuple):
@@ -28,38 +27,10 @@ class Scale(NamedTuple):
     eps: float
 
 
-def serve(states: torch.Tensor) -> bool:
-    """Return whether the loops of this module serve for states."""
-    return states.dtype == torch.float32 and compiled.available(states) and not states.requires_grad
-
-
 def few(states: torch.Tensor) -> bool:
-    """Return whether the loops of this module take less time for states than torch does."""
-    return states.numel() <= FEW and serve(states)
-
-
-def light(states: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `add_product` of states and a weight in panels takes less time than torch does."""
-    rows = states.shape[0]
-    return rows <= ROWS and rows * weight.numel() <= WORK and few(states)
-
-
-def panels(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a weight (D, M) for `add_product`, (P, D, C), None where there can be none."""
-    if not serve(weight) or weight.shape[1] % kernels.COLUMNS:
-        return None
-    return weight.unflatten(1, (-1, kernels.COLUMNS)).transpose(0, 1).contiguous()
-
-
-def add_product(before: torch.Tensor | None, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the product of states (N, D) with a weight in panels, added to what was there before, (N, M) or (M,)."""
-    states, shape = states.contiguous(), (states.shape[0], weight.shape[0] * weight.shape[2])
-    if before is None:
-        out = states.new_zeros(shape)
-    else:
-        out = before.clone(memory_format=torch.contiguous_format) if before.ndim == 2 else before.repeat(shape[0], 1)
-    kernels.add_product(states.data_ptr(), weight.data_ptr(), out.data_ptr(), *states.shape, shape[1])
-    return out
+    """Return whether the loops of this module serve for states, and take less time than torch does."""
+    usable = states.dtype == torch.float32 and compiled.available(states) and not states.requires_grad
+    return usable and states.numel() <= FEW
 
 
 def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

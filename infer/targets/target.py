@@ -31,7 +31,7 @@ from infer.attention.masks import (
     same_chunk,
 )
 from infer.targets.layers import UnknownLayer, close, lean_decoder
-from infer.targets.lean import LeanDecoder, Masks, Product
+from infer.targets.lean import LeanDecoder, Masks
 from infer.targets.mixed_cache import MixedCache, PackedWindow, Shapes, find_shapes
 from infer.targets.recurrent import Lineage, States, follow_trees
 from infer.targets.support import (
@@ -48,7 +48,7 @@ from infer.targets.support import (
 from infer.targets.watch import Watch
 from infer.trees.tree import DraftTree
 
-COPIES = ("lean_pass", "decoder_pass", "_small_head")  # what is made of the weights on first use
+COPIES = ("lean_pass", "decoder_pass")  # what is made of the weights on first use
 # a lock for each model: its hooks serve one pass at a time, whatever targets are made of it
 LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 
@@ -168,17 +168,7 @@ class Target:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (..., V) of final hidden states (..., D)."""
-        few, flat = self._small_head, hidden.reshape(-1, hidden.shape[-1])
-        if few is not None and few.compiled(flat):
-            return self.scale(few(flat).view(*hidden.shape[:-1], -1))
         return self.scale(self.model.get_output_embeddings()(hidden))
-
-    @cached_property
-    def _small_head(self) -> Product | None:
-        """The head with a copy of its weight for few states, None where there can be none."""
-        head = self.model.get_output_embeddings()
-        plain = type(head) is nn.Linear and "forward" not in vars(head)
-        return Product(head.weight.detach().t(), head.bias).turned() if plain else None
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for up to `rows` texts of up to `capacity` positions. Layers with a sliding window keep all
