@@ -10,20 +10,27 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from transformers import AutoTokenizer
 
-from data.packing import best_fit
-from data.rows import files_of, single, training_rows
+from data.chat import THOUGHT
+from data.packing import best_fit, flat, tokenize
+from data.prompts import evaluation_prompts
+from data.rows import DataConfig, files_of, single, training_rows
+from infer.config import TargetConfig
+from infer.drafters.base import default_mask_token
 from infer.drafters.families import FAMILIES
-from infer.evaluation.evaluate import synchronised_clock
-from infer.targets.loading import without_memory
+from infer.evaluation.evaluate import brief, parts_of, synchronised_clock
+from infer.targets.loading import resolve_path, tell_template, without_memory
 from infer.targets.support import refuse_unsupported
 from infer.targets.target import Target
+from infer.utils.progress import doing
 from train.batches import Prefetch
 from train.config import TrainConfig
 from train.engine import build_engine, compute_dtype, micro_batch, target_dtype
@@ -44,7 +51,7 @@ from train.plan import (
     target_config,
     total_steps,
 )
-from train.run.initial import resolve_init
+from train.run.initial import named_mask, resolve_init
 from train.safety.processes import start_processes
 
 if TYPE_CHECKING:
@@ -57,34 +64,72 @@ PATIENCE = 10.0  # seconds of steps, at most
 ENOUGH = 30  # steps
 
 
-def estimated_tokens(config: TrainConfig) -> float | None:
-    """Estimate how many tokens the training rows have, four bytes each; None where they are not on this machine yet."""
-    size = 0.0
+@dataclass
+class Sample:
+    """The first rows of the data, as training reads them; without the target's tokenizer, by four bytes a token."""
+
+    tokens: float = 0.0  # of all rows, about
+    sizes: list[int] = field(default_factory=list)  # tokens of every piece
+    used: set[int] = field(default_factory=set)  # ids that they have
+    room: int = 1  # positions of the packed rows
+
+    @property
+    def fill(self) -> float:
+        """How full packed rows are."""
+        return sum(self.sizes) / self.room or 1.0
+
+
+def sample_data(config: TrainConfig, tokenizer) -> Sample | None:
+    """Return a sample of the training rows, None where they are not on this machine yet."""
+    sample, length = Sample(), config.data.length
     for data, _ in single(config.data):
         if data.source == "hub":
             return None
-        if data.source in ("embedded", "stdlib"):
-            size += sum(len(row["prompt"] + row["text"]) for row in training_rows(data))
-        else:
-            size += sum(file.stat().st_size * (3 if file.suffix == ".parquet" else 1) for file in files_of(data.path))
-    return size / 4
+        rows = list(islice(training_rows(data), SAMPLE + 1))
+        before = sum(sample.sizes)
+        for row in rows:
+            sizes, ids = pieces_of(row, tokenizer, data)
+            sample.sizes += sizes
+            sample.used.update(ids)
+        share = 1.0
+        if len(rows) > SAMPLE:  # all files have so many times the sample's bytes
+            seen = sum(len(json.dumps(row, ensure_ascii=False).encode(errors="replace")) for row in rows)
+            share = max(1.0, bytes_of(data) / seen)
+        sample.tokens += share * (sum(sample.sizes) - before)
+    sample.room = length * max(1, sum(1 for _ in best_fit(sample.sizes, length)))
+    return sample
 
 
-def row_fill(config: TrainConfig) -> float:
-    """Estimate how full packed rows are, from the first texts of the data, four bytes a token; 1 where they are not on
-    this machine yet."""
-    length, sizes = config.data.length, []
-    for data, _ in single(config.data):
-        if data.source == "hub":
-            return 1.0
-        for row in islice(training_rows(data), SAMPLE):
-            said = (
-                json.dumps(row["chat"]["messages"], ensure_ascii=False) if row["chat"] else row["prompt"] + row["text"]
-            )
-            tokens = len(said.encode(errors="replace")) // 4 + 1
-            sizes += [min(length, tokens - start) for start in range(0, tokens, length)]
-    rows = sum(1 for _ in best_fit(sizes, length))
-    return sum(sizes) / (rows * length) if rows else 1.0
+def pieces_of(row: dict, tokenizer, data: DataConfig) -> tuple[list[int], set[int]]:
+    """Return the sizes of a row's pieces in tokens, and the ids that they have, where there is a tokenizer."""
+    if tokenizer is not None:
+        pieces = tokenize({key: [value] for key, value in flat(row).items()}, tokenizer, data.length, data.long)["ids"]
+        return [len(ids) for ids in pieces if ids], {id for ids in pieces for id in ids}
+    said = row["prompt"] + row["text"]
+    if row["chat"]:
+        said = "".join(turn["role"] + turn["content"] + turn.get(THOUGHT, "") for turn in row["chat"]["messages"])
+    tokens = len(said.encode(errors="replace")) // 4 + 1
+    return [min(data.length, tokens - start) for start in range(0, tokens, data.length)], set()
+
+
+def bytes_of(data: DataConfig) -> float:
+    """Return the bytes of a data set's rows."""
+    if data.source in ("embedded", "stdlib"):
+        return sum(len(json.dumps(row, ensure_ascii=False)) for row in training_rows(data))
+    return sum(file.stat().st_size * (3 if file.suffix in (".parquet", ".gz") else 1) for file in files_of(data.path))
+
+
+def tokenizer_at_hand(target: TargetConfig):
+    """Return the target's tokenizer, None where it is not on this machine."""
+    try:
+        place = resolve_path(target.path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=target.trust_remote_code
+        )
+    except (OSError, ValueError):
+        return None
+    tell_template(tokenizer, target.chat_template_kwargs)
+    return tokenizer
 
 
 class RandomRows:
@@ -120,8 +165,8 @@ def random_target(theirs: "PretrainedConfig", dtype: torch.dtype, device: torch.
 @contextmanager
 def random_steps(
     config: TrainConfig, theirs: "PretrainedConfig", device: torch.device, count: int
-) -> Iterator[Callable[[], object]]:
-    """A function that takes the next one of `count` steps of a run on random rows, from random weights."""
+) -> Iterator[tuple[Callable[[], object], Target]]:
+    """A function that takes the next one of `count` steps of a run on random rows, from random weights; the target."""
     start_processes(device)
     target = random_target(theirs, target_dtype(config, device), device)
     family = FAMILIES[config.drafter.family].load()
@@ -130,18 +175,34 @@ def random_steps(
     engine = build_engine(drafter, config, device)
     rows = RandomRows(4 * config.optim.batch, config.data.length, target.config.vocab_size)
     with closing(Prefetch(rows, config, 0, count, pinned=device.type == "cuda")) as prefetch:
-        yield lambda: train_step(engine, target, prefetch(), config, lambda phase: None)
+        yield lambda: train_step(engine, target, prefetch(), config, lambda phase: None), target
 
 
-def measure_step(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> float:
-    """Return the seconds of a step of one process: the median of `ENOUGH` steps, or of those of ten seconds."""
-    last, clock, seconds = WARM + ENOUGH, synchronised_clock(device), []
-    with random_steps(config, theirs, device, last) as step:
-        while len(seconds) < last and sum(seconds[WARM:]) < PATIENCE:
-            began = clock()
-            step()
-            seconds.append(clock() - began)
-    return statistics.median(seconds[WARM:])
+@dataclass(frozen=True)
+class Measured:
+    """What random weights took here."""
+
+    step: float  # seconds, of one process
+    token: float  # seconds of the target's pass over one token
+
+
+def measure(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> Measured:
+    """Return the seconds of a step, the median of `ENOUGH` steps or of those of ten seconds, and of a plain pass."""
+    last, clock = WARM + ENOUGH, synchronised_clock(device)
+
+    def timed(work: Callable[[], object]) -> float:
+        began = clock()
+        work()
+        return clock() - began
+
+    seconds = []
+    with random_steps(config, theirs, device, last) as (step, target):
+        while len(seconds) < last and (len(seconds) <= WARM or sum(seconds[WARM:]) < PATIENCE):
+            seconds.append(timed(step))
+        one = torch.zeros(1, 1, dtype=torch.long, device=device)
+        with torch.inference_mode():
+            tokens = [timed(lambda: target.model(one)) for _ in range(5)]
+    return Measured(statistics.median(seconds[WARM:]), statistics.median(tokens))
 
 
 @dataclass(frozen=True)
@@ -170,16 +231,21 @@ class Work:
 
 
 def work_of(config: TrainConfig) -> Work:
-    """Return the work of a run, from its configuration and the target's config.json. Raises ValueError as the run
-    would."""
+    """Return the work of a run, from its configuration and the target's config.json, on the device that the run would
+    take here; without a GPU and where the CPU has no room, on a GPU. Raises ValueError as the run would."""
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     theirs = target_config(config)
     refuse_unsupported(theirs)
-    world = int(os.environ.get("NPROC") or 1)
-    cuda = config.target.device.startswith("cuda") or (
-        config.target.device == "auto" and (torch.cuda.is_available() or config.target.path != "embedded")
-    )
-    device = torch.device("cuda" if cuda else "cpu")
+    if config.target.device != "auto" or torch.cuda.is_available():
+        return work_on("cuda" if config.target.device.startswith(("cuda", "auto")) else "cpu", config, theirs)
+    here = work_on("cpu", config, theirs)
+    return here if sum(here.memory.values()) <= FITS * here.recompute.room else work_on("cuda", config, theirs)
+
+
+def work_on(kind: str, config: TrainConfig, theirs: "PretrainedConfig") -> Work:
+    """Return the work of a run on a kind of device."""
+    world, device = int(os.environ.get("NPROC") or 1), torch.device(kind)
+    cuda = kind == "cuda"
     room = device_memory(device, world) if cuda == torch.cuda.is_available() else None
     shape = shape_of(config, theirs, micro_batch(config, world)[0])
     weight, product = target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize
@@ -200,34 +266,49 @@ def obstacle(work: Work) -> str | None:
     return f"it takes at least {least:.0f} seconds" if (WARM + 1) * least > PATIENCE else None
 
 
-def print_time(work: Work, steps: int) -> None:
-    """Print how long so many steps take: as measured, otherwise by an assumption."""
+def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
+    """Return how many tokens all evaluations of a run decode at most. Raises ValueError where there is no prompt."""
+    options = config.evaluation
+    prompts = evaluation_prompts(config.data, tokenizer, options.prompts, options.prompt_tokens, options.outside)
+    parts = parts_of(prompts, options)
+    every = [*parts, *[brief(parts[0])] * (config.checkpoints - 1)]
+    ways = 4 + len(options.budgets)  # plain, generate, chain, n-grams, and trees
+    return ways * options.max_new_tokens * sum(len(part.prompts) * part.config.repeats for part in every)
+
+
+def print_time(work: Work, steps: int, decoded: int | None) -> None:
+    """Print how long so many steps and the evaluations take: as measured, otherwise by an assumption. decoded: tokens
+    of all evaluations, None where they are not known."""
     config, why = work.config, obstacle(work)
     if why is None:
         own = replace(config, optim=replace(config.optim, batch=config.optim.batch // work.world))
         try:
-            seconds = measure_step(own, work.theirs, work.device)
+            with doing("measuring a step with random weights"):
+                took = measure(own, work.theirs, work.device)
         except RuntimeError as error:  # of memory, of kernels: the plan is of use without it
             why = str(error).splitlines()[0]
     if why is None:
         alone = " of one process alone" if work.world > 1 else ""
         print(
-            f"time       {steps:,} steps: about {in_time(steps * seconds)} without evaluations, by steps{alone} of "
-            f"{1000 * seconds:,.0f} ms, measured here with random weights"
+            f"time       {steps:,} steps: about {in_time(steps * took.step)} without evaluations, by steps{alone} of "
+            f"{1000 * took.step:,.0f} ms, measured here with random weights"
         )
-        return
     rates = {"an H100 (989 TFLOP/s in bfloat16)": 989e12}
     if work.recompute.room is not None:
         rates = {f"this machine's {work.device.type}": matmul_rate(work.device, compute_dtype(config, work.device))}
-    for name, rate in rates.items():
+    for name, rate in rates.items() if why else ():
         seconds = steps * sum(work.operations.values()) / work.world / (SHARE * rate)
         print(
             f"time       {steps:,} steps: about {in_time(seconds)} without evaluations, if they reach "
             f"{100 * SHARE:.0f} % of {name}; a step was not measured: {why}"
         )
+    if decoded is not None:
+        count = f"{config.checkpoints} evaluation{'s' * (config.checkpoints > 1)}"
+        takes = "" if why else f": about {in_time(decoded * took.token / work.world)}, if each takes a plain pass"
+        print(f"           {count} of at most {decoded:,} tokens, every way of decoding counted{takes}")
 
 
-def print_data(work: Work) -> int:
+def print_data(work: Work, sample: Sample | None) -> int:
     """Print what is known of the data, and what features would take; return the steps of the run."""
     config, shape = work.config, work.shape
     stored = {store: row_bytes(1, shape.tapped, shape.hidden, store) for store in ("bfloat16", "int8")}  # of a token
@@ -235,27 +316,37 @@ def print_data(work: Work) -> int:
         "features   stored by ./launch.sh features: "
         + ", ".join(f"{in_bytes(size * 1e6)} a million tokens in {store}" for store, size in stored.items())
     )
-    tokens = estimated_tokens(config)
-    if tokens is None:
+    if sample is None:
         print("data       on the hub: how many tokens it has, and so how many steps, shows once it is here")
         return config.optim.steps or 1000
-    fill = row_fill(config)
     print(
-        f"data       about {tokens:,.0f} tokens, rows {100 * fill:.0f} % full; "
-        f"{in_bytes(stored['bfloat16'] * tokens / fill)} of features in bfloat16"
+        f"data       about {sample.tokens:,.0f} tokens, rows {100 * sample.fill:.0f} % full; "
+        f"{in_bytes(stored['bfloat16'] * sample.tokens / sample.fill)} of features in bfloat16"
     )
-    return total_steps(config, tokens / fill / shape.length)
+    return total_steps(config, sample.tokens / sample.fill / shape.length)
+
+
+def process_memory(work: Work) -> float:
+    """Return the bytes of a CPU process at its peak: this one's libraries, and beside what training keeps either the
+    rest of a step or, in an evaluation, float32 copies of the target's weights."""
+    parts, shape = work.memory, work.shape
+    libraries = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    again = 0 if parts["target"] == 4 * shape.target_parameters else 4 * shape.target_parameters
+    kept = sum(parts[name] for name in ("target", "drafter", "optimiser"))
+    return libraries + max(sum(parts.values()), kept + again + 4 * shape.target_parameters)
 
 
 def print_plan(config: TrainConfig) -> None:
     """Print the plan."""
     work = work_of(config)
     shape, operations, world = work.shape, work.operations, work.world
+    tokenizer = tokenizer_at_hand(config.target)
+    sample = sample_data(config, tokenizer)
     print(
         f"target     {config.target.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
         f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
         f"drafter    {config.drafter.family}, {shape.layers} layer{'s' * (shape.layers > 1)}, block {shape.block}: "
-        f"{shape.drafter_parameters / 1e6:,.1f} million\n"
+        f"{shape.drafter_parameters / 1e6:,.1f} million{mask_of(work, tokenizer, sample)}\n"
         f"step       {config.optim.batch} rows of {shape.length:,} tokens, {shape.anchors} blocks each; {world} "
         f"{'GPU' if work.device.type == 'cuda' else 'CPU'} process{'es' if world > 1 else ''}, {shape.rows} rows a pass"
     )
@@ -265,6 +356,22 @@ def print_plan(config: TrainConfig) -> None:
     print(work.recompute)
     for part, size in work.memory.items():
         print(f"           {in_bytes(size):>10}  {part}")
-    print_time(work, print_data(work))
+    if work.device.type == "cpu" and Path("/proc/self/statm").exists():
+        print(f"           {in_bytes(process_memory(work)):>10}  in all, with libraries and an evaluation's copies")
+    steps = print_data(work, sample)
+    known = tokenizer is not None and sample is not None
+    print_time(work, steps, evaluated_tokens(config, tokenizer) if known else None)
     if dist.is_initialized():  # a step was measured
         dist.destroy_process_group()
+
+
+def mask_of(work: Work, tokenizer, sample: Sample | None) -> str:
+    """Return the drafter's mask token in words, where that can be known. Raises ValueError where there is none."""
+    options, theirs = work.config.drafter, work.theirs.get_text_config()
+    mask = options.mask_token_id
+    if options.family != "dflash" or tokenizer is None:
+        return ""
+    if mask is None:
+        ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+        mask = default_mask_token(tokenizer, theirs.vocab_size, ends, sample and (lambda: sample.used))
+    return named_mask(mask, tokenizer)

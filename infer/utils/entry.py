@@ -77,7 +77,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
         if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
             return ask_hydra(name, schema, arguments)
         config = composed(name, schema, arguments)
-        HEARTBEAT.begin(name)
+        HEARTBEAT.begin()
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))

@@ -38,10 +38,10 @@ class Heartbeat(threading.Thread):
         self.at(None)
         self.said = self.since
 
-    def begin(self, command: str) -> None:
+    def begin(self) -> None:
         """Watch over a command, in the first process only."""
         if os.environ.get("RANK", "0") == "0":
-            self.at(f"{command}: working")
+            self.at("working")
             self.said = self.since
             if not self.is_alive():
                 self.start()

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from data.packing import packed_rows
 from infer.attention.masks import block_ranges, dense
-from infer.config import DrafterConfig
+from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.families import FAMILIES
 from infer.targets.support import refuse_unsupported
 from train import forecast
@@ -157,24 +158,27 @@ def test_a_step_is_measured_before_a_run_where_it_can_be(small, monkeypatch, cap
     work = forecast.work_of(small("target.device=cpu"))
     assert forecast.obstacle(work) is None
     with monkeypatch.context() as taken:
-        taken.setattr(forecast, "measure_step", lambda config, theirs, device: 0.25)
-        forecast.print_time(work, 240)
-    assert "240 steps: about 1.0 minutes without evaluations, by steps of 250 ms, measured" in capsys.readouterr().out
+        taken.setattr(forecast, "measure", lambda config, theirs, device: forecast.Measured(0.25, 0.03))
+        forecast.print_time(work, 240, 4000)
+    printed = capsys.readouterr().out
+    assert "240 steps: about 1.0 minutes without evaluations, by steps of 250 ms, measured" in printed
+    assert "evaluation of at most 4,000 tokens, every way of decoding counted: about 2.0 minutes" in printed
     with monkeypatch.context() as taken:
         taken.setattr(forecast, "random_target", Mock(side_effect=RuntimeError("out of memory\nby 3 GB")))
-        forecast.print_time(work, 240)
+        forecast.print_time(work, 240, None)
     assert capsys.readouterr().out.endswith("a step was not measured: out of memory\n")
-    assert 0 < forecast.measure_step(work.config, work.theirs, work.device) < 60
+    took = forecast.measure(work.config, work.theirs, work.device)
+    assert 0 < took.token < took.step < 60
     nowhere = replace(work, recompute=replace(work.recompute, room=None))
     too_small = replace(work, recompute=replace(work.recompute, room=1e6))
     for other, why in ((nowhere, "here is a GPU"), (too_small, "it does not fit")):
         assert why in forecast.obstacle(other)
-        forecast.print_time(other, 240)
+        forecast.print_time(other, 240, None)
         assert "40 %" in (said := capsys.readouterr().out) and why in said
 
 
 def test_a_plan_needs_neither_weights_nor_a_network(start_command):
-    command = ["plan", "+model=qwen3-8b", "target.shard=true"]
+    command = ["plan", "+model=qwen3-8b", "target.shard=true", "target.device=cuda"]
     printed = start_command("infer/main.py", command, HF_HUB_OFFLINE="1", NPROC="8").finish()
     for words in (
         "8,190.7 million parameters",
@@ -184,6 +188,44 @@ def test_a_plan_needs_neither_weights_nor_a_network(start_command):
         "a million tokens",
     ):
         assert words in printed
+
+
+@pytest.mark.parametrize("device, room, kind", [("auto", 1e12, "cpu"), ("auto", 1e5, "cuda"), ("cuda", 1e12, "cuda")])
+def test_a_plan_is_for_the_device_that_the_run_would_take(small, monkeypatch, device, room, kind):
+    """Without a GPU: the CPU, unless the run has no room there, whatever the target is called."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(forecast, "device_memory", lambda device, processes: room)
+    assert forecast.work_of(small(f"target.device={device}")).device.type == kind
+
+
+def test_data_are_counted_as_training_reads_them(small, tmp_path):
+    """In the target's own tokens; the ids that `regenerate` writes beside an answer are no text."""
+    file, said = tmp_path / "chats.jsonl", "x = 1\n" * 9
+    for extra in ({}, {"token_ids": [*range(400)]}):
+        answer = {"role": "assistant", "content": said} | extra
+        rows = [{"messages": [{"role": "user", "content": f"Question {i}"}, answer]} for i in range(30)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = small("data=jsonl", f"data.path={file}")
+        tokenizer = forecast.tokenizer_at_hand(config.target)
+        trained = packed_rows(config.data, tokenizer, str(extra))
+        sample = forecast.sample_data(config, tokenizer)
+        assert sample.tokens == sum(int((row["documents"] >= 0).sum()) for row in trained)
+        assert round(sample.tokens / sample.fill / config.data.length) == len(trained)
+        guessed = forecast.sample_data(config, None).tokens
+        assert guessed < 27 * (len(said) + 60) / 4
+    options = config.evaluation
+    decoded = forecast.evaluated_tokens(config, tokenizer)
+    assert decoded >= 5 * options.max_new_tokens * options.prompts
+    config.checkpoints += 4
+    assert forecast.evaluated_tokens(config, tokenizer) > decoded
+
+
+def test_a_plan_names_the_mask_token(small):
+    work, tokenizer = forecast.work_of(small("target.device=cpu")), forecast.tokenizer_at_hand(TargetConfig())
+    assert forecast.mask_of(work, tokenizer, None) == ", mask token 1 (<|mask|>)"
+    assert forecast.mask_of(work, tokenizer, forecast.Sample(used={1})) == ", mask token 2 (<|pad|>)"
+    with pytest.raises(ValueError, match="drafter.mask_token_id=<id>"):
+        forecast.mask_of(work, tokenizer, forecast.Sample(used={*range(512)}))
 
 
 def test_a_plan_refuses_what_the_run_would(start_command):

@@ -89,8 +89,8 @@ def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
         return capsys.readouterr().err.splitlines()
 
     assert wait(60) == []  # no command
-    heart.begin("doctor")
-    assert wait(55) == ["doctor: working (25 s so far)", "doctor: working (50 s so far)"]
+    heart.begin()
+    assert wait(55) == ["working (25 s so far)", "working (50 s so far)"]
     with doing("loading a model"):
         assert wait(30) == ["loading a model (20 s so far)"]
     progress = Progress("evaluating", "prompts", stream=io.StringIO())
@@ -100,6 +100,6 @@ def test_silent_work_says_what_it_is_at(clock, monkeypatch, capsys):
     progress(2, 3)  # says it itself
     assert wait(24) == [] and wait(1) == ["evaluating: 2 of 3 prompts (1 min so far)"]
     progress(3, 3)
-    assert wait(25) == ["doctor: working (3 min so far)"]
+    assert wait(25) == ["working (3 min so far)"]
     heart.at(None)  # it waits for its user
     assert wait(60) == []
