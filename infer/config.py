@@ -379,6 +379,8 @@ class EvaluationConfig:
     rows: prompts decoded side by side
     compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     samples: decoded texts shown in the report
+    minutes: about so long it may take on this machine, by a few rounds of every method; answers are shortened to 64
+        tokens, then prompts left out; at checkpoints before the last a quarter of it. null: no limit
     continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too, with every budget, and with the
         middle one the n-grams alone, without a drafter. null: with the middle budget the file that lies beside the
         drafter's weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no n-grams
@@ -397,6 +399,7 @@ class EvaluationConfig:
     rows: int = 1
     compile: bool | None = None
     samples: int = 3
+    minutes: float | None = 10.0
     continuity: str | None = None
     continuity_weight: float = 0.8
 
@@ -405,6 +408,8 @@ class EvaluationConfig:
         at_least(self, "evaluation.", prompts=1, outside=0, prompt_tokens=1, max_new_tokens=1, repeats=1)
         at_least(self, "evaluation.", rows=1, samples=0)
         temperature(self, "evaluation.")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"evaluation.minutes={self.minutes}: above 0, or null for no limit")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")
         if not 0 <= self.continuity_weight < float("inf"):

@@ -60,7 +60,8 @@ def run(config: CompareCommand) -> None:
     target, drafters = load_all(config.target, config.checkpoints)
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
-        evaluations[name] = evaluate(target, drafter, prompts, options, Progress(f"evaluating {name}", "prompts"), True)
+        progress = Progress(f"evaluating {name}", "prompts")
+        evaluations[name] = evaluate(target, drafter, prompts, options, progress, True, progress.say)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "comparison.json", evaluations)

@@ -69,7 +69,8 @@ def run(config: EvalCommand) -> None:
             progress=Progress("evaluating", "prompts"),
         )
     else:
-        result = evaluate(target, drafter, prompts, options, Progress("evaluating", "prompts"))
+        progress = Progress("evaluating", "prompts")
+        result = evaluate(target, drafter, prompts, options, progress, say=progress.say)
         result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
     out = Path(own_place(config.out, config.target.tp_plan is not None))
     out.mkdir(parents=True, exist_ok=True)

@@ -170,11 +170,15 @@ def evaluate(
     config: EvaluationConfig,
     progress: Progress = lambda done, total: None,
     others: bool = False,
+    say: abc.Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Decode every prompt with every method, those by which transformers drafts among them if `others`. Where a method
-    of ours wrote something else than plain decoding, `ties` and `defects` say on how many prompts and why, see
-    `infer.evaluation.lossless`."""
+    """Decode every prompt with every method, those by which transformers drafts among them if `others`; `say` is told
+    what it will cost. Where a method of ours wrote something else than plain decoding, `ties` and `defects` say on how
+    many prompts and why, see `infer.evaluation.lossless`."""
+    from infer.evaluation.cost import fit, limits_of
+
     parts = parts_of(prompts, config)
+    parts = fit(parts, decided(target, limits_of(target, drafter, parts, others)), say)
     measured = decode_all(target, drafter, parts, progress, others)
     result = summarise(target, drafter, parts, measured)
     return replace(
@@ -221,7 +225,9 @@ def half(what: str, part: Part, config: EvaluationConfig, drafter: Drafter | Non
 def brief(part: Part) -> Part:
     """Return the part with fewer prompts, once: what a checkpoint in the middle of training is worth."""
     some = slice(0, None, BRIEF)
-    return replace(part, prompts=part.prompts[some], numbers=part.numbers[some], config=replace(part.config, repeats=1))
+    minutes = part.config.minutes and part.config.minutes / BRIEF
+    config = replace(part.config, repeats=1, minutes=minutes)
+    return replace(part, prompts=part.prompts[some], numbers=part.numbers[some], config=config)
 
 
 def decode_all(

@@ -120,4 +120,4 @@ def too_few(evaluations: Sequence[Evaluation]) -> str | None:
     shared = max((len(shared_prompts(one, last)) for one in earlier), default=ENOUGH)
     if shared >= ENOUGH:
         return None
-    return f"The last checkpoint is taken: evaluations share {shared} prompts, and it takes {ENOUGH} to choose by them."
+    return f"The last checkpoint is taken: evaluations share {shared} of the {ENOUGH} prompts that a choice takes."

@@ -188,7 +188,7 @@ def settings_of(
     target: Target, weights: str, questions: Questions, thinking: bool, config: EvaluationConfig
 ) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
-    unused = ("prompts", "outside", "prompt_tokens", "repeats", "sampled", "samples")
+    unused = ("prompts", "outside", "prompt_tokens", "repeats", "sampled", "samples", "minutes")
     return {
         "target": target.name,
         "dtype": str(target.dtype),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
+from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.evaluate import Measured, Part, brief, decode_all, join, parts_of, summarise
 from infer.evaluation.report import Run, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
@@ -52,6 +53,8 @@ def evaluate_checkpoint(
         model = target()
         drafter = load_drafter(folder, dtype=model.dtype, device=model.device)
         parts = parts_to_decode(model, config, last, progress.say)
+        parts = within_minutes(model, drafter, parts, config, progress)
+        alive()
         measured, problem = decode_share(model, drafter, step_of(folder), config, parts, progress, alive), None
     except Exception as error:  # noqa: BLE001
         measured, problem = None, describe_error(error)
@@ -130,6 +133,23 @@ def parts_to_decode(target: Target, config: TrainConfig, last: bool, say: Callab
     if not last:
         return [brief(parts_of(prompts, options)[0])]
     return parts_of(prompts, options, own_drafter(target, config.target.path, say))
+
+
+def within_minutes(
+    target: Target, drafter: Drafter, parts: list[Part], config: TrainConfig, progress: Progress
+) -> list[Part]:
+    """Return what `evaluation.minutes` have room for on the first process's machine, the same in all."""
+    limits, problem = [None], None
+    try:
+        processes = 1 if config.target.shard else dist.get_world_size()  # a sharded target's all decode everything
+        limits = [limits_of(target, drafter, parts, processes=processes)]
+    except Exception as error:  # noqa: BLE001  raised when the others have what they wait for
+        problem = error
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(limits)
+    if problem is not None:
+        raise problem
+    return fit(parts, limits[0], progress.say)
 
 
 def own_drafter(target: Target, path: str, say: Callable[[str], None]) -> Drafter | None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import count
 
+import pytest
 import torch
 
 from data.prompts import Prompt
@@ -10,8 +11,9 @@ from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.lookup import Lookup
 from infer.engine.sampling import derived_seed
-from infer.evaluation import evaluate
+from infer.evaluation import cost, evaluate
 from infer.evaluation.evaluate import (
+    Part,
     Variant,
     decode_all,
     join,
@@ -100,6 +102,35 @@ def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
     rows = method_results(measured, {}, measured[0])
     assert [(row.tokens_per_second, row.speedup) for row in rows] == [(4.0, 1.0), (4.0, 1.0)]
     assert [row.again for row in rows].count(None) == 1
+
+
+@pytest.mark.parametrize(
+    "seconds, tokens, share",  # of 32 prompts, each 1 s and 0.1 s for each of 512 tokens: 1670 s
+    [(None, 512, 1.0), (1700, 512, 1.0), (600, 177, 1.0), (120, 64, 120 / (32 * 7.4))],
+)
+def test_an_evaluation_keeps_to_its_minutes(seconds, tokens, share):
+    """Shorter answers, then fewer prompts; said before it starts."""
+    found = cost.within(cost.Cost(32.0, 3.2), 512, seconds)
+    assert (found.tokens, found.share) == (tokens, pytest.approx(share)) and found.seconds == pytest.approx(1670.4)
+    config = EvaluationConfig(max_new_tokens=512, minutes=seconds and seconds / 60)
+    parts = [Part(None, [Prompt(PROMPTS[0], "any")] * 32, list(range(32)), config)]
+    said = []
+    (part,) = cost.fit(parts, found, said.append)
+    assert (part.config.max_new_tokens, len(part.prompts), part.numbers[0]) == (tokens, int(32 * share), 0)
+    assert len(said) == 1 and "32 prompts, answers of 512 tokens" in said[0] and "28 min" in said[0]
+    assert ("more than evaluation.minutes" in said[0]) == (tokens < 512)
+
+
+def test_what_an_evaluation_costs_is_measured_before_it_starts(make_tiny, monkeypatch):
+    """Every method for two short texts; a limit that has room for little leaves a prompt of each part."""
+    target, drafter = make_tiny()
+    config = EvaluationConfig(max_new_tokens=30, budgets=[2], sampled=None, minutes=1e-9, samples=0)
+    prompts = [Prompt(ids, "any", beside) for ids in PROMPTS for beside in (None, "outside")]
+    monkeypatch.setattr(cost, "SMALL", 10)
+    said = []
+    result = evaluate.evaluate(target, drafter, prompts, config, say=said.append)
+    assert [result.prompts, result.beside[0].prompts, result.max_new_tokens] == [1, 1, 30]
+    assert said[0].endswith("evaluation.minutes=1e-09: 2 prompts, answers of 30 tokens")
 
 
 def without_clock(open_engine):

@@ -199,7 +199,7 @@ def test_few_shared_prompts_choose_no_checkpoint(shared, chosen):
         for step, each, of_plain in zip((3, 9), own, base, strict=True)
     ]
     assert best_of(both).step == chosen
-    assert (too_few(both) or "").count(f"share {shared} prompts, and it takes 8") == (chosen == 9)
+    assert (too_few(both) or "").count(f"share {shared} of the 8 prompts") == (chosen == 9)
     bare = [replace(one, methods=[replace(each, prompts=None) for each in one.methods]) for one in both]
     assert best_of(bare) is bare[1]  # files of an earlier version
 

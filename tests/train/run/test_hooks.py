@@ -47,4 +47,4 @@ def test_the_best_checkpoint_is_evaluated_in_full(tmp_path, monkeypatch, capsys,
     assert find_reference(tmp_path / "checkpoints" / "best") is not None
     tracker = type("Tracker", (), {"report": print, "artifact": print})()
     hooks.finish_report(tmp_path, tracker)
-    assert (f"evaluations share {shared} prompt" in capsys.readouterr().out) == (best == 30)
+    assert (f"evaluations share {shared} of" in capsys.readouterr().out) == (best == 30)
