@@ -179,7 +179,7 @@ def judge(kind: str) -> Verdict:
 
 
 def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:60]
 
 
 def reason(error: ValueError) -> str:
