@@ -23,6 +23,7 @@ from infer.trees.tree import DraftTree, Proposal
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
+DRAFTS = 16  # drafts while measuring, at most; each sees two more positions
 FIRST = 16  # nodes of the first round at most, before anything is known
 DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
@@ -265,6 +266,15 @@ class Pace:
         self.ratios[key] += max(SHARE, 1 / self.known[key]) * (ratio - self.ratios[key])
 
 
+def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float], rows: int) -> BudgetRule:
+    """Return what `calibrate` measures, once for a target, a drafter and so many rows: the target keeps it as long as
+    there is the drafter."""
+    rules = target.budget_rules.setdefault(drafter, {})
+    if rows not in rules:
+        rules[rows] = calibrate(target, drafter, clock, rows)
+    return rules[rows]
+
+
 @torch.inference_mode()
 def calibrate(
     target: Target, drafter: Drafter, clock: Callable[[], float], rows: int = 1, repeats: int = 7
@@ -274,7 +284,7 @@ def calibrate(
     laptop."""
     draft, verify = _scratch(target, drafter, 1)
     tree = draft(SIZES[-1])
-    trees, seconds = [tree.first(size) for size in (0, *SIZES)], []
+    trees, seconds = [tree.first(size) for size in sorted({min(size, tree.budget) for size in (0, *SIZES)})], []
     for tree in trees:
         verify(tree)  # warms up
         seconds.append(_timed(clock, partial(verify, tree)))
@@ -306,7 +316,7 @@ def _timed(clock: Callable[[], float], task: Callable[[], object]) -> float:
 
 def _scratch(target: Target, drafter: Drafter, rows: int) -> tuple[Callable[[int], DraftTree], Callable]:
     """Return what drafts a tree of so many nodes behind scratch rows of `CONTEXT` positions, and what verifies one."""
-    cache, state = target.cache(rows, CONTEXT + SIZES[-1] + 1), drafter.state(rows, CONTEXT)
+    cache, state = target.cache(rows, CONTEXT + SIZES[-1] + 1), drafter.state(rows, CONTEXT + 2 * DRAFTS)
     prompts = [[i % target.config.vocab_size for i in range(CONTEXT)]] * rows
     with cache.add(rows) as new:
         features = target.extend(prompts, new, drafter.layer_ids)
@@ -316,7 +326,6 @@ def _scratch(target: Target, drafter: Drafter, rows: int) -> tuple[Callable[[int
     bonus = torch.zeros(rows, dtype=torch.long, device=target.device)
 
     def draft(nodes: int) -> DraftTree:
-        state.cache.advance([-2] * rows)
         drafter.update_context(target, features.context[:, :2], tokens[:, :2], [2] * rows, state)
         if not getattr(drafter, "conditioned", False):
             return ddtree(Proposal(bonus, drafter.draft(target, bonus, state), nodes))

@@ -19,7 +19,7 @@ from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, DraftState
 from infer.engine.base import EngineBase
-from infer.engine.budget import SIZES, Pace, calibrate
+from infer.engine.budget import SIZES, Pace, rule_of
 from infer.engine.capture import Graphs
 from infer.engine.choices import choose_tokens, held_tokens, logprobs_of, note_logprobs
 from infer.engine.controls import Columns, FixedRows, Kind, most_logprobs
@@ -127,7 +127,7 @@ class Engine(EngineBase):
             if self.method.most_nodes is not None:
                 self.nodes = min(self.nodes, self.method.most_nodes(drafter.block_size))
             if options.budget == "auto":
-                self.pace = Pace(calibrate(target, drafter, clock, self.rows), self.nodes)
+                self.pace = Pace(rule_of(target, drafter, clock, self.rows), self.nodes)
         self.captures = target.device.type == "cuda" and options.compile is not False and self._on_device()
         self.reset()
 

@@ -99,6 +99,7 @@ class Target:
         self.body = decoder_of(self.model)
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
+        self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> rows -> what passes take (budget=auto)
         self._taps = Taps(getattr(self.config, "altup_active_idx", None))
         hooks = [module.register_forward_hook(self._taps.hook(i)) for i, module in enumerate(self.body.layers)]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])

@@ -1,5 +1,6 @@
 """The engine: rows that come and go, budgets that fit the machine, log-probabilities and streams."""
 
+import gc
 import random
 import time
 
@@ -15,10 +16,13 @@ from transformers import (
 )
 
 from infer import Engine, generate, stream
-from infer.config import EngineConfig, TextOptions
+from infer.config import EngineConfig, HeadConfig, TextOptions
+from infer.drafters.bigram import Bigram
+from infer.drafters.lookup import Lookup
 from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
 from infer.engine.sequence import Sequence
+from infer.ngrams.model import NGram
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
 
@@ -387,6 +391,33 @@ def test_auto_budget_measures_and_writes_the_same(tiny):
     prompt = prompts(1, seed=3)[0]
     answer = generate(target, drafter, prompt, budget="auto", max_new_tokens=30)
     assert answer.ids == generate(target, None, prompt, method="plain", max_new_tokens=30).ids
+
+
+def test_a_target_and_a_drafter_are_measured_once_for_so_many_rows(make_tiny, monkeypatch):
+    (target, drafter), measured = make_tiny(), []
+    rule = BudgetRule((1, 9), (1.0, 2.0), 1.0)
+    monkeypatch.setattr("infer.engine.budget.calibrate", lambda *asked: measured.append(asked[3]) or rule)
+    for rows in (1, 1, 2, 1):
+        Engine(target, drafter, EngineConfig("ddtree", "auto", rows=rows), 80)
+    assert measured == [1, 2]
+    del drafter
+    gc.collect()
+    assert not target.budget_rules
+
+
+@pytest.mark.parametrize("head", ["none", "markov", "selector", "gru"])
+def test_blocks_of_two_have_fewer_trees_than_sizes(make_tiny, head):
+    """A budget rule measures no size twice."""
+    target, drafter = make_tiny(block_size=2, head=HeadConfig(head))
+    rule = calibrate(target, drafter, lambda: 0.0, repeats=1)
+    assert list(rule.positions) == sorted(set(rule.positions)) and rule.cost(500) == 0
+
+
+def test_drafters_without_a_network_have_a_budget_too(make_tiny, ngrams):
+    target, prompt = make_tiny()[0], [5, 6, 7, 8] * 4
+    plain = generate(target, None, prompt, method="plain", max_new_tokens=30).ids
+    for drafter in (Lookup(), Bigram(NGram.open(ngrams))):
+        assert generate(target, drafter, prompt, budget="auto", max_new_tokens=30).ids == plain
 
 
 def test_the_first_nodes_of_a_tree_are_the_best_tree_of_that_size():
