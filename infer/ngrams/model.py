@@ -319,7 +319,7 @@ def count_of(arrays, node):
         return code
     at = np.searchsorted(arrays.overflow_nodes, node)
     found = at < len(arrays.overflow_nodes) and arrays.overflow_nodes[at] == node
-    return arrays.overflow_counts[at] if found else code
+    return max(arrays.overflow_counts[at], 0) if found else code
 
 
 @njit

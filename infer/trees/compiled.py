@@ -71,12 +71,18 @@ def best_first(top, ids, nodes, scores):
 
 
 @jit.njit
+def parent_before(parents, row, node):
+    """Return the parent of a node, one before it whatever parents (R, M) hold; the root's is itself."""
+    return max(0, min(parents[row, node], node - 1))
+
+
+@jit.njit
 def ancestors(parents, mask):
     """Fill mask (R, M, M) bool: a node sees what its parent sees, and itself. parents (R, M), the root first."""
     rows, nodes = parents.shape
     for row in range(rows):
         for node in range(nodes):
-            of_node, of_parent = mask[row, node], mask[row, parents[row, node]]
+            of_node, of_parent = mask[row, node], mask[row, parent_before(parents, row, node)]
             for above in range(node):  # one by one: assigning whole rows takes seconds to compile
                 of_node[above] = of_parent[above]
             of_node[node] = True
@@ -93,7 +99,7 @@ def walk(tokens, parents, depths, chosen, accepted):
     for row in range(rows):
         reached[0], last = True, 0
         for node in range(1, nodes):
-            parent = parents[row, node]
+            parent = parent_before(parents, row, node)
             reached[node] = reached[parent] and tokens[row, node] == chosen[row, parent]
             if reached[node] and depths[row, node] > depths[row, last]:
                 last = node
@@ -102,4 +108,4 @@ def walk(tokens, parents, depths, chosen, accepted):
         for depth in range(accepted.shape[1] - 3, -1, -1):
             accepted[row, 2 + depth] = last
             if depth < length:
-                last = parents[row, last]
+                last = parent_before(parents, row, last)

@@ -20,7 +20,7 @@ import torch
 
 from infer.attention.attend import has_kernel
 from infer.trees import compiled
-from infer.trees.tree import DraftTree, Nodes, Proposal, Steps, behind, node_count
+from infer.trees.tree import DraftTree, Nodes, Proposal, Steps, behind, comparable, node_count
 from infer.utils.jit import njit
 
 # (slot, prefix (B, P), which (B, P), log q (B, P, M)) -> log q: kept prefix p grew out of prefix[p] of the depth above,
@@ -46,9 +46,7 @@ def best_first(steps: Steps, budget: int) -> Nodes:
         return search_kernel.best_first(*steps.table, steps.tokens, node_count(length, count, budget))
     nodes = torch.empty(3, rows, node_count(length, count, budget), dtype=torch.long)
     scores = torch.empty(nodes.shape[1:], dtype=torch.float32)
-    # a drafter that answers with NaN drafts badly, and no worse: the search counts on an order
-    parts = (part.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf) for part in steps.table)
-    first, others = (part.contiguous().numpy() for part in parts)
+    first, others = (comparable(part.float()).contiguous().numpy() for part in steps.table)
     search(first, others, steps.tokens.numpy(), nodes.numpy(), scores.numpy())
     return Nodes(*nodes, scores)
 
@@ -69,7 +67,7 @@ def by_depth(steps: Steps, budget: int, judge: Judge | None = None) -> Nodes:
             log_q, memory = steps.extend(slot, which, memory)
         if judge is not None:
             log_q = judge(slot, prefix, which, log_q)
-        extended = (scores[:, :, None] + log_q).flatten(1)  # (B, P M)
+        extended = (scores[:, :, None] + comparable(log_q)).flatten(1)  # (B, P M)
         scores, order = extended.sort(dim=1, descending=True, stable=True)
         scores, order = scores[:, :budget], order[:, :budget]  # (B, P)
         which, prefix = order % count, order // count

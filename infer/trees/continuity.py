@@ -14,7 +14,7 @@ import torch
 
 from infer.trees import guided
 from infer.trees.conditional import by_depth
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind, node_count
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable, node_count
 
 Columns = TypeVar("Columns", guided.Candidates, guided.Judged, guided.Table)
 RANKS, BEAM = 25, 20  # DART appendix D: tokens considered at a position, prefixes kept at a depth
@@ -111,12 +111,12 @@ def guided_by_depth(proposal: Proposal) -> DraftTree:
         nonlocal suffixes, grown, recent
         if slot:
             place = ascending.indices[:, slot - 1].argsort(-1).gather(1, which.cpu())  # of the candidate
-            paths = (torch.arange(rows)[:, None], prefix.cpu())
-            suffixes = grown[(*paths, slice(0, longest), place)]
+            paths = np.arange(rows)[:, None], prefix.cpu().numpy()
+            suffixes = grown[(*paths, slice(0, longest), place.numpy())]
             last = ascending.values[:, slot - 1].gather(1, place).numpy()[..., None]  # (B, P, 1)
             recent = np.concatenate([last, recent[paths][..., :-1]], -1)
         order = ascending.indices[:, slot, None].expand(-1, log_q.shape[1], -1)  # (B, P, M)
-        judged = log_q.cpu().double().clamp(min=guided.LOWEST).gather(2, order)
+        judged = comparable(log_q.cpu().double()).clamp(min=guided.LOWEST).gather(2, order)
         grown = np.empty((*judged.shape[:2], longest + 1, count), np.int64)
         for row in range(rows):
             tokens = ascending.values[row, slot].numpy()
@@ -141,7 +141,7 @@ def likeliest(proposal: Proposal, unigrams: bool) -> guided.Candidates:
     marginals = proposal.marginals
     top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
     tokens, by_token = ids.cpu().sort(-1)
-    log_q = top.cpu().double().gather(-1, by_token).clamp(min=guided.LOWEST)
+    log_q = comparable(top.cpu().double()).gather(-1, by_token).clamp(min=guided.LOWEST)
     shares = unigram_shares(tokens, proposal) if unigrams else np.zeros(tokens.shape)
     return guided.Candidates(tokens.numpy(), log_q.numpy(), shares)
 

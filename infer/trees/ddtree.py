@@ -12,7 +12,7 @@ import torch
 from infer.attention.attend import has_kernel
 from infer.trees import compiled
 from infer.trees.conditional import best_of_levels, conditional_ddtree
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind, node_count
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable, node_count
 
 
 def ddtree(proposal: Proposal) -> DraftTree:
@@ -24,7 +24,7 @@ def ddtree(proposal: Proposal) -> DraftTree:
     marginals, budget = proposal.marginals, proposal.budget
     top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
     search = best_first if compiled.available(top) or has_kernel(top.device) else by_depth
-    return behind(proposal.bonus, search(top, ids, budget), marginals.shape[1])
+    return behind(proposal.bonus, search(comparable(top), ids, budget), marginals.shape[1])
 
 
 def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:

@@ -298,16 +298,17 @@ def beam(arrays, order, epsilon, candidates, judged, context, width, nodes, log_
 
 @njit
 def judge(log_q, probabilities, weight, step):
-    """Fill step (K,) with log q (K,) plus n-gram log-probabilities times `weight`; return what to take off so that the
-    candidates together keep the probability that they have under q."""
+    """Fill step (K,) with log q (K,), at least LOWEST, plus n-gram log-probabilities times `weight`; return what to
+    take off so that the candidates together keep the probability that they have under q. All of it is finite, even
+    where none of them may be chosen."""
     highest, judged, drafted = -np.inf, 0.0, 0.0
     for i in range(len(step)):
-        step[i] = log_q[i] + weight * np.log(probabilities[i] + EPSILON)
+        step[i] = log_q[i] + max(weight * np.log(probabilities[i] + EPSILON), LOWEST)
         highest = max(highest, step[i])
     for i in range(len(step)):
         judged += np.exp(step[i] - highest)
         drafted += np.exp(log_q[i])
-    return highest + np.log(judged) - min(np.log(drafted), 0.0)
+    return highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else LOWEST)
 
 
 @njit
@@ -334,14 +335,26 @@ def drafted(table, level, before, tokens, places, log_q):
             value = table.first[places[i]]
         elif places[i] >= 0 and (before >= 0 or table.steps.shape[1] == 1):
             value = table.steps[level - 1, before if table.steps.shape[1] > 1 else 0, places[i]]
-        log_q[i] = max(value, LOWEST)
+        log_q[i] = value if value > LOWEST else LOWEST  # NaN is not above it
+
+
+@njit
+def best_waiting(waiting, taken, counts, nodes):
+    """Return which of the first `nodes` nodes has the best child that was not taken, the first of equal ones. A node
+    whose children were all taken is never chosen, whatever the scores."""
+    best = -1
+    for node in range(nodes):
+        if taken[node] < counts[node] and (best < 0 or waiting[node] > waiting[best]):
+            best = node
+    return best
 
 
 @njit
 def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, scores):
     """Find the best prefixes under the drafter's probabilities times n-gram probabilities to the power of `weight`, for
     one row: a `Table`, how many tokens the model counted in all, the target's vocabulary, the text (T,) so far, else
-    arguments as in `beam`. Fills nodes (3, M - 1) and scores (M - 1,), all of them, best first."""
+    arguments as in `beam`. Fills nodes (3, M - 1) and scores (M - 1,), all of them, best first: there must be so many
+    prefixes of listed tokens."""
     length, listed = table.tokens.shape
     ranks, budget, longest = listed + MORE, nodes.shape[1], max(order - 1, 1)
     by_token, by_place = np.empty((length, listed), np.int64), np.empty((length, listed), np.int64)
@@ -354,7 +367,7 @@ def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, 
     counts, taken = np.zeros(budget, np.int64), np.zeros(budget, np.int64)
     suffixes, grown = np.empty((budget, longest), np.int64), np.empty((budget, longest + 1, ranks), np.int64)
     recent = np.empty((budget, REACH), np.int64)
-    waiting = np.full(budget, -np.inf)  # the score of its best child that was not taken
+    waiting = np.empty(budget)  # the score of its best child that was not taken
     last = np.full(budget + 1, -1)  # where the token of a node is listed
     log_q, probabilities, step, shares = np.empty(ranks), np.empty(ranks), np.empty(ranks), np.empty(ranks)
     ends, lengths = np.empty(len(context), np.int64), np.empty(len(context), np.int64)
@@ -378,7 +391,7 @@ def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, 
                 above = scores[node - 1] if node > 0 else 0.0
                 score[node, rank] = above + min(step[which[node, rank]] - norm, 0.0)
             waiting[node], counts[node] = score[node, 0], count
-        parent = np.argmax(waiting[: node + 1])
+        parent = best_waiting(waiting, taken, counts, node + 1)
         rank = taken[parent]
         i = which[parent, rank]
         level = nodes[2, parent - 1] if parent > 0 else 0
@@ -391,4 +404,5 @@ def best_first(arrays, total, order, vocabulary, weight, table, context, nodes, 
             for k in range(1, REACH):
                 recent[node + 1, k] = recent[parent, k - 1]
         taken[parent] += 1
-        waiting[parent] = score[parent, rank + 1] if rank + 1 < counts[parent] else -np.inf
+        if rank + 1 < counts[parent]:
+            waiting[parent] = score[parent, rank + 1]

@@ -17,14 +17,13 @@ from infer.trees.tree import Nodes
 @triton.jit
 def _next(row, above, score, rank, count, COUNT: tl.constexpr):
     """Return the score and the rank of what comes behind an entry with this score and rank in a row of candidates whose
-    parent scores `above`: the highest of the rest, of equal ones the first; -inf where there is none."""
+    parent scores `above`: the highest of the rest, of equal ones the first; COUNT for its rank where there is none."""
     index = tl.arange(0, COUNT)
     scores = above + tl.load(row + index, mask=index < count, other=-float("inf"))
     scores = tl.where(scores == scores, scores, -float("inf"))  # a NaN drafts badly, and no worse
     rest = (index < count) & ((scores < score) | ((scores == score) & (index > rank)))
     best = tl.max(tl.where(rest, scores, -float("inf")), 0)
-    which = tl.min(tl.where(rest & (scores == best), index, COUNT), 0)
-    return tl.where(which < COUNT, best, -float("inf")), tl.where(which < COUNT, which, count - 1)
+    return best, tl.min(tl.where(rest & (scores == best), index, COUNT), 0)
 
 
 @triton.jit(do_not_specialize=["length", "count", "budget", "rows"])
@@ -39,7 +38,7 @@ def _search(
     best, which = _next(table, 0.0, float("inf"), -1, count, COUNT)
     key = tl.where(entry == 0, best, -float("inf"))  # of entry n
     rank = tl.where(entry == 0, which, zero)  # its candidate
-    depth = tl.where(entry == 0, 1, zero)  # 0: there is no such entry yet
+    depth = tl.where(entry == 0, 1, zero)  # 0: there is no such entry yet, or it has no child left
     place, score = zero, tl.zeros([NODES], tl.float32)  # of node n: where its children's row is, and its score
     for node in range(1, budget + 1):
         highest = tl.max(tl.where(depth > 0, key, -float("inf")), 0)
@@ -56,6 +55,7 @@ def _search(
         siblings = tl.sum(tl.where(here, place, 0), 0)
         best, which = _next(table + siblings * count, above, highest, own, count, COUNT)
         key, rank = tl.where(here, best, key), tl.where(here, which, rank)
+        depth = tl.where(here & (which == COUNT), 0, depth)
         deeper = level < length
         children = level
         if CONDITIONAL:

@@ -130,6 +130,12 @@ def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
     )
 
 
+def comparable(log_q: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities with minus infinity for NaN: a drafter that answers with NaN drafts badly, and no worse,
+    as searches count on an order."""
+    return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
 def node_count(length: int, ranks: int, budget: int) -> int:
     """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if fewer."""
     total, level = 0, 1

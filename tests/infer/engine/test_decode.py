@@ -8,7 +8,7 @@ import torch
 
 from infer import generate
 from infer.api import decode
-from infer.config import DecodeOptions
+from infer.config import DecodeOptions, HeadConfig
 from infer.drafters.bigram import Bigram
 from infer.engine.sampling import derived_seed
 from infer.ngrams.model import NGram
@@ -71,6 +71,34 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
         scripted = decode(target, scripted_drafter(known, 6, 97), prompts, options)
         assert [row.ids for row in scripted] == expected, (method, file)
         assert max(row.stats.tau for row in scripted) > 1.5
+
+
+HEADS = [("none", {}), ("selector", {"rank": 8, "top_k": 16}), ("swiglu", {}), ("gru", {"rank": 8, "hidden": 8})]
+HEADS += [("markov", {"rank": 8, "kind": kind}) for kind in ("vanilla", "rnn")]
+
+
+@pytest.mark.parametrize(
+    "name, options", HEADS, ids=["-".join([name, *map(str, more.values())]) for name, more in HEADS]
+)
+def test_filters_that_leave_one_token_change_nothing_in_any_tree(make_tiny, ngrams, name, options):
+    """Nothing that was drafted may be chosen, most of the time: by top-k, top-p or min-p, or by a processor's word."""
+    target, drafter = make_tiny(block_size=5, seed=3, head=HeadConfig(name, **options))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in drafter.conditional_head.parameters() if name != "none" else ():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+
+    def alone(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill_(1, (7 * ids[:, -1] + 1) % 97, 0.0)
+
+    cases = [({"top_k": 1}, ()), ({"top_p": 1e-6, "repetition_penalty": 1.3}, ()), ({"min_p": 1.0}, ()), ({}, (alone,))]
+    for filters, processors in cases:
+        written = {}
+        for method, file in (("plain", None), ("chain", None), ("ddtree", "none"), ("ddtree", str(ngrams))):
+            asked = DecodeOptions(16, 1.0, seed=2, method=method, budget=64, continuity=file, rows=2, **filters)
+            helper = None if method == "plain" else drafter
+            rows = decode(target, helper, [[5, 6, 7], [9]], asked, processors=processors)
+            written[method, file] = [row.ids for row in rows]
+        assert len({str(ids) for ids in written.values()}) == 1, (filters, written)
 
 
 def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny):

@@ -10,6 +10,7 @@ from infer.ngrams.model import NGram
 from infer.trees.chain import chain
 from infer.trees.conditional import best_first, by_depth, conditional_ddtree
 from infer.trees.continuity import guided_ddtree
+from infer.trees.methods import TREES
 from infer.trees.tree import Nodes, Proposal
 from infer.utils import jit
 
@@ -135,14 +136,36 @@ def test_expected_length_is_the_enumerations():
         assert tree.log_probs[row].exp().sum().item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.skipif(not jit.AVAILABLE, reason="numba is not installed")
-def test_a_drafter_that_answers_with_nan_still_gets_a_tree():
-    """In place of probabilities there is nothing to rank by, and the search must not run out of its arrays."""
-    steps = RandomSteps((2, 5, 8), 1)
-    for log_q in steps.log_q:
-        log_q[1] = math.nan
-    nodes = best_first(steps, 300)
-    assert not nodes.log_probs.isnan().any() and len(set(prefixes(nodes, steps, 1))) == 300
+METHODS = sorted((method for method in TREES.values() if method.drafts), key=lambda method: method.name)
+
+
+@pytest.mark.parametrize("left", ["one", "none", "nan"])
+@pytest.mark.parametrize("recurrent", [None, False, True])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_degenerate_distributions_make_whole_trees(ngrams, method, recurrent, left):
+    """Filters leave one token of each position, or none of those drafted; a drafter answers with NaN. There is little
+    to rank by, and every node still has a prefix of its own behind a node before it. With a head, recurrent or not, or
+    without one."""
+    steps = None if recurrent is None else RandomSteps((2, 4, 6), 1, recurrent)
+    alone = torch.randn(2, 4, 97, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
+    for log_q in (alone, *(steps.log_q if steps else ())):
+        log_q[1] = {"one": -torch.inf, "none": -torch.inf, "nan": torch.nan}[left]
+        if left == "one":
+            log_q[1, ..., 3] = 0.0
+    if method.name == "chain" and steps:
+        steps.chain = lambda length: (steps.tokens[..., 0][:, :length], steps.log_q[0][:, 0, :length])
+    contexts = [[5, 60, 2], [2, 2, 2, 2, 2, 2]]
+    tree = method.load()(Proposal(torch.tensor([2, 2]), alone, 300, NGram.open(ngrams), contexts, width=2, steps=steps))
+    assert tree.budget > 3
+    for row in range(2):
+        paths = {0: ()}
+        for node in range(1, tree.budget + 1):
+            parent = int(tree.parents[row, node])
+            paths[node] = (*paths[parent], int(tree.tokens[row, node]))
+            assert tree.depths[row, node] == len(paths[node])
+        assert len(set(paths.values())) == len(paths)
+    bounds = tree.log_probs[:, 1:] <= tree.log_probs.gather(1, tree.parents)[:, 1:]
+    assert bounds.all() or left == "nan" or not method.ranked
 
 
 def test_a_chain_follows_the_head():
@@ -157,8 +180,8 @@ def test_a_chain_follows_the_head():
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("shape", [(2, 1, 9), (3, 3, 4)])
-def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened, shape, recurrent):
+@pytest.mark.parametrize("shape, budget", [((2, 1, 9), 17), ((3, 3, 4), 17), ((1, 3, 4), 1)])
+def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened, shape, budget, recurrent):
     """A candidate's conditional probability times its n-gram probability behind the whole path, the candidates together
     as likely as they are under the head: the best of all prefixes. To a head's table n-grams add candidates, which have
     their marginals, as has what comes behind them."""
@@ -168,7 +191,7 @@ def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened
     contexts[0] = steps.tokens[0].flatten().tolist() * 3 + contexts[0]  # what may come has come before
     contexts[0][-1] = int(steps.tokens[0, 0, 0])
     bonus = torch.tensor([context[-1] for context in contexts])
-    tree = guided_ddtree(Proposal(bonus, alone, 17, model, contexts, weight, steps=steps))
+    tree = guided_ddtree(Proposal(bonus, alone, budget, model, contexts, weight, steps=steps))
     for row, context in enumerate(contexts):
         listed, score = steps.tokens[row].tolist(), {(): 0.0}
 

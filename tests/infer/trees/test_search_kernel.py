@@ -14,34 +14,44 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or Triton with TRITON_INTERPRET=1", allow_module_level=True)
 
 
+KINDS = ["random", "ties", "forbidden"]
+
+
 def same(found, expected) -> bool:
     return all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("ties", [False, True])
+def drawn(shape: tuple[int, ...], kind: str, seed: int) -> torch.Tensor:
+    """Random log q; with ties; or all but one token forbidden, in the second row all."""
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if kind == "forbidden":
+        scores[..., 1:], scores[1] = -torch.inf, -torch.inf
+        return scores.clamp(max=0)
+    return (scores.round() if kind == "ties" else scores).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "ranks", "budget"), [(1, 5, 4), (5, 9, 9), (15, 32, 32)])
-def test_marginals(length, ranks, budget, ties):
+def test_marginals(length, ranks, budget, kind):
     from infer.trees.search_kernel import best_first
 
-    scores = torch.randn(2, length, ranks, generator=torch.Generator().manual_seed(budget))
-    top, ids = (scores.round() if ties else scores).log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    top, ids = drawn((2, length, ranks), kind, budget).sort(dim=-1, descending=True, stable=True)
     found = best_first(*(part.to(DEVICE) for part in (top[:, 0], top[:, 1:, None], ids)), budget)
     assert same(found, ddtree.by_depth(top, ids, budget))
 
 
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "count", "budget"), [(1, 6, 6), (4, 3, 40), (6, 8, 20)])
-def test_tables_of_a_conditional_head(length, count, budget, ties):
+def test_tables_of_a_conditional_head(length, count, budget, kind):
     from infer.trees.search_kernel import best_first
 
-    generator = torch.Generator().manual_seed(count)
-    shapes = (2, count), (2, length - 1, count, count)
-    parts = (torch.randn(shape, generator=generator) for shape in shapes)
-    first, steps = ((part.round() if ties else part).log_softmax(-1) for part in parts)
-    tokens = torch.randint(1000, (2, length, count), generator=generator)
+    first, steps = drawn((2, count), kind, count), drawn((2, length - 1, count, count), kind, 1)
+    tokens = torch.randint(1000, (2, length, count), generator=torch.Generator().manual_seed(count))
     found = best_first(*(part.to(DEVICE) for part in (first, steps, tokens)), budget)
     table = SimpleNamespace(
         tokens=tokens,
+        length=length,
+        count=count,
         recurrent=False,
         begin=lambda: (first[:, None], None),
         extend=lambda slot, which, memory: (
