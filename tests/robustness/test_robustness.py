@@ -98,6 +98,12 @@ def test_disks_that_fail(run_program):
     assert "disk full at the second checkpoint" in run_program("disks", "full", "read-only", "shared")
 
 
+def test_random_ways_of_decoding_write_what_plain_decoding_writes(run_program, monkeypatch, tmp_path):
+    monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # what is cached elsewhere checks no bounds
+    assert "\n0 faults" in run_program("fuzz_trees", "--count", "150")
+
+
 def test_every_known_bug_still_fits(load_program):
     """Where code that a mutant changes was renamed, the list in mutants.py must follow."""
     program = load_program("mutants")
