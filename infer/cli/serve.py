@@ -46,6 +46,10 @@ def run(config: ServeCommand) -> None:
     from infer.serving.together import LeadingEngine, follow
 
     decoding, server = config.decoding, config.server
+    if server.memory is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
     checkpoint = config.checkpoint if decoding.drafts else None
     target, drafter = load(config.target, checkpoint, decoding.method)
     spare = decoding.room(1) - 1  # an answer's last block is a whole one

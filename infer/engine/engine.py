@@ -481,7 +481,7 @@ class Engine(EngineBase):
         if proposal.marginals is None or not self.method.ranked or not tree.budget:
             return tree
         rows = {
-            row: Rule(partial(text.grammar.allowed, text.ids), text.grammar.forced(text.ids))
+            row: Rule(partial(text.grammar.drafted, text.ids), text.grammar.forced(text.ids))
             for row, text in enumerate(self.writing)
             if text.grammar is not None
         }

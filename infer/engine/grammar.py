@@ -7,9 +7,9 @@ best one among what is allowed (`infer/trees/constrained.py`).
 V vocabulary.
 """
 
-import threading
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Collection
+from copy import copy
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -17,21 +17,11 @@ import numpy as np
 import torch
 
 from infer.config import GRAMMARS, TextOptions
+from infer.engine.trial import MAX_FORCED, build
 
-# What strangers' grammars may take: llguidance's own limits on what its lexer does, and less than its own of the rest.
-LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 20_000,
-    "max_items_in_row": 1_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-    "precompute_large_lexemes": False,
-    "verbose_errors": False,
-}
 MOST_LETTERS = 1 << 16  # of a schema, an expression or a grammar
-STACK = 512 << 20  # bytes, of which only those are taken that are needed
-COMPILED = 32  # grammars that are kept
+COMPILED = 64  # grammars that are kept
+SLOW = 5e-3  # seconds of processor time for a token, above which drafts do not ask the grammar
 _tokenizers: WeakKeyDictionary = WeakKeyDictionary()  # a model's tokenizer -> llguidance's
 
 
@@ -62,6 +52,7 @@ class GrammarState:
     def __init__(self, compiled, vocabulary: int, ends: Collection[int]) -> None:
         self.compiled, self.vocabulary, self.ends = compiled, vocabulary, sorted(ends)
         self.failed = False  # the text itself took more than the limits: it is cut there
+        self.slow = False  # the newest answer took more than SLOW
         self._begin()
 
     def _begin(self) -> None:
@@ -81,18 +72,29 @@ class GrammarState:
 
     def allowed(self, text: list[int], path: list[int]) -> np.ndarray:
         """Return which tokens may follow a text's new tokens and a path: (V,) bool."""
+        began = time.thread_time()
         self._go(text, path)
-        bits = b"" if self.matcher.is_error() else self.matcher.compute_bitmask()
-        if self.matcher.is_error():
+        within = not self.matcher.is_error() and len(self.matcher.compute_ff_bytes()) <= MAX_FORCED
+        bits = self.matcher.compute_bitmask() if within else b""
+        self.slow = time.thread_time() - began > SLOW
+        if not within or self.matcher.is_error():
             self._begin()
             return np.zeros(self.vocabulary, bool)
         return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(bool)
 
+    def drafted(self, text: list[int], path: list[int]) -> np.ndarray:
+        """Return the same for a draft: nothing where the grammar is slow, which changes how much is drafted and not
+        what is written."""
+        return np.zeros(self.vocabulary, bool) if self.slow else self.allowed(text, path)
+
     def forced(self, text: list[int]) -> list[int]:
         """Return the tokens that write what the grammar forces behind a text: as the tokenizer writes it. A model may
-        write the same letters in other tokens."""
+        write the same letters in other tokens. Nothing where that is much, or the grammar slow."""
+        if self.slow:
+            return []
         self._go(text, [])
-        tokens = [] if self.matcher.is_error() else self.matcher.compute_ff_tokens()
+        within = not self.matcher.is_error() and len(self.matcher.compute_ff_bytes()) <= MAX_FORCED
+        tokens = self.matcher.compute_ff_tokens() if within else []
         if self.matcher.is_error():
             self._begin()
             return []
@@ -107,57 +109,38 @@ class GrammarState:
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
 
-def _tokenizer(model) -> object:
-    """Return llguidance's view of a model's tokenizer. Raises ValueError where there is none to be had."""
+def serialised_tokenizer(model) -> dict:
+    """Return the arguments of llguidance's tokenizer, as JSON has them. Raises ValueError where there is none."""
     own = model.tokenizer
     if getattr(own, "backend_tokenizer", None) is None:
         raise ValueError("a schema, an expression or a grammar needs a target with a fast tokenizer")
     if not model.end_ids:
         raise ValueError("a schema, an expression or a grammar needs a target with an end token")
-    if own not in _tokenizers:
-        _llguidance()
-        from llguidance.hf import from_tokenizer
+    backend = copy(own.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    size, ends = model.head_weight.shape[0], sorted(model.end_ids)
+    return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends}
 
-        _tokenizers[own] = from_tokenizer(own, n_vocab=model.head_weight.shape[0], eos_token=sorted(model.end_ids))
+
+def _tokenizer(model) -> object:
+    """Return llguidance's view of a model's tokenizer. Raises ValueError where there is none to be had."""
+    own = model.tokenizer
+    if own is None or own not in _tokenizers:
+        arguments = serialised_tokenizer(model)
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as missing:
+            said = "a schema, an expression or a grammar needs llguidance: pip install llguidance"
+            raise ValueError(said) from missing
+        _tokenizers[own] = LLTokenizer(**arguments)
     return _tokenizers[own]
-
-
-def with_deep_stack(function: Callable[[], object]) -> object:
-    """Return a function's result, computed where rules that refer to rules, thousands deep, end in no overflow of the
-    stack, which would end the process."""
-    before = threading.stack_size(STACK)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(function).result()
-    finally:
-        threading.stack_size(before)
 
 
 @lru_cache(maxsize=COMPILED)
 def compile_grammar(kind: str, text: str, tokenizer: object):
     """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError with the reason
     where the text is no grammar of its kind, or a too large one."""
-    guidance = _llguidance()
     if len(text) > MOST_LETTERS:
         raise ValueError(f"{kind}: {len(text)} letters, {MOST_LETTERS} may be")
-    make: dict[str, Callable[[str], str]] = {
-        "json_schema": guidance.LLMatcher.grammar_from_json_schema,
-        "regex": guidance.LLMatcher.grammar_from_regex,
-        "grammar": guidance.LLMatcher.grammar_from_lark,
-    }
-    limits = guidance.LLParserLimits(**LIMITS)
-    try:
-        matcher = with_deep_stack(lambda: guidance.LLMatcher(tokenizer, make[kind](text), log_level=0, limits=limits))
-    except ValueError as wrong:
-        raise ValueError(f"{kind}: {wrong}") from wrong
-    if matcher.is_error():
-        raise ValueError(f"{kind}: {matcher.get_error()}")
-    return matcher
-
-
-def _llguidance():
-    try:
-        import llguidance
-    except ImportError as missing:
-        raise ValueError("a schema, an expression or a grammar needs llguidance: pip install llguidance") from missing
-    return llguidance
+    return build(kind, text, tokenizer)

@@ -38,6 +38,8 @@ class ServerConfig:
     expected: the options of texts that `warm` prepares for, such as "temperature=0.7 top_p=0.9", each kind alone and
         all side by side; which of them are used counts, not their values. As it is: greedy texts, and those of
         a request that says nothing
+    memory: MiB of address space that the server may take, what the system reserves for threads among them (CPU; CUDA
+        reserves far more than it uses); None: no limit. A request that does not fit is told 503
     verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
     """
 
@@ -53,6 +55,7 @@ class ServerConfig:
     open: bool = False
     warm: bool = False
     expected: list[str] = field(default_factory=lambda: ["temperature=0", "temperature=1"])
+    memory: int | None = None
     verify: float = 0.0
 
     def check(self) -> None:
@@ -61,7 +64,7 @@ class ServerConfig:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
         if not self.host:
             raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
-        at_least(self, "server.", max_length=2, max_texts=1, max_body=1, max_connections=1)
+        at_least(self, "server.", max_length=2, max_texts=1, max_body=1, max_connections=1, memory=1024)
         if not 0 < self.patience <= 86400:
             raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
         if not 0 <= self.verify <= 1:

@@ -124,9 +124,10 @@ class CompletionRequest(Strict):
 
     def shapes(self) -> dict[str, str]:
         """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for several wishes."""
-        schema, choice = self.guided_json, self.guided_choice
+        choice = self.guided_choice
+        schema = self.guided_json if isinstance(self.guided_json, str | None) else json.dumps(self.guided_json)
         wishes = {
-            "guided_json": ("json_schema", schema if isinstance(schema, str) else schema and json.dumps(schema)),
+            "guided_json": ("json_schema", schema),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("grammar", choice and "start: " + " | ".join(map(json.dumps, choice))),
             "guided_grammar": ("grammar", self.guided_grammar),

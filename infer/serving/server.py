@@ -11,8 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import prometheus_client
 import uvicorn
@@ -22,10 +24,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from infer.api import TextStream, encode
+from infer.api import Prompt, TextStream, encode
 from infer.config import TextOptions
 from infer.engine.base import EngineBase
+from infer.engine.grammar import asked_grammar, serialised_tokenizer
 from infer.engine.sequence import Sequence
+from infer.engine.trial import Trial
 from infer.evaluation.lossless import Difference, OutputChecker
 from infer.serving.calls import reading_of
 from infer.serving.config import ServerConfig
@@ -47,6 +51,7 @@ from infer.utils.entry import Stopped
 log = logging.getLogger(__name__)
 
 ENDED = "the engine failed and did not come back: start the server again (fewer decoding.rows take less memory)"
+SHORT = "the server is short of memory: send a smaller request, or try again later"
 RESETS = 3  # attempts to give the engine its caches anew; memory that others hold may come free between them
 
 
@@ -241,9 +246,46 @@ class Service:
         self.metrics = Metrics()
         self.worker = Worker(engine, self.metrics, options.verify)
         self.inside: set[Ticket] = set()
+        self.preparing = 0  # texts that are not inside yet
+        self.trial = Trial(partial(serialised_tokenizer, engine.target))
+        self.reader, self.compiler = ThreadPoolExecutor(1, "prompts"), ThreadPoolExecutor(1, "grammars")
 
-    def admit(self, body: CompletionRequest) -> list[Ticket]:
-        """Check a request's texts and queue them, all or none. Raises Refused."""
+    def start(self) -> None:
+        """Start all threads: short of memory, none could be started later."""
+        self.worker.start()
+        for pool in (self.reader, self.compiler):
+            pool.submit(int).result()
+
+    def stop(self) -> None:
+        """End all threads, whatever they do."""
+        self.worker.inbox.put(None)
+        for pool in (self.reader, self.compiler):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.trial.close()
+        self.worker.join()
+
+    async def admit(self, body: CompletionRequest) -> list[Ticket]:
+        """Check a request's texts and queue them, all or none. Prompts are tokenised and grammars compiled outside the
+        event loop. Raises Refused."""
+        prompts = self._prompts(body)
+        self.preparing += len(prompts) * body.n
+        try:
+            pool = self.compiler if body.shapes() or body.wished_calls() else self.reader
+            loop = asyncio.get_running_loop()
+            tickets = await loop.run_in_executor(pool, self._tickets, body, prompts, loop)
+        except ValueError as wrong:
+            raise Refused(400, str(wrong)) from wrong
+        finally:
+            self.preparing -= len(prompts) * body.n
+        self.inside.update(tickets)
+        for ticket in tickets:
+            self.worker.inbox.put(ticket)
+        if self.worker.failure is not None:  # since then: nobody takes them out any more
+            self.worker.refuse_waiting()
+        return tickets
+
+    def _prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """Return a request's prompts. Raises Refused for what is no work for this server, or not now."""
         if self.worker.failure is not None:
             raise Refused(503, self.worker.failure)
         if body.model not in (None, self.name):
@@ -251,25 +293,21 @@ class Service:
         prompts = body.prompts()
         if not prompts:
             raise Refused(400, "prompt: an empty list", "prompt")
-        count, most = len(self.inside) + len(prompts) * body.n, self.options.max_texts
+        working, most = len(self.inside) + self.preparing, self.options.max_texts
         if len(prompts) * body.n > most:
             raise Refused(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
-        if count > most:
-            raise Refused(429, f"{len(self.inside)} texts are in work or waiting, {most} may be: try again later")
-        tickets, loop = [], asyncio.get_running_loop()
+        if working + len(prompts) * body.n > most:
+            raise Refused(429, f"{working} texts are in work or waiting, {most} may be: try again later")
+        return prompts
+
+    def _tickets(self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop) -> list[Ticket]:
+        """Return a request's texts, checked. Raises ValueError."""
+        tickets = []
         special = isinstance(body, ChatRequest) and self.reading is not None and self.reading.special
         for prompt in prompts:
-            try:
-                ids = encode(self.target, prompt, body.template_options(), body.tools_shown)
-                for _ in range(body.n):
-                    tickets.append(Ticket(ids, self._settings(body, ids, len(tickets)), loop, special))
-            except ValueError as wrong:
-                raise Refused(400, str(wrong)) from wrong
-        self.inside.update(tickets)
-        for ticket in tickets:
-            self.worker.inbox.put(ticket)
-        if self.worker.failure is not None:  # since then: nobody takes them out any more
-            self.worker.refuse_waiting()
+            ids = encode(self.target, prompt, body.template_options(), body.tools_shown)
+            for _ in range(body.n):
+                tickets.append(Ticket(ids, self._settings(body, ids, len(tickets)), loop, special))
         return tickets
 
     def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
@@ -287,6 +325,8 @@ class Service:
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
             settings = replace(settings, grammar=self.reading.grammar(wish, self.reading.thinks(ids)))
+        if (asked := asked_grammar(settings)) is not None:
+            self.trial.check(*asked)
         self.engine.check_text(settings)
         if len(ids) + settings.max_new_tokens > capacity:
             raise ValueError(
@@ -304,7 +344,7 @@ class Service:
 
     async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
         """Return the response to a request, whole or streamed."""
-        tickets = self.admit(body)
+        tickets = await self.admit(body)
         reading = {"reading": self.reading} if form is Chat else {}
         form = form(self.target, self.name, body, [ticket.prompt for ticket in tickets[:: body.n]], **reading)
         if body.stream:
@@ -374,10 +414,9 @@ def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
+        service.start()
         yield
-        service.worker.inbox.put(None)
-        service.worker.join()  # here: short of memory, no thread could be started to wait in
+        service.stop()
 
     app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None)
     app.state.service = service
@@ -386,6 +425,10 @@ def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, wrong: HTTPException) -> Response:
         return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
+
+    @app.exception_handler(MemoryError)
+    async def short(request: Request, wrong: MemoryError) -> Response:
+        return error(503, SHORT)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, wrong: RequestValidationError) -> Response:

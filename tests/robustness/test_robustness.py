@@ -50,6 +50,10 @@ def test_hostile_requests(run_program):
     assert "\n0 faults" in run_program("fuzz_http", "--requests", "2000", "--clients", "8", "--margin", "200")
 
 
+def test_hostile_grammars(run_program):
+    assert "\n0 faults" in run_program("hostile_grammars", "--requests", "24", "--quiet", "10")
+
+
 def test_a_server_that_is_short_of_memory(run_program):
     assert "\n0 faults" in run_program("memory", "--requests", "48", "--after", "8")
 

@@ -13,7 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from infer import Engine, generate, load_drafter
 from infer.config import EngineConfig, TextOptions
-from infer.engine.grammar import LIMITS, MOST_LETTERS, follow
+from infer.engine import grammar
+from infer.engine.grammar import MOST_LETTERS, follow
+from infer.engine.trial import LIMITS
 from infer.evaluation.lossless import check_output
 from infer.trees.constrained import Rule, search
 from infer.trees.tree import Proposal
@@ -229,3 +231,24 @@ def test_a_grammar_beyond_its_limits_is_refused(embedded):
     with pytest.raises(ValueError, match="grammar"):
         generate(embedded, None, "x", method="plain", grammar=wide * 3)
     assert LIMITS["max_grammar_size"] < 500_000
+
+
+def test_what_is_forced_is_bounded(embedded):
+    """A pattern that forces 30,000 letters behind its first is cut there, and costs no time."""
+    state = follow(TextOptions(regex="(x|y)a{30000}"), embedded)
+    assert state.allowed([], []).any()
+    text = embedded.tokenizer("x")["input_ids"]
+    assert state.forced(text) == [] and not state.allowed(text, []).any()
+    first = follow(TextOptions(regex="a{1000000}"), embedded)
+    assert first.forced([]) == [] and len(first.matcher.compute_ff_bytes()) < 100_000
+
+
+def test_a_slow_grammar_is_not_asked_for_drafts(embedded, drafter, monkeypatch):
+    """It is asked once for each token that is written; the text stays the same."""
+    options = {"regex": ASKED["regex"], "max_new_tokens": 20}
+    plain = generate(embedded, None, PROMPTS[0], method="plain", **options)
+    asked, allowed = [], grammar.GrammarState.allowed
+    monkeypatch.setattr(grammar, "SLOW", -1.0)
+    monkeypatch.setattr(grammar.GrammarState, "allowed", lambda *a: asked.append(1) or allowed(*a))
+    found = generate(embedded, drafter, PROMPTS[0], method="ddtree", budget=8, **options)
+    assert found.ids == plain.ids and len(asked) == len(plain.ids)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -176,6 +177,38 @@ def test_a_request_that_comes_after_the_end_is_told(running, engine):
         answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"})
         assert answer.status_code == 503 and "did not come back" in answer.text
         assert httpx.get(f"{url}/health").status_code == 503
+
+
+@pytest.mark.parametrize("what", ["prompt", "grammar"])
+def test_others_are_answered_while_a_request_is_read(running, engine, monkeypatch, what):
+    """A long prompt is tokenised, and a grammar compiled, beside the event loop."""
+    begun, answered, encode = threading.Event(), threading.Event(), server_module.encode
+
+    def waits(*arguments):
+        begun.set()
+        assert answered.wait(60)
+        return encode(*arguments) if what == "prompt" else None
+
+    with running(engine) as (url, service), ThreadPoolExecutor(1) as other:
+        if what == "prompt":
+            monkeypatch.setattr(server_module, "encode", waits)
+        else:
+            monkeypatch.setattr(service.trial, "check", waits)
+        shape = {"guided_regex": "[ab]+"} if what == "grammar" else {}
+        slow = other.submit(httpx.post, f"{url}/v1/completions", json=BODY | {"prompt": "x"} | shape, timeout=60)
+        assert begun.wait(60)
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        answered.set()
+        assert slow.result().status_code == (200 if what == "prompt" else 400)  # this target has no end token
+
+
+def test_a_request_that_finds_no_memory_is_told_so(running, engine, monkeypatch):
+    with running(engine) as (url, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(server_module, "encode", Mock(side_effect=MemoryError))
+            answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"})
+            assert answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200
 
 
 def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_command, free_port):

@@ -148,6 +148,8 @@ def test_answers_follow_the_shape_that_is_asked_for(embedded_server):
             found = write(client, extra_body=shape, max_tokens=20, stream=stream)
             parts = [chunk.choices[0].delta.content or "" for chunk in found] if stream else None
             assert ("".join(parts) if stream else found.choices[0].message.content) in ("red", 'b"l ue')
+    anything = write(client, extra_body={"guided_json": {}}, max_tokens=20, temperature=0).choices[0]
+    assert anything.finish_reason == "length" or json.loads(anything.message.content) != ""
     body = {"model": "embedded", "prompt": "x", "guided_grammar": 'start: "a" "b"', "max_tokens": 9}
     assert httpx.post(f"{embedded_server}/v1/completions", json=body).json()["choices"][0]["text"] == "ab"
 
@@ -160,6 +162,10 @@ def test_answers_follow_the_shape_that_is_asked_for(embedded_server):
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
         ({"response_format": {"type": "json_schema"}}, "json_schema go together"),
         ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a{3000000}"}, "forces more than 2048 bytes"),
+        ({"guided_regex": "(x|y)(((((a{100}){100}){100}){100}){100})"}, "forces more than 2048 bytes"),
+        ({"guided_json": {"const": "a" * 5000}}, "forces more than 2048 bytes"),
+        ({"guided_regex": "(" + "a?" * 20_000 + "a" * 20_000 + ")*"}, "takes more than 1 s"),
     ],
 )
 def test_shapes_that_cannot_be_followed_are_refused(embedded_server, shape, said):
