@@ -17,6 +17,7 @@ from infer.utils.entry import Stopped
 from infer.utils.progress import Progress
 from train.blocks import Blocks, draw_anchors, lay_out
 from train.config import TrainConfig
+from train.divergences import DIVERGENCES
 from train.engine import micro_batch
 from train.objective import RowPlan, plan_rows, position_weights
 
@@ -89,7 +90,15 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
     drawn = torch.stack(jitter).to(rows["ids"].device)
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], drawn, config.document_anchors)
-    return lay_out(rows, anchors, valid, config.drafter.block_size)
+    return blocks_behind(rows, anchors, valid, config)
+
+
+def blocks_behind(
+    rows: dict[str, torch.Tensor], anchors: torch.Tensor, valid: torch.Tensor, config: TrainConfig
+) -> Blocks:
+    """Return the blocks behind anchors (B, N) of packed rows, with the labels that the objective learns from."""
+    until_gap = DIVERGENCES[config.objective.divergence].until_gap
+    return lay_out(rows, anchors, valid, config.drafter.block_size, until_gap)
 
 
 def plan_blocks(blocks: Blocks, config: TrainConfig) -> RowPlan:

@@ -96,9 +96,15 @@ def _ranks_by_document(
     return torch.where(drawn * stride < total, ranks.gather(1, where), candidate.sum(1, keepdim=True))
 
 
-def lay_out(columns: dict[str, torch.Tensor], anchors: torch.Tensor, valid: torch.Tensor, block_size: int) -> Blocks:
+def lay_out(
+    columns: dict[str, torch.Tensor],
+    anchors: torch.Tensor,
+    valid: torch.Tensor,
+    block_size: int,
+    until_gap: bool = False,
+) -> Blocks:
     """Return the blocks behind anchors (B, N) of packed rows with columns ids, documents and loss, (B, T) each. Labels
-    beyond the document's end are not supervised."""
+    beyond the document's end are not supervised, nor, `until_gap`, those behind a label without loss."""
     ids, documents, loss = (columns[name] for name in ("ids", "documents", "loss"))
     rows, length = ids.shape
     ahead = anchors[..., None] + torch.arange(1, block_size, device=ids.device)  # (B, N, L)
@@ -109,6 +115,8 @@ def lay_out(columns: dict[str, torch.Tensor], anchors: torch.Tensor, valid: torc
 
     same_document = at(documents, safe) == at(documents, anchors)[..., None]
     supervised = valid[..., None] & (ahead < length) & same_document & at(loss, safe)
+    if until_gap:
+        supervised = supervised.long().cumprod(-1).bool()
     row = torch.arange(rows, device=ids.device).view(-1, 1, 1)
     return Blocks(
         anchors=anchors,

@@ -16,6 +16,7 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
 - `warm_layers`, `warm_start`: which of the target's layers its own can start as; whether they compute the same.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -122,9 +123,10 @@ def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: 
     gated = is_gated(theirs)
     if (rope(target.config).get("partial_rotary_factor") or 1) != 1 and not gated:
         return False
-    weight, positions = next(theirs.parameters()), torch.arange(4)[None]
-    states = 0.01 * torch.randn(1, 4, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    mask = additive(torch.ones(4, 4, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
+    count = drafter.num_queries * math.ceil(4 / drafter.num_queries)  # whole blocks: convolutions end with each
+    weight, positions = next(theirs.parameters()), torch.arange(count)[None]
+    states = 0.01 * torch.randn(1, count, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = additive(torch.ones(count, count, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
     if gated:  # compared where nothing turns, with the gates as they are: near is all that can be asked
         positions = torch.zeros_like(positions)
         angles = target.body.rotary_emb(states.to(weight), positions.to(weight.device))

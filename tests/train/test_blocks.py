@@ -12,8 +12,10 @@ from infer.attention.masks import block_ranges, dense, masked_attention, packed_
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dart.model import DART
+from train.batches import blocks_behind, draw_blocks
 from train.blocks import anchor_room, block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
+from train.divergences import DIVERGENCES
 from train.loop import block_loss, draft_states
 from train.run.sources import most_anchors
 
@@ -215,6 +217,28 @@ def test_every_anchor_counts_once_however_many_slots_there_are():
     assert valid.sum() == 4 and anchors[valid].tolist() == [3, 4, 5, 6]
     assert not blocks.supervised[~valid].any()
     assert blocks.supervised.sum((0, 2))[valid[0]].tolist() == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_which_labels_of_a_block_with_gaps_are_learnt(kind):
+    """A plain loop over anchors: DSpark's authors end a block before its first label without loss (DeepSpec's and
+    SpecForge's `eval_mask`), all others leave that label out and go on behind it."""
+    rows, settings = packed([[20, 9], [30]], total=32, seed=1), config(kind)
+    settings.drafter.block_size, settings.anchors = 8, 12
+    rows["loss"] = torch.rand(2, 32, generator=torch.Generator().manual_seed(1)) < 0.8
+    blocks = draw_blocks(rows, settings, 0)
+    expected = torch.zeros_like(blocks.supervised)
+    for b, n in blocks.valid.nonzero().tolist():
+        anchor = int(blocks.anchors[b, n])
+        for t in range(1, 8):
+            if anchor + t >= 32 or rows["documents"][b, anchor + t] != rows["documents"][b, anchor]:
+                break
+            if rows["loss"][b, anchor + t]:
+                expected[b, n, t - 1] = True
+            elif kind == "ce_l1":
+                break
+    assert torch.equal(blocks.supervised, expected)
+    assert torch.equal(blocks_behind(rows, blocks.anchors, blocks.valid, settings).supervised, expected)
 
 
 def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):

@@ -18,7 +18,7 @@ from torch import nn
 from infer.drafters.base import Drafter
 from infer.targets.loading import resolve_device
 from infer.targets.target import Target
-from train.blocks import lay_out
+from train.batches import blocks_behind
 from train.config import ReplayConfig, TrainConfig
 from train.engine import compute_dtype
 from train.run.initial import initial_drafter
@@ -97,7 +97,7 @@ def replay_pass(
         if name in rows:
             seen.look(f"stored {name}", rows[name])
     anchors, valid = rows.pop("anchors"), rows.pop("valid")
-    blocks = lay_out(rows, anchors, valid, config.drafter.block_size)
+    blocks = blocks_behind(rows, anchors, valid, config)
     with watched(drafter, seen):
         loss = block_loss(drafter, target, rows, blocks, config).loss
         seen.look("loss", loss.detach())

@@ -157,6 +157,26 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
         assert torch.allclose(target.head(hidden), out.logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("anchor", [None, True])
+@pytest.mark.parametrize("block_size", [2, 3, 5, 6, 8])
+def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(random_qwen3, block_size, anchor):
+    from infer.drafters.base import new_drafter
+    from infer.targets.target import Target
+
+    target = Target(random_qwen3(num_hidden_layers=4))
+    options = DrafterConfig(
+        layers=1,
+        target_layer_ids=[1],
+        block_size=block_size,
+        convolutions=2,
+        sample_from_anchor=anchor,
+        mask_token_id=96,
+    )
+    drafter = new_drafter(options, target)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
+    assert torch.equal(drafter.layers[0].self_attn.v_proj.weight, target.body.layers[2].self_attn.v_proj.weight)
+
+
 def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
     from transformers import LlamaConfig, LlamaForCausalLM
 
