@@ -70,8 +70,8 @@ class OptimConfig:
         of batch
     epochs: length of the run in passes over the data, unless steps is given
     steps: length of the run in steps; None: by epochs
-    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA and on CPUs that have such products; on a
-        CPU the target's too while it teaches. Weights stay float32, and so do evaluations there
+    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA, on a CPU whichever is faster as the run
+        begins; on a CPU the target's too while it teaches. Weights stay float32, and so do evaluations there
     """
 
     name: str = "adamw"

@@ -1,7 +1,10 @@
 """DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same for every ZeRO
 stage and number of processes."""
 
+import time
 import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,8 +12,14 @@ from torch import nn
 
 from infer.drafters.base import Drafter
 from infer.targets.loading import resolve_dtype
+from infer.targets.support import mlp_size
 from train.config import TrainConfig
 from train.optim import make_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TRIALS, MOST_ROWS = 5, 1024  # of the pass that says in which dtype a CPU trains sooner
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
@@ -31,9 +40,32 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def has_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 numbers, twice as fast as float32: one that does not is slower."""
+    """Return whether this CPU multiplies bfloat16 numbers: one that does not is slower with them."""
     known = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+
+
+def faster_precision(hidden: int, inner: int, rows: int) -> str:
+    """Return in which dtype this CPU trains sooner, by the MLP of a drafter's layer of such sizes on so many rows,
+    forward and backward: without AMX, what the casts take may be more than what bfloat16's products save."""
+    up, down = (torch.full(shape, 0.1, requires_grad=True) for shape in ((hidden, inner), (inner, hidden)))
+    states, seconds = torch.full((rows, hidden), 0.1), {False: [], True: []}
+    for _ in range(TRIALS):
+        for half in seconds:
+            began = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                (states @ up @ down).sum().backward()
+            seconds[half].append(time.perf_counter() - began)
+    return "bfloat16" if min(seconds[True]) < min(seconds[False]) else "float32"
+
+
+def with_precision(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> TrainConfig:
+    """Return the configuration with the dtype that optim.precision=auto means on this CPU, which is measured."""
+    if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
+        return config
+    rows = min(config.anchors * config.drafter.block_size, MOST_ROWS)
+    kind = faster_precision(theirs.hidden_size, mlp_size(theirs), rows)
+    return replace(config, optim=replace(config.optim, precision=kind))
 
 
 def compiles(config: TrainConfig, cuda: bool) -> bool:

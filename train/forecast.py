@@ -33,7 +33,7 @@ from infer.targets.target import Target
 from infer.utils.progress import doing
 from train.batches import Prefetch
 from train.config import TrainConfig
-from train.engine import build_engine, compute_dtype, micro_batch, target_dtype
+from train.engine import build_engine, compute_dtype, micro_batch, target_dtype, with_precision
 from train.features import row_bytes
 from train.loop import train_step
 from train.plan import (
@@ -247,6 +247,8 @@ def work_on(kind: str, config: TrainConfig, theirs: "PretrainedConfig") -> Work:
     world, device = int(os.environ.get("NPROC") or 1), torch.device(kind)
     cuda = kind == "cuda"
     room = device_memory(device, world) if cuda == torch.cuda.is_available() else None
+    if room is not None:
+        config = with_precision(config, theirs.get_text_config(), device)
     shape = shape_of(config, theirs, micro_batch(config, world)[0])
     weight, product = target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize
     recompute = recompute_of(shape, config, world, weight, product, cuda, room)

@@ -29,7 +29,16 @@ from infer.utils.progress import HEARTBEAT
 from train.batches import Prefetch, StepRows, prepared_rows
 from train.blocks import Blocks, block_mask
 from train.config import TrainConfig, check_head_training
-from train.engine import build_engine, compute_dtype, micro_batch, restore, take_step, target_dtype
+from train.engine import (
+    build_engine,
+    compute_dtype,
+    has_bfloat16,
+    micro_batch,
+    restore,
+    take_step,
+    target_dtype,
+    with_precision,
+)
 from train.features import StoredRows, dependencies, stored_features
 from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
 from train.optim import learning_rate, set_rate
@@ -44,7 +53,7 @@ from train.plan import (
     total_steps,
 )
 from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
-from train.run.folder import as_begun, check_run_folder, open_run
+from train.run.folder import as_begun, begun_precision, check_run_folder, open_run
 from train.run.hooks import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.initial import initial_drafter, named_mask, resolve_init, take_weights
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
@@ -302,11 +311,23 @@ def train(config: TrainConfig) -> Path:
     start_processes(device)
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     check_head_training(config)
+    config = first_only(lambda: settle_precision(config, device))
     with ExitStack() as held:
         run = prepare_run(config, device, held)
         watch = StallWatch(config.guards.stall_minutes)
         held.callback(watch.close)
         return run_steps(run, watch)
+
+
+def settle_precision(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """Return the configuration with the precision that this run keeps: what it began with, else as measured here."""
+    config = begun_precision(config)
+    if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
+        return config
+    theirs = load_config(config.target.path, config.target.trust_remote_code).get_text_config()
+    settled = with_precision(config, theirs, device)
+    print(f"optim.precision=auto: {settled.optim.precision}, in which a layer takes less time here", flush=True)
+    return settled
 
 
 def run_steps(run: Run, watch: StallWatch) -> Path:

@@ -45,6 +45,7 @@ from infer.targets.target import Target
 
 # Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by number.
 SPARE = re.compile(r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE)
+FLAT, PROBES = 3.0, 32  # largest logit of a fresh drafter for what enters it, over so many tokens
 
 
 def mask_candidates(tokenizer, vocabulary: int, end_ids: Collection[int]) -> Iterator[int]:
@@ -456,8 +457,17 @@ class Drafter(nn.Module):
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
         """Draw fresh weights; then take over the target's own layers, if `warm` and they compute what ours do."""
         self.init_weights(generator)
+        self.init_last_norm(target)
         if warm:
             self.warm_start(target)
+
+    @torch.no_grad()
+    def init_last_norm(self, target: Target) -> None:
+        """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it, guesses
+        nearly uniformly: a head tied to the embedding otherwise gives the token that entered all probability."""
+        ids = torch.linspace(0, len(target.head_weight) - 1, PROBES, device=target.device).long()
+        states = self.norm(target.embed(ids).cpu().float()).to(target.head_weight)
+        self.norm.weight.mul_(min(1.0, FLAT / target.head(states).float().abs().amax().item()))
 
     def can_start_as(
         self, layer: nn.Module, weights: dict[str, torch.Tensor], theirs: nn.Module, target: Target, own: set[str]

@@ -1,6 +1,7 @@
 """The trained block: equal to blocks run alone, blind to the future, equal to the cached inference block."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from infer.attention.masks import block_ranges, dense, masked_attention, packed_
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dart.model import DART
+from infer.targets.target import Target
 from train.batches import blocks_behind, draw_blocks
 from train.blocks import anchor_room, block_mask, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
@@ -546,3 +548,21 @@ def test_layers_computed_again_give_the_same_gradients_bit_by_bit(make_tiny, fam
         found.append({name: p.grad for name, p in drafter.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys() and len(found[0]) > 5
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+@pytest.mark.parametrize("family", ["dflash", "dart"])
+@pytest.mark.parametrize("spread", [0.02, 0.5])
+def test_a_drafter_that_starts_from_noise_guesses_nearly_uniformly(random_qwen3, family, spread):
+    """A head tied to an embedding of large numbers gave the token that enters a block all probability: the first loss
+    on SmolLM2 was five times a uniform guess's."""
+    target = Target(random_qwen3(tie_word_embeddings=True, num_hidden_layers=6))
+    with torch.no_grad():
+        target.embedding.weight.normal_(std=spread, generator=torch.Generator().manual_seed(0))
+    layers = 1 if family == "dart" else 2
+    options = DrafterConfig(family=family, layers=layers, block_size=K, mask_token_id=96)
+    drafter = new_drafter(options, target)
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm=False)
+    rows = packed([[20, 9]], total=32)
+    blocks = some_blocks(rows, 12)
+    found = block_loss(drafter, target, rows, blocks, config("cross_entropy")).rows[blocks.supervised.flatten(0, 1)]
+    assert abs(found.mean().item() - math.log(97)) < 0.3

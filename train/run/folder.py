@@ -24,7 +24,17 @@ from train.run.sources import SOURCES, refuse_other_sources
 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
-FREE += ("guards", "ngrams", "optim.micro", "compile", "recompute", "target.shard", "target.device", "data.num_proc")
+FREE += (
+    "guards",
+    "ngrams",
+    "optim.micro",
+    "optim.precision",
+    "compile",
+    "recompute",
+    "target.shard",
+    "target.device",
+    "data.num_proc",
+)
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -77,6 +87,16 @@ def as_begun(config: TrainConfig) -> TrainConfig:
                     known = reading.family.load()(reading.config()).fixed_options()
                 left = {key: value for key, value in known.items() if getattr(config.drafter, key) is None}
                 return replace(config, drafter=replace(config.drafter, **left))
+    return config
+
+
+def begun_precision(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the precision that the run began with, where its option is left to auto."""
+    run = run_folder(config)
+    if config.optim.precision == "auto" and begun(run):
+        with suppress(ValueError, OSError, KeyError):  # damaged: it is refused later
+            known = json.loads((run / "config.json").read_text())["optim"]["precision"]
+            return replace(config, optim=replace(config.optim, precision=known))
     return config
 
 

@@ -152,6 +152,7 @@ class DART(Drafter):
         """Draw fresh weights and copy the target's head. If `warm`, also take over the target's own layer where it
         computes what ours does, and a mask that goes with it, unless the target has no weights to run with."""
         self.init_weights(generator)
+        self.init_last_norm(target)
         self.lm_head.weight.copy_(target.head_weight)
         if warm and self.warm_start(target) and not any(weight.is_meta for weight in target.body.parameters()):
             self._init_mask(target, generator)

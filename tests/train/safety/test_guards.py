@@ -15,7 +15,7 @@ from infer.config import DrafterConfig
 from infer.utils.entry import Stopped
 from train.batches import Prefetch, draw_blocks
 from train.config import FeaturesConfig, ObjectiveConfig, ReplayConfig, TrainConfig
-from train.engine import build_engine, compute_dtype, target_dtype, training_state
+from train.engine import build_engine, compute_dtype, faster_precision, target_dtype, training_state
 from train.features import checksum, write_features, write_manifest
 from train.objective import RowLoss
 from train.run.log import read_log
@@ -168,6 +168,26 @@ def test_products_are_bfloat16_where_a_cpu_has_them(monkeypatch, flag, kind):
     assert (compute_dtype(config, cpu), target_dtype(config, cpu)) == (kind, torch.float32)
     config.optim.precision, config.target.dtype = "float32", "auto"
     assert compute_dtype(config, cpu) == target_dtype(config, cpu) == torch.float32
+
+
+def test_a_run_keeps_the_precision_that_was_faster_as_it_began(monkeypatch, tmp_path, shallow):
+    """auto is measured, where the processor has such products; what a run began with is not measured again."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    config, cpu = TrainConfig(name="kept", runs_dir=str(tmp_path)), torch.device("cpu")
+    config.target.path = str(shallow)
+    for kind in ("bfloat16", "float32"):
+        monkeypatch.setattr("train.engine.faster_precision", lambda *sizes, kind=kind: kind)
+        assert loop.settle_precision(config, cpu).optim.precision == kind
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "metrics.jsonl").write_text("{}")
+    (tmp_path / "kept" / "config.json").write_text('{"optim": {"precision": "bfloat16"}}')
+    assert loop.settle_precision(config, cpu).optim.precision == "bfloat16"
+
+
+def test_the_faster_precision_is_timed():
+    state = torch.get_rng_state()
+    assert faster_precision(16, 32, 8) in ("bfloat16", "float32")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_deepspeeds_hooks_are_not_compiled(run_here, make_tiny, monkeypatch):
