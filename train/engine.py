@@ -14,7 +14,7 @@ from infer.drafters.base import Drafter
 from infer.targets.loading import resolve_dtype
 from infer.targets.support import mlp_size
 from train.config import TrainConfig
-from train.optim import make_optimizer
+from train.optim import has_bfloat16, make_optimizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,12 +37,6 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
     return resolve_dtype(config.target.dtype, device)
-
-
-def has_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 numbers: one that does not is slower with them."""
-    known = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
 
 
 def faster_precision(hidden: int, inner: int, rows: int) -> str:

@@ -32,7 +32,6 @@ from train.config import TrainConfig, check_head_training
 from train.engine import (
     build_engine,
     compute_dtype,
-    has_bfloat16,
     micro_batch,
     restore,
     take_step,
@@ -41,7 +40,7 @@ from train.engine import (
 )
 from train.features import StoredRows, dependencies, stored_features
 from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
-from train.optim import learning_rate, set_rate
+from train.optim import has_bfloat16, learning_rate, set_rate
 from train.plan import (
     Recompute,
     Shape,
