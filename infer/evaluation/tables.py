@@ -66,7 +66,7 @@ def headline(evaluation: Evaluation) -> str:
     parts = [f"{best.label} commits {best.tau:.2f} and is {gain(best)}" for best in map(surest, filter(None, trees))]
     said += [f"Of our trees, {'; '.join(parts)}."] * bool(parts)
     if evaluation.ties and evaluation.fastest.finding == "faster":
-        said.append(f"{', '.join(method.label for method in evaluation.ties)} may be as fast.")
+        said.append(f"As fast as {evaluation.fastest.label} may be: {', '.join(m.label for m in evaluation.ties)}.")
     said += [
         f"N-grams alone, {method.budget} nodes without the drafter, commit {method.tau:.2f} and are {gain(method)}."
         for method in evaluation.drafting
