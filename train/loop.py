@@ -62,7 +62,7 @@ from train.run.progress import Progress
 from train.run.sources import most_anchors, sources, with_mask_token
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
-from train.safety.processes import StallWatch, catch_signals, first_only, start_processes
+from train.safety.processes import StallWatch, catch_signals, first_only, start_processes, stopped_at_once
 from train.safety.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
@@ -381,7 +381,9 @@ def step_on(
             if step in run.stops:
                 first_only(writer.wait)
                 saved = save(run.folder, step, engine, run.dtype, config.keep_states)
-                evaluate(run, step, watch, progress, tracker)
+                if not agreed.stop:  # else the same command evaluates it
+                    with stopped_at_once(f"{saved} is whole, and the same command evaluates it and goes on from there"):
+                        evaluate(run, step, watch, progress, tracker)
             else:
                 save_rolling(run.folder, step, engine, writer)
                 saved = first_only(writer.wait) if agreed.stop else None

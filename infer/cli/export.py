@@ -56,14 +56,16 @@ def run(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
-    from infer.formats.export import check_base_model, check_token, export_drafter, push
+    from infer.formats.export import check_base_model, check_folder_format, check_token, export_drafter, push
     from infer.formats.gguf import convert, find_converter
     from infer.targets.loading import load_config, resolve_path
+    from infer.utils.files import replacing_folder
 
     if config.push_to_hub is not None:
         check_token()
     place, out, layers, target = config.target, Path(config.out), None, None
     converter = find_converter(config.converter) if config.format == "gguf" else None
+    check_folder_format(config.checkpoint, config.format)
     if FORMATS[config.format].target:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
     drafter = load_drafter(config.checkpoint, target_layers=layers)
@@ -73,10 +75,11 @@ def run(config: ExportCommand) -> None:
         target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
         drafter.check_target(target)
         target.name = config.base_model or resolve_path(place.path)
-    export_drafter(drafter, config.format, target, out)
-    if converter:
-        convert(out, place.path, converter)
-    write_card(config.checkpoint, out, config.license, config.base_model or config.target.path)
+    with replacing_folder(out) as fresh:
+        export_drafter(drafter, config.format, target, fresh)
+        if converter:
+            convert(fresh, place.path, converter)
+        write_card(config.checkpoint, fresh, config.license, config.base_model or config.target.path)
     for verdict in check_folder(out):
         print(verdict)
     print(f"\nexport      {out}")

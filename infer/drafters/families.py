@@ -18,6 +18,11 @@ class Format:
     headless: bool = True  # a drafter without a conditional head
     convolutions: bool = False
 
+    def fits(self, head, convolutions: bool) -> bool:
+        """Return whether it has words for a drafter's conditional head, or for none, and for its convolutions."""
+        worded = self.headless if head is None else head.name in self.heads
+        return worded and (self.convolutions or not convolutions)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -106,10 +111,10 @@ def check_format(family: Family, name: str, head, convolutions: bool) -> None:
     None, and with or without convolutions, cannot be exported in a format."""
     format = family.formats.get(name)
     if format is None:
-        kinds = " or ".join(family.formats)
+        kinds = " or ".join(other for other, row in family.formats.items() if row.fits(head, convolutions))
         raise ValueError(f"format={name}: this is a {family.title} drafter, which can be exported with format={kinds}")
     if head is not None and head.name not in format.heads:
-        takers = [other for other, row in family.formats.items() if head.name in row.heads]
+        takers = [other for other, row in family.formats.items() if row.fits(head, convolutions)]
         advice = f": use format={' or '.join(takers)}" if takers else ""
         raise ValueError(
             f"format={name} has no words for a conditional head, and the drafter has one, {head.title}{advice}"

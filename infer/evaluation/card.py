@@ -15,7 +15,7 @@ from infer.evaluation.figures import budget_figure
 from infer.evaluation.results import Evaluation, Reference, read_result, write_result
 from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder
-from infer.formats.folders import open_folder
+from infer.formats.folders import find_folder, open_folder
 from infer.formats.layouts import read as read_layout
 from infer.utils.files import atomic_write
 
@@ -54,7 +54,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
     if reading.problems or not reading.options:
         raise ValueError(f"{out} is no drafter: {'; '.join(reading.problems) or 'config.json cannot be read'}")
     engines = [verdict.engine for verdict in check_folder(out) if not verdict.problems]
-    step = Path(checkpoint).resolve()  # best is a link to a step
+    step = find_folder(checkpoint).resolve()  # best is a link to a step
     step = step.parent if step.name == "drafter" else step
     numbers, recipe = step / "evaluation" / "evaluation.json", step.parent.parent / "config.json"
     evaluation = without_ngrams(read_result(numbers, Evaluation)) if numbers.is_file() else None

@@ -13,7 +13,7 @@ from infer.drafters.bigram import Bigram
 from infer.drafters.config_keys import config_dict, known_tokens
 from infer.drafters.lookup import NAME as LOOKUP
 from infer.drafters.lookup import Lookup
-from infer.formats.folders import open_folder
+from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
 from infer.ngrams.model import NGram
@@ -51,7 +51,8 @@ def load_drafter(
     """
     opened = open_folder(folder)
     if not opened.config or not opened.tensors:
-        raise FileNotFoundError(f"{folder} is no drafter: {'; '.join(opened.problems)}")
+        tried = "" if str(opened.path) != str(folder) else f" (and there is neither {' nor '.join(INNER)} in it)"
+        raise FileNotFoundError(f"{opened.path} is no drafter: {'; '.join(opened.problems)}{tried}")
     reading = read(opened, target_layers)
     problems = find_problems(opened, reading)
     if problems:

@@ -5,6 +5,7 @@ A drafter that an engine would read in another way than it was trained is refuse
 
 from pathlib import Path
 
+import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PretrainedConfig
@@ -12,6 +13,8 @@ from transformers import PretrainedConfig
 from infer.drafters.base import Drafter
 from infer.drafters.families import check_format
 from infer.formats.checkpoint import write_folder
+from infer.formats.folders import open_folder
+from infer.formats.layouts import read
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
@@ -25,6 +28,17 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     check_format(drafter.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
     config, weights = drafter.writers[format](drafter, target)
     write_folder(config, weights, out)
+
+
+def check_folder_format(folder: str | Path, format: str) -> None:
+    """Raise ValueError, before weights are loaded, for a drafter's folder that the layout has no words for. A folder
+    that cannot be read passes: loading it says why."""
+    reading = read(open_folder(folder))
+    if reading.family is None or reading.problems:
+        return
+    with torch.device("meta"):
+        drafter = reading.family.load()(reading.config())
+    check_format(reading.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
 
 
 def check_base_model(name: str, drafter: Drafter) -> str | None:

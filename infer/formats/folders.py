@@ -13,6 +13,7 @@ from infer.targets.loading import resolve_path
 from infer.utils.files import NotReadable, json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
+INNER = ("drafter", "checkpoints/best/drafter")  # where a drafter lies in a checkpoint's folder, in a run's
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -56,12 +57,13 @@ class Folder:
 
 
 def find_folder(path: str | Path) -> Path:
-    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's, for "embedded" the one beside
-    the embedded target, or a hub id's, of which JSON and safetensors files are downloaded. Raises
-    FileNotFoundError where there is none."""
+    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the best checkpoint of a
+    run's, for "embedded" the one beside the embedded target, or a hub id's, of which JSON and safetensors files are
+    downloaded. Raises FileNotFoundError where there is none."""
     folder = Path(resolve_path(str(path)))
-    if (folder / "drafter").is_dir():
-        return folder / "drafter"
+    for inner in INNER:
+        if (folder / inner).is_dir():
+            return folder / inner
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):

@@ -129,14 +129,22 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
 def explain_missing(path: str) -> Iterator[None]:
     """Turn errors of reading a model into FileNotFoundError with the remedy. A ValueError about a folder that exists
     passes unchanged. Raises ValueError for a device or pipe in the folder, which might never end."""
-    for file in Path(resolve_path(path)).glob("*"):
+    folder = Path(resolve_path(path))
+    if folder.is_file():
+        kind = "a GGUF file, which is not read here" if folder.suffix.lower() == ".gguf" else "a file"
+        raise ValueError(f"target.path={path} is {kind}: give the model's folder with config.json and safetensors")
+    for file in folder.glob("*"):
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise ValueError(f"target.path={path}: {file.name} is no regular file, but a device or pipe")
     try:
         yield
     except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) and Path(resolve_path(path)).exists():
+        if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise FileNotFoundError(f"target.path={path}: there is no config.json in that folder") from error
+        if isinstance(error, ValueError) and folder.exists():
             raise
+        if folder.is_dir():
+            raise FileNotFoundError(f"target.path={path}: {str(error).strip().splitlines()[0][:300]}") from error
         raise FileNotFoundError(
             f"target.path={path}: found neither as a local folder nor on the model hub from here. "
             "Download the model once where there is a network, then give its folder: target.path=/path/to/folder"

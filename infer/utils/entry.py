@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from infer.utils import overrides as typed
 from infer.utils.help import help_text
+from infer.utils.hub import refrain_from_silent_hub
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
@@ -78,6 +79,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
             return ask_hydra(name, schema, arguments)
         config = composed(name, schema, arguments)
         HEARTBEAT.begin()
+        refrain_from_silent_hub(values(config))
         run(config)
     except (ValueError, FileNotFoundError) as error:
         fail(str(error))

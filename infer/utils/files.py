@@ -4,6 +4,7 @@ digests, and the refusal to go on with what was begun with other settings."""
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -31,6 +32,20 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not there or empty, if the
+    block succeeds, and nothing is left of it otherwise."""
+    aside = path.absolute().parent / f".{path.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        (aside / path.name).mkdir(parents=True)
+        yield aside / path.name
+        (aside / path.name).replace(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def atomic_write(path: Path, text: str) -> None:

@@ -234,7 +234,8 @@ def nearest(key: str, names: set[str]) -> str:
 def run_of(checkpoint: str) -> dict | None:
     """Return the configuration of the run that a checkpoint is part of; None for anything else."""
     try:
-        folder = Path(checkpoint).resolve()  # best is a link to a step
+        folder, best = Path(checkpoint), Path(checkpoint) / "checkpoints" / "best"  # of a run's folder
+        folder = (best if best.is_dir() else folder).resolve()  # best is a link to a step
         step = folder.parent if folder.name == "drafter" else folder
         file = step.parent.parent / "config.json"
         if step.parent.name != "checkpoints" or not file.is_file():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import time
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 
 from infer.ngrams.model import NGram
 from infer.targets.loading import load_target
-from train.config import OptimConfig
+from infer.utils.entry import composed
+from train.config import OptimConfig, TrainConfig
 from train.optim import learning_rate
 from train.run.checkpoints import checkpoints, find_damage, newest, step_of
 from train.run.log import trim_log
@@ -92,6 +94,12 @@ def test_ctrl_c_ends_the_step_and_saves(start, tmp_path):
     said = process.finish(130)
     assert "stopped by Ctrl-C after step" in said and "the same command goes on from there" in said
     assert "Traceback" not in said and newest(tmp_path / "interrupted")[0].name.startswith("rolling-")
+
+
+def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_path):
+    monkeypatch.setattr("train.loop.evaluate_checkpoint", lambda *all, **more: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match="is whole, and the same command evaluates it and goes on from there"):
+        run_here(composed("train", TrainConfig, [*small, f"runs_dir={tmp_path}", "optim.steps=1", "checkpoints=1"]))
 
 
 def test_killed_and_resumed_run_has_the_same_losses(start, whole_run):

@@ -1,15 +1,11 @@
 """Whether target and data can be read from here, in seconds and before torch loads."""
 
 import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from data.rows import single
+from infer.utils.hub import hub_answers
 from train.config import TrainConfig
-
-WAIT = 3.0  # seconds for an answer of the hub
 
 
 def check_reachable(config: TrainConfig) -> None:
@@ -32,19 +28,3 @@ def check_reachable(config: TrainConfig) -> None:
             f"{' and '.join(names)}: not on this machine, and the model hub does not answer from here: give "
             f"{' and '.join(instead)}, or fetch them where there is a network"
         )
-
-
-def hub_answers() -> bool:
-    """Return whether the hub, or the proxy to it, takes a connection within seconds."""
-    from huggingface_hub import constants
-
-    if constants.is_offline_mode():
-        return False
-    hub = urlsplit(constants.ENDPOINT)
-    proxy = urlsplit(getproxies().get(hub.scheme, ""))
-    place = proxy if proxy.hostname else hub
-    try:
-        with socket.create_connection((place.hostname, place.port or {"http": 80}.get(place.scheme, 443)), WAIT):
-            return True
-    except OSError:
-        return False

@@ -9,8 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from infer.utils.entry import STOPPED, Stopped
+from infer.utils.entry import STOPPED, Stopped, going_on
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
@@ -100,6 +100,17 @@ def catch_signals() -> StopFlag:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, handler)
     return flag
+
+
+@contextmanager
+def stopped_at_once(how: str) -> Iterator[None]:
+    """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how` says how to go on."""
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with going_on(how):
+            yield
+    finally:
+        signal.signal(signal.SIGINT, ours)
 
 
 class StallWatch(threading.Thread):

@@ -191,6 +191,27 @@ def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
     assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
+def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
+    from infer.utils.overrides import run_of
+
+    (tmp_path / "config.json").write_text('{"target": 1}')
+    with pytest.raises(FileNotFoundError, match="safetensors is missing.*neither drafter nor checkpoints/best/drafter"):
+        load_drafter(tmp_path)
+    best, (_, drafter) = tmp_path / "checkpoints" / "best", make_tiny()
+    save_drafter(drafter.config, drafter.state_dict(), best / "drafter")
+    assert load_drafter(tmp_path).block_size == load_drafter(best).block_size == drafter.block_size
+    assert run_of(str(tmp_path)) == run_of(str(best)) == {"target": 1}
+
+
+def test_a_target_that_is_a_file_or_lacks_its_config_is_said_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no config.json in that folder"):
+        load_target(str(tmp_path))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="model.gguf is a GGUF file, which is not read here: give the model's folder"):
+        load_target(str(file))
+
+
 def test_a_broken_tokenizer_is_not_called_missing(repo, tmp_path):
     for file in (repo / "data" / "embedded").glob("*.json"):
         shutil.copy(file, tmp_path)

@@ -14,7 +14,7 @@ from infer.cli.check import CheckCommand
 from infer.cli.check import run as run_check
 from infer.cli.export import ExportCommand
 from infer.cli.export import run as run_export
-from infer.config import DrafterConfig
+from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
@@ -465,6 +465,13 @@ def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
     converter.write_text(CONVERTER.replace("FAILS", "True"))
     with pytest.raises(ValueError, match="failed: NotImplementedError: BPE pre-tokenizer"):
         run_export(ExportCommand(**options, out=str(tmp_path / "again")))
+    assert {path.name for path in tmp_path.iterdir()} == {"drafter", "out", converter.name}  # and nothing of the failed
+
+
+def test_a_format_is_refused_before_anything_loads_and_those_that_fit_are_named(tmp_path):
+    wrong = {"checkpoint": "embedded", "format": "dart", "out": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match="exported with format=dflash2 or speculators or gguf$"):
+        run_export(ExportCommand(**wrong, target=TargetConfig(path="nobody/no-such-model")))
 
 
 def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):

@@ -1,10 +1,12 @@
 """Whatever is typed: a checked configuration, or one sentence and exit code 2."""
 
+import errno
+
 import pytest
 
 from infer.cli.chat import ChatCommand
 from infer.cli.eval import EvalCommand
-from infer.utils.entry import LONGEST_SENTENCE, composed
+from infer.utils.entry import LONGEST_SENTENCE, composed, entry
 from train.config import TrainConfig
 
 
@@ -66,3 +68,32 @@ def test_ctrl_c_is_one_sentence_and_waits_for_nothing(start_command, tmp_path):
     (tmp_path / "program.py").write_text(INTERRUPTED)
     said = start_command(str(tmp_path / "program.py"), []).finish(130)
     assert said.strip() == "stopped by Ctrl-C: the same command goes on"
+
+
+def test_a_silent_hub_is_asked_once_and_only_for_names(monkeypatch, tmp_path):
+    """What is not on this machine is then said at once, instead of after half a minute of retries."""
+    from huggingface_hub import constants
+
+    from infer.utils import hub
+
+    asked = []
+    monkeypatch.setattr(hub, "hub_answers", lambda: asked.append(1))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub.refrain_from_silent_hub(
+        [("out", "runs/a"), ("target.path", "./folder"), ("checkpoint", "runs/x/checkpoints/best")]
+    )
+    assert not asked and not constants.is_offline_mode()
+    hub.refrain_from_silent_hub([("target.path", "some/model")])
+    assert asked == [1] and constants.is_offline_mode()
+
+
+def test_a_full_disk_is_a_sentence(capsys):
+    def run(config) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a")
+
+    with pytest.raises(SystemExit) as end:
+        entry("chat", ChatCommand, run, [])
+    assert end.value.code == 3 and capsys.readouterr().err == "error: No space left on device: runs/a\n"
