@@ -20,7 +20,8 @@ from data.rows import DataConfig
 from infer import DFlash, Engine, Target, load_drafter, load_target
 from infer.config import EngineConfig, TextOptions
 from infer.engine.sequence import STAGES, Sequence
-from infer.evaluation.evaluate import describe_device, synchronised_clock, tau
+from infer.evaluation.evaluate import describe_device, tau
+from infer.evaluation.measuring import synchronised_clock
 from infer.evaluation.others import OTHERS
 
 SHOWN = ("draft", "build", "verify", "commit")

@@ -26,7 +26,8 @@ import torch
 from infer.attention.masks import block_ranges, dense
 from infer.config import DrafterConfig
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.evaluate import describe_device, synchronised_clock
+from infer.evaluation.evaluate import describe_device
+from infer.evaluation.measuring import synchronised_clock
 from infer.targets.target import Features, Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig

@@ -26,7 +26,8 @@ from data.rows import DataConfig, files_of, single, training_rows
 from infer.config import TargetConfig
 from infer.drafters.base import default_mask_token
 from infer.drafters.families import FAMILIES
-from infer.evaluation.evaluate import brief, parts_of, synchronised_clock
+from infer.evaluation.evaluate import brief, parts_of
+from infer.evaluation.measuring import synchronised_clock
 from infer.targets.loading import resolve_path, tell_template, without_memory
 from infer.targets.support import refuse_unsupported
 from infer.targets.target import Target

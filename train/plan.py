@@ -16,7 +16,7 @@ import torch
 
 from infer.attention.masks import GROUP
 from infer.drafters.families import FAMILIES
-from infer.evaluation.evaluate import synchronised_clock
+from infer.evaluation.measuring import synchronised_clock
 from infer.targets.loading import load_config, resolve_path
 from infer.targets.support import expert_share, head_size, key_heads, mlp_size
 from train.config import TrainConfig

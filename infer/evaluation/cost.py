@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from infer.drafters.base import Drafter
-from infer.evaluation.evaluate import SLOW, Part, Variant, measure, variants
+from infer.evaluation.measuring import SLOW, Part, Variant, measure, variants
 from infer.evaluation.others import OTHERS
 from infer.targets.target import Target
 from infer.utils.progress import duration

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
 from infer.engine.sampling import derived_seed
-from infer.evaluation.evaluate import Measured, Progress, Variant, describe_device, measure, method_result
+from infer.evaluation.evaluate import describe_device, method_result
+from infer.evaluation.measuring import Measured, Progress, Variant, measure
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
 from infer.masked.drafting import Guesses, Plan
 from infer.masked.engine import MaskedEngine

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from infer.api import positions_of
 from infer.config import DecodeOptions
-from infer.evaluation.evaluate import Progress, describe_device, measure
+from infer.evaluation.evaluate import describe_device
 from infer.evaluation.masked import masked_evaluation, masked_variants
+from infer.evaluation.measuring import Progress, measure
 from infer.evaluation.published import SSD_CITATION, published_ssd
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult, SetResult, SuiteResult
 from infer.evaluation.suite import Asking, Questions, SuiteOptions, ask_sets, prompt_ids, write_suite

@@ -13,7 +13,8 @@ from typing import Protocol
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.evaluation.evaluate import Measured, Part, Progress, describe_device, measure, summarise_part, variants
+from infer.evaluation.evaluate import describe_device, summarise_part
+from infer.evaluation.measuring import Measured, Part, Progress, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target

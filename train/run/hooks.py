@@ -17,7 +17,8 @@ import torch.distributed as dist
 from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
 from infer.evaluation.cost import fit, limits_of
-from infer.evaluation.evaluate import Measured, Part, brief, decode_all, join, parts_of, summarise
+from infer.evaluation.evaluate import brief, decode_all, parts_of, summarise
+from infer.evaluation.measuring import Measured, Part, join
 from infer.evaluation.report import Run, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
 from infer.evaluation.ruler import best_of, too_few

@@ -11,19 +11,10 @@ from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.lookup import Lookup
 from infer.engine.sampling import derived_seed
-from infer.evaluation import cost, evaluate
-from infer.evaluation.evaluate import (
-    Part,
-    Variant,
-    decode_all,
-    join,
-    measure,
-    method_results,
-    parts_of,
-    summarise,
-    variants,
-)
+from infer.evaluation import cost, evaluate, measuring
+from infer.evaluation.evaluate import decode_all, method_results, parts_of, summarise
 from infer.evaluation.masked import evaluate_masked
+from infer.evaluation.measuring import Part, Variant, join, measure, variants
 from infer.evaluation.suite import ask
 from infer.ngrams.count import count_ngrams
 
@@ -93,7 +84,7 @@ def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
         return reading + 10.0 * (reading > 2 * (2 + 3))  # the stall: behind the first reading of the fourth text
 
     monkeypatch.setattr(evaluate, "synchronised_clock", lambda device: slow_clock)
-    monkeypatch.setattr(evaluate, "open_engine", without_clock(evaluate.open_engine))
+    monkeypatch.setattr(measuring, "open_engine", without_clock(measuring.open_engine))
     config = EvaluationConfig(max_new_tokens=4, budgets=[2], continuity="none")
     plain, _, chain, *_ = variants(target, drafter, config)
     measured = measure(target, drafter, [plain, chain], PROMPTS[:4])
