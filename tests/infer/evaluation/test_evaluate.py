@@ -83,7 +83,7 @@ def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
         reading = next(readings)
         return reading + 10.0 * (reading > 2 * (2 + 3))  # the stall: behind the first reading of the fourth text
 
-    monkeypatch.setattr(evaluate, "synchronised_clock", lambda device: slow_clock)
+    monkeypatch.setattr(measuring, "synchronised_clock", lambda device: slow_clock)
     monkeypatch.setattr(measuring, "open_engine", without_clock(measuring.open_engine))
     config = EvaluationConfig(max_new_tokens=4, budgets=[2], continuity="none")
     plain, _, chain, *_ = variants(target, drafter, config)
