@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infer import DFlash, Engine, Target
 from infer.config import DrafterConfig, HeadConfig
+from infer.drafters.base import new_drafter
 from infer.drafters.heads.table import RECURRENT_KINDS
 
 try:
@@ -96,7 +97,7 @@ def random_pair(
         layers = 2 if shape == "tiny" else 5
         chosen = HeadConfig("markov", kind=head) if head in RECURRENT_KINDS else HeadConfig(head)
         options = DrafterConfig(layers=layers, block_size=16, mask_token_id=1, head=chosen)
-        drafter = DFlash(DFlash.config_for(options, target)).to(dtype).requires_grad_(False)
+        drafter = new_drafter(options, target).to(dtype).requires_grad_(False)
     return target, drafter
 
 

@@ -21,7 +21,7 @@ from gpu import Seen, finish, need_cuda, watch
 from transformers import PretrainedConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from infer.config import DrafterConfig
-from infer.drafters.dflash.model import DFlash
+from infer.drafters.base import new_drafter
 from infer.targets.target import Target
 from train.batches import Prefetch
 from train.config import ObjectiveConfig, TrainConfig
@@ -71,7 +71,7 @@ def build(sizes: dict, train: TrainConfig) -> tuple[Target, object]:
     with torch.device("cuda"):
         model = (Qwen3_5ForCausalLM if sizes["hybrid"] else Qwen3ForCausalLM)(config)
         target = Target(model.to(torch.bfloat16))
-        drafter = DFlash(DFlash.config_for(train.drafter, target))
+        drafter = new_drafter(train.drafter, target)
     return target, build_engine(drafter, train, torch.device("cuda"))
 
 

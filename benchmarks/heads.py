@@ -30,6 +30,7 @@ from infer import load_target
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import Block
+from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.loops import LONGEST_PERIOD
 from infer.engine.sampling import judge_on_noise
 from infer.evaluation.ruler import interval, pooled
@@ -119,7 +120,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     torch.save(stored, arguments.folder / "rows.pt")
     if start.head_row is not None:
         weights = {k: v for k, v in start.state_dict().items() if not k.startswith(start.head_row.attribute)}
-        keys = {*start.head_row.load().own_config(start.head_options()), start.head_row.key}
+        keys = {key.name for key in start.head_row.keys}
         start.config.dflash_config = {k: v for k, v in start.own.items() if k not in keys}
         save_drafter(start.config, weights, arguments.folder / "backbone")
         # marginals that were trained beside a head are not the best there are: the same backbone, trained without
@@ -199,11 +200,14 @@ def places(drafter, target, text: Text) -> Places:
     blocks = lay_out(rows | {"loss": torch.ones_like(ids, dtype=torch.bool)}, anchors, anchors >= 0, drafter.block_size)
     features = Features(text.context[None], text.context[None])
     states = draft_states(drafter, target, rows, blocks, features).unflatten(0, (-1, drafter.block_size - 1))
-    block, bonus = Block(drafter.marginals(target, drafter.unconditioned(states)), states), ids[0, anchors[0]]
+    block, bonus = (
+        Block(drafter.marginals(target, drafter.last_norm(states) if drafter.raw_states else states), states),
+        ids[0, anchors[0]],
+    )
     steps = None
-    if drafter.conditioned:
+    if drafter.head_row is not None:
         options = [DecodeOptions()] * len(bonus)
-        steps = drafter.conditional_draft(target, bonus, block, judge_on_noise(options, None, None), CANDIDATES)
+        steps = ConditionalDraft(drafter, target, bonus, block, judge_on_noise(options, None, None), CANDIDATES)
     proposal = Proposal(bonus, block.marginals, max(BUDGETS), steps=steps)
     return Places(proposal, torch.where(blocks.supervised, blocks.labels, -1)[0])
 

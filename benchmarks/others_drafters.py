@@ -26,6 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infer import load_drafter
+from infer.drafters.heads.draft import behind
 from infer.targets.target import Target
 
 VOCABULARY, MASK, BLOCK, TAPS, LAYERS, CONTEXT = 97, 96, 6, [1, 4], 6, 40
@@ -270,7 +271,7 @@ def compare(logits_of, folder: str) -> str:
     block = drafter.draft_block(target, path[:, 0], state)
     ours = block.marginals[0]
     if drafter.head_row is not None:
-        ours = drafter.behind(target, block, path[:, : len(theirs)])[0]
+        ours = behind(drafter, target, block, path[:, : len(theirs)])[0]
     if not torch.equal(ours.isinf(), theirs.isinf()):
         return "other candidates"
     return f"{(ours - theirs).nan_to_num(0).abs().max():.1e}"

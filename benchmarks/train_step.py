@@ -25,6 +25,7 @@ import torch
 
 from infer.attention.masks import block_ranges, dense
 from infer.config import DrafterConfig
+from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.evaluate import describe_device
 from infer.evaluation.measuring import synchronised_clock
@@ -68,7 +69,7 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     with device:
         target = Target(Qwen3ForCausalLM(config).to(kind))
         options = DrafterConfig(layers=args.drafter_layers, block_size=args.block, mask_token_id=args.vocabulary - 1)
-        drafter = DFlash(DFlash.config_for(options, target))
+        drafter = new_drafter(options, target)
     ids = torch.randint(args.vocabulary, (args.batch, args.length), device=device)
     rows = {
         "ids": ids,

@@ -236,7 +236,7 @@ class StoredRows:
 def store_features(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data; runs the target, or reads what an engine wrote, or lists the documents
     for one. Says how much it will be first."""
-    from infer.drafters.families import FAMILIES
+    from infer.drafters.base import tapped_layers
     from infer.targets.loading import load_target
     from infer.utils.progress import Progress
     from train.run.initial import resolve_init
@@ -253,7 +253,7 @@ def store_features(config: FeaturesConfig) -> None:
         adapter=options.adapter,
         chat_template_kwargs=options.chat_template_kwargs,
     )
-    layers = FAMILIES[config.drafter.family].load().tapped_layers(config.drafter, target.config)
+    layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
     if config.documents:
         return list_documents(config, layers, dataset)

@@ -24,8 +24,7 @@ from data.packing import best_fit, flat, tokenize
 from data.prompts import evaluation_prompts
 from data.rows import DataConfig, files_of, single, training_rows
 from infer.config import TargetConfig
-from infer.drafters.base import default_mask_token
-from infer.drafters.families import FAMILIES
+from infer.drafters.base import default_mask_token, new_drafter
 from infer.evaluation.evaluate import brief, parts_of
 from infer.evaluation.measuring import synchronised_clock
 from infer.targets.loading import resolve_path, tell_template, without_memory
@@ -170,9 +169,8 @@ def random_steps(
     """A function that takes the next one of `count` steps of a run on random rows, from random weights; the target."""
     start_processes(device)
     target = random_target(theirs, target_dtype(config, device), device)
-    family = FAMILIES[config.drafter.family].load()
     with device:
-        drafter = family(family.config_for(config.drafter, None, target.config))
+        drafter = new_drafter(config.drafter, None, target.config)
     engine = build_engine(drafter, config, device)
     rows = RandomRows(4 * config.optim.batch, config.data.length, target.config.vocab_size)
     with closing(Prefetch(rows, config, 0, count, pinned=device.type == "cuda")) as prefetch:

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from infer.drafters.base import Drafter
+from infer.drafters.base import Drafter, head_weight
 from infer.drafters.families import FAMILIES
+from infer.drafters.heads.draft import teach
 from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype
 from infer.targets.target import Features, Target
 from infer.utils.entry import INTERRUPTED
@@ -119,11 +120,11 @@ def score(
     length = blocks.supervised.shape[-1]
     weights = position_weights(config.objective, length).to(drafted.device, non_blocking=True)
     weights = (weights * blocks.supervised).flatten(0, 1)
-    head, confidence = drafter.conditional_head, getattr(drafter, "confidence_head", None)
+    head, confidence = drafter.conditional_head, drafter.confidence_head
     correction = None
     if head is not None:
         states = drafted.unflatten(0, (-1, length))  # (G, L, D)
-        answer = drafter.teach(target, states, blocks.tokens_before(rows["ids"]).flatten(0, 1))
+        answer = teach(drafter, target, states, blocks.tokens_before(rows["ids"]).flatten(0, 1))
         drafted = answer.read.flatten(0, 1).to(target.dtype)
         if answer.correction is not None:
             correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out, head.top_k)
@@ -135,7 +136,7 @@ def score(
         weights,
         target.head_weight,
         config.objective,
-        drafter.head_weight(target),
+        head_weight(drafter, target),
         target.scale,
         correction,
         overlap=confidence is not None,
@@ -285,7 +286,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     notes.append(
         f"{config.name}: {parameters:,} trainable parameters, "
         f"{len(dataset):,} packed rows of {config.data.length} tokens, {total_steps(config, len(dataset))} steps"
-        + named_mask(getattr(drafter, "mask_token_id", None), target.tokenizer)
+        + named_mask(drafter.mask_token_id, target.tokenizer)
         + (f"; going on after step {done}" if done else "")
     )
     if few:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infer.attention.masks import GROUP
-from infer.drafters.families import FAMILIES
+from infer.drafters.base import new_drafter
 from infer.evaluation.measuring import synchronised_clock
 from infer.targets.loading import load_config, resolve_path
 from infer.targets.support import expert_share, head_size, key_heads, mlp_size
@@ -88,10 +88,10 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
     step's."""
     from transformers import AutoModelForCausalLM
 
-    text, family = theirs.get_text_config(), FAMILIES[config.drafter.family].load()
+    text = theirs.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs)
-        drafter = family(family.config_for(config.drafter, None, text))
+        drafter = new_drafter(config.drafter, None, text)
     head = drafter.conditional_head
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     ends = {
@@ -108,7 +108,7 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
         block=config.drafter.block_size,
         block_queries=drafter.num_queries,
         projected_queries=1 if drafter.projects_once else drafter.num_queries,
-        input_size=drafter.input_size,
+        input_size=next(w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight")),
         drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
         trains_head=drafter.lm_head is not None,
         rank=0 if head is None or head.out is None else head.out.shape[1],

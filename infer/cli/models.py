@@ -45,7 +45,7 @@ def load_all(place: TargetConfig, checkpoints: list[str], method: str = "ddtree"
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
         drafters = [open_drafter(checkpoint, layers) for checkpoint in checkpoints]
     told = [place.chat_template_kwargs] if place.chat_template_kwargs else []
-    configs = [drafter.config for drafter in drafters if hasattr(drafter, "config")]
+    configs = [drafter.config for drafter in drafters if drafter.config is not None]
     told = told or [getattr(config, "chat_template_kwargs", None) or None for config in configs]
     if any(way != told[0] for way in told):
         raise ValueError(

@@ -16,30 +16,23 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
 - `warm_layers`, `warm_start`: which of the target's layers its own can start as; whether they compute the same.
 """
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer.attention.kv_cache import KVCache, Window
-from infer.attention.masks import additive
-from infer.config import DrafterConfig, HeadConfig
+from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
-from infer.drafters.gated import is_gated, plain_weights
-from infer.drafters.heads.base import Conditioned, Confidence, Ends, Head, new_head
-from infer.drafters.heads.draft import ConditionalDraft, Judge
-from infer.drafters.heads.table import HeadRow, head_of
+from infer.drafters.heads.base import Confidence, Head
+from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
 
@@ -113,36 +106,6 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
         "tie_word_embeddings": False,
         **{key: getattr(theirs, key) for key in (*same, "bos_token_id", "eos_token_id")},
     }
-
-
-@torch.no_grad()
-def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: "Drafter") -> bool:
-    """Return whether a layer of the target's and `ours(states, rotary, attend)`, which has its weights, compute the
-    same. Shapes do not tell: norms that multiply by one more than their weight, other activations, residuals that are
-    scaled, and rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's
-    angles."""
-    gated = is_gated(theirs)
-    if (rope(target.config).get("partial_rotary_factor") or 1) != 1 and not gated:
-        return False
-    count = drafter.num_queries * math.ceil(4 / drafter.num_queries)  # whole blocks: convolutions end with each
-    weight, positions = next(theirs.parameters()), torch.arange(count)[None]
-    states = 0.01 * torch.randn(1, count, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    mask = additive(torch.ones(count, count, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
-    if gated:  # compared where nothing turns, with the gates as they are: near is all that can be asked
-        positions = torch.zeros_like(positions)
-        angles = target.body.rotary_emb(states.to(weight), positions.to(weight.device))
-    else:
-        angles = drafter.rotary[0].cpu()(states, positions)
-    angles = tuple(table.to(weight) for table in angles)
-    try:
-        found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
-    except (AttributeError, KeyError, RuntimeError, TypeError):  # the layer takes other arguments
-        return False
-    found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    expected = ours(states, drafter.angles(positions), attend)
-    within = 1.0 if gated else 0.05  # of what the layer adds; the latter is more than bfloat16's rounding
-    return bool((found - expected).norm() < within * (expected - states).norm())
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -241,7 +204,8 @@ class Drafter(nn.Module):
     attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
-    on_device = True  # drafting asks the host for nothing, so that it can be part of a CUDA graph
+    mask_token_id: int | None = None  # what stands in the slots, where it is a token
+    conditional = None  # q(token | token before) of the whole vocabulary, where that costs nothing (`Bigram`)
     projects_once = False  # training: all slots of a block but the first are alike and projected once
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -250,6 +214,11 @@ class Drafter(nn.Module):
         self.block_size: int = config.block_size
         self.layer_ids = tap_ids(self.own, getattr(config, "num_target_layers", None))
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
+        self.head_row: HeadRow | None = (
+            None  # of the conditional head: a token's probability depends on those before it
+        )
+        self.confidence_head: Confidence | None = None
+        self.raw_states = False  # the conditional head reads states before the last norm
         self.ngrams: Path | None = None  # an n-gram file that came with the weights, for trees
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self.embed_tokens: nn.Embedding | None = None
@@ -257,111 +226,31 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", None)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
     def own(self) -> dict:
         """The family's part of config.json."""
         return getattr(self.config, self.family.config_key)
 
     @property
-    def head_row(self) -> HeadRow | None:
-        """The row of the conditional head in the table of heads, None for a drafter without one."""
-        return head_of(self.own)
-
-    @property
-    def conditioned(self) -> bool:
-        """Whether a token's probability depends on the tokens drafted before it (`conditional_draft`)."""
-        return self.head_row is not None
-
-    @property
     def conditional_head(self) -> Head | None:
         """What makes a token's score depend on the tokens before it, None for independent positions."""
-        return None if self.head_row is None else getattr(self, self.head_row.attribute)
+        return None if self.head_row is None else self.get_submodule(self.head_row.attribute)
 
     def add_conditional_head(self) -> None:
         """Give the drafter the conditional head that its config.json names, if any, without weights yet."""
-        row, own = self.head_row, self.own
-        if row is not None:
-            self.add_module(row.attribute, row.load()(self.config, own))
-        if row is not None and own.get("enable_confidence_head"):
+        row, own = head_of(self.own), self.own
+        self.head_row = row
+        if row is None:
+            return
+        head = row.load()(self.config, own)
+        self.add_module(row.attribute, head)
+        self.raw_states = head.raw
+        if own.get("enable_confidence_head"):
             beside = own[row.key] if own.get("confidence_head_with_markov") else 0
             self.confidence_head = Confidence(self.config.hidden_size + beside)
-
-    def give_head(self, options: HeadConfig, generator: torch.Generator) -> None:
-        """Add a fresh conditional head to a drafter that has none."""
-        self.own.update(new_head(options))
-        self.add_conditional_head()
-        self.init_head(generator)
-
-    def init_head(self, generator: torch.Generator) -> None:
-        """Draw fresh weights for the conditional head, with which the drafter drafts as without it."""
-        if self.conditional_head is not None:
-            self.conditional_head.init_weights(generator)
-        confidence = getattr(self, "confidence_head", None)
-        if confidence is not None:
-            nn.init.zeros_(confidence.proj.weight)
-            nn.init.zeros_(confidence.proj.bias)
-
-    @property
-    def input_size(self) -> int:
-        """How many features its query, key and value projections take."""
-        return next(part for part in self.modules() if isinstance(part, Attention)).q_proj.in_features
-
-    @classmethod
-    def tapped_layers(cls, options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
-        """Return the tapped layers of a target, from its config. Raises ValueError for layers that it does not have."""
-        count = theirs.num_hidden_layers
-        ids = options.target_layer_ids or cls.default_layer_ids(count, options.layers)
-        if any(not 0 <= layer < count for layer in ids):
-            raise ValueError(f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {count - 1}")
-        return tuple(int(layer) for layer in ids)
-
-    @classmethod
-    def taps(cls, options: DrafterConfig, theirs: PretrainedConfig) -> dict:
-        """Return what every family's part of config.json says of the tapped layers. Raises ValueError as
-        `tapped_layers` does, and for a `last_tap` without a tap of the last layer."""
-        ids, last = list(cls.tapped_layers(options, theirs)), theirs.num_hidden_layers - 1
-        if last in ids:
-            return {"target_layer_ids": ids, "last_tap": options.last_tap}
-        if options.last_tap != "raw":
-            raise ValueError(f"drafter.last_tap={options.last_tap}: the target's last layer, {last}, is not tapped")
-        return {"target_layer_ids": ids}
-
-    @classmethod
-    def config_for(
-        cls, options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None
-    ) -> Qwen3Config:
-        """Return the config.json of a new drafter for a target; without one, of the same sizes for the target config
-        `theirs`. Raises ValueError for options that do not fit."""
-        options.check()
-        theirs = theirs if target is None else target.config
-        own = cls.own_config(options, theirs, target)
-        return Qwen3Config(**cls.family.config_part(own), **target_sizes(options, theirs))
-
-    def fixed_options(self) -> dict:
-        """Return the fields of `DrafterConfig` that this drafter's config.json decides."""
-        return {
-            "family": self.family.name,
-            "layers": self.config.num_hidden_layers,
-            "block_size": self.block_size,
-            "target_layer_ids": list(self.own["target_layer_ids"]),
-            "last_tap": self.own.get("last_tap", "raw"),
-        }
-
-    def head_options(self) -> HeadConfig:
-        """Return the options of the conditional head that this drafter's config.json decides."""
-        row = self.head_row
-        return HeadConfig() if row is None else HeadConfig(name=row.name, **row.load().options_of(self.own))
-
-    def behind(self, target: Target, block: Block, before: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots (B, L)."""
-        head, answer = self.conditional_head, self.teach(target, block.states, before)
-        if answer.correction is None:
-            return self.marginals(target, answer.read)
-        correction = F.linear(answer.correction.to(head.out.dtype), head.out).float()
-        scores = block.marginals + self.whole_vocabulary(correction)
-        if head.top_k:
-            least = block.marginals.topk(head.top_k, dim=-1).values[..., -1:]
-            scores = scores.masked_fill(block.marginals < least, -torch.inf)
-        return scores.log_softmax(-1)
 
     def add_ends(self, embedding: bool, head: bool) -> None:
         """Give the drafter an embedding and a head of its own; otherwise it uses the target's. In a head with fewer
@@ -380,47 +269,20 @@ class Drafter(nn.Module):
         embedded = target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embedded.to(self.norm.weight.dtype)
 
-    def head_weight(self, target: Target) -> torch.Tensor:
-        """(V, D): the drafter's own, or the target's."""
-        return target.head_weight if self.lm_head is None else self.lm_head.weight
-
     def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the drafter's own
         head has no row for are at minus infinity."""
-        return self.whole_vocabulary(self.logits(target, states).log_softmax(dim=-1))
+        return whole_vocabulary(self, self.logits(target, states).log_softmax(dim=-1))
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """States behind the last norm (..., D) to what the head makes of them, float32: a row of the head each."""
         logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
         return logits.float()
 
-    def whole_vocabulary(self, known: torch.Tensor) -> torch.Tensor:
-        """Scores of the head's rows (..., rows) to scores of all tokens (..., V), minus infinity where there is no
-        row."""
-        if self.d2t is None:
-            return known
-        tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        everything = known.new_full((*known.shape[:-1], self.config.vocab_size), -torch.inf)
-        return everything.index_copy_(-1, tokens, known)
-
-    def head_ends(self, target: Target) -> Ends:
-        """Return what a conditional head may ask of this drafter."""
-        return Ends(lambda ids: self.embed(target, ids), self.last_norm)
-
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last norm, unless
         the conditional head reads them before it."""
-        head = self.conditional_head
-        return states if head is not None and head.raw else self.last_norm(states)
-
-    def unconditioned(self, states: torch.Tensor) -> torch.Tensor:
-        """States as `for_head` returns them to what the target's head reads where no token before is known."""
-        head = self.conditional_head
-        return self.last_norm(states) if head is not None and head.raw else states
-
-    def teach(self, target: Target, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-        """Return what the conditional head answers for states (G, L, D) behind the true tokens before them (G, L)."""
-        return self.conditional_head.teach(self.head_ends(target), states, before)
+        return states if self.raw_states else self.last_norm(states)
 
     def check_target(self, target: Target) -> None:
         """Raises ValueError, naming all that differs, where the drafter was made for another target."""
@@ -435,15 +297,10 @@ class Drafter(nn.Module):
             faults.append(f"target_layer_ids {list(ids)}, the target has {layers} layers")
         if layers - 1 in ids and self.own.get("last_tap") == "normed" and layers not in self.layer_ids:
             faults.append(f"no num_target_layers, and it taps the last: load_drafter(..., target_layers={layers})")
-        mask = getattr(self, "mask_token_id", 0)
-        if mask >= len(target.head_weight):
-            faults.append(f"mask_token_id {mask}, the target has {len(target.head_weight)} tokens")
+        if (self.mask_token_id or 0) >= len(target.head_weight):
+            faults.append(f"mask_token_id {self.mask_token_id}, the target has {len(target.head_weight)} tokens")
         if faults:
             raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
-
-    def drop_copies(self, target: Target) -> None:
-        """Remove an embedding and a head of the drafter's own that are only copies of the target's, where its family
-        can do without. Raises ValueError where they differ."""
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
@@ -452,39 +309,14 @@ class Drafter(nn.Module):
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
             else:
                 nn.init.ones_(parameter)
-        self.init_head(generator)
+        init_head(self, generator)
 
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
         """Draw fresh weights; then take over the target's own layers, if `warm` and they compute what ours do."""
         self.init_weights(generator)
-        self.init_last_norm(target)
+        init_last_norm(self, target)
         if warm:
             self.warm_start(target)
-
-    @torch.no_grad()
-    def init_last_norm(self, target: Target) -> None:
-        """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it, guesses
-        nearly uniformly: a head tied to the embedding otherwise gives the token that entered all probability."""
-        ids = torch.linspace(0, len(target.head_weight) - 1, PROBES, device=target.device).long()
-        states = self.norm(target.embed(ids).cpu().float()).to(target.head_weight)
-        self.norm.weight.mul_(min(1.0, FLAT / target.head(states).float().abs().amax().item()))
-
-    def can_start_as(
-        self, layer: nn.Module, weights: dict[str, torch.Tensor], theirs: nn.Module, target: Target, own: set[str]
-    ) -> bool:
-        """Return whether `layer` with these weights computes what the target's layer `theirs` does. `weights` must be
-        those of `layer` in name and shape, but for the names in `own`."""
-        shapes = {name: tensor.shape for name, tensor in layer.state_dict().items() if name not in own}
-        if shapes != {name: tensor.shape for name, tensor in weights.items()}:
-            return False
-        trial = deepcopy(layer)
-        trial.load_state_dict(weights, strict=False)
-        return computes_alike(theirs, trial, target, self)
-
-    @staticmethod
-    def weights_of(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-        """Return the weights of a target's layer as a plain layer takes them; none where it cannot."""
-        return (plain_weights(layer, target) or {}) if is_gated(layer) else layer.state_dict()
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) to what the head reads."""
@@ -517,23 +349,111 @@ class Drafter(nn.Module):
         place = Place(ends, state.angles_at(positions), state.cache.window(self.num_queries))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
         states = self.for_head(states[:, self.first_draft_slot :])
-        marginals = self.marginals(target, self.unconditioned(states))
+        marginals = self.marginals(target, self.last_norm(states) if self.raw_states else states)
         return Block(marginals, None if self.head_row is None else states)
 
-    def conditional_draft(
-        self, target: Target, bonus: torch.Tensor, block: "Block", judge: Judge | None = None, candidates: int = 32
-    ) -> ConditionalDraft:
-        """Return the conditional distributions of a drafted block behind bonus tokens (B,); see `ConditionalDraft`."""
-        return ConditionalDraft(self, target, bonus, block.states, block.marginals, judge, candidates)
+
+def whole_vocabulary(drafter: Drafter, known: torch.Tensor) -> torch.Tensor:
+    """Scores of the rows of a drafter's head (..., rows) to scores of all tokens (..., V), minus infinity where there
+    is no row."""
+    if drafter.d2t is None:
+        return known
+    tokens = drafter.d2t + torch.arange(len(drafter.d2t), device=known.device)
+    everything = known.new_full((*known.shape[:-1], drafter.config.vocab_size), -torch.inf)
+    return everything.index_copy_(-1, tokens, known)
 
 
-def new_drafter(options: DrafterConfig, target: Target) -> Drafter:
-    """Return a drafter for a target, without weights yet. Raises ValueError for options that do not fit the target."""
-    drafter = FAMILIES[options.family].load()
-    return drafter(drafter.config_for(options, target))
+def head_weight(drafter: Drafter, target: Target) -> torch.Tensor:
+    """Return the weight (V, D) of the head that a drafter uses: its own, or the target's."""
+    return target.head_weight if drafter.lm_head is None else drafter.lm_head.weight
+
+
+def init_head(drafter: Drafter, generator: torch.Generator) -> None:
+    """Draw fresh weights for the conditional head, with which the drafter drafts as without it."""
+    if drafter.conditional_head is not None:
+        drafter.conditional_head.init_weights(generator)
+    if drafter.confidence_head is not None:
+        nn.init.zeros_(drafter.confidence_head.proj.weight)
+        nn.init.zeros_(drafter.confidence_head.proj.bias)
+
+
+@torch.no_grad()
+def init_last_norm(drafter: Drafter, target: Target) -> None:
+    """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it, guesses nearly
+    uniformly: a head tied to the embedding otherwise gives the token that entered all probability."""
+    ids = torch.linspace(0, len(target.head_weight) - 1, PROBES, device=target.device).long()
+    states = drafter.norm(target.embed(ids).cpu().float()).to(target.head_weight)
+    drafter.norm.weight.mul_(min(1.0, FLAT / target.head(states).float().abs().amax().item()))
+
+
+def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
+    """Return the tapped layers of a target, from its config. Raises ValueError for layers that it does not have."""
+    count, family = theirs.num_hidden_layers, FAMILIES[options.family].load()
+    ids = options.target_layer_ids or family.default_layer_ids(count, options.layers)
+    if any(not 0 <= layer < count for layer in ids):
+        raise ValueError(f"drafter.target_layer_ids={list(ids)}: the target has layers 0 to {count - 1}")
+    return tuple(int(layer) for layer in ids)
+
+
+def taps(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
+    """Return what every family's part of config.json says of the tapped layers. Raises ValueError as `tapped_layers`
+    does, and for a `last_tap` without a tap of the last layer."""
+    ids, last = list(tapped_layers(options, theirs)), theirs.num_hidden_layers - 1
+    if last in ids:
+        return {"target_layer_ids": ids, "last_tap": options.last_tap}
+    if options.last_tap != "raw":
+        raise ValueError(f"drafter.last_tap={options.last_tap}: the target's last layer, {last}, is not tapped")
+    return {"target_layer_ids": ids}
+
+
+def config_for(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Qwen3Config:
+    """Return the config.json of a new drafter for a target; without one, of the same sizes for the target config
+    `theirs`. Raises ValueError for options that do not fit."""
+    options.check()
+    theirs, family = theirs if target is None else target.config, FAMILIES[options.family]
+    own = family.load().own_config(options, theirs, target) | new_head(options.head)
+    return Qwen3Config(**family.config_part(own), **target_sizes(options, theirs))
+
+
+def new_drafter(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Drafter:
+    """Return a drafter with the config of `config_for`, whose exceptions it raises, without weights yet."""
+    return FAMILIES[options.family].load()(config_for(options, target, theirs))
 
 
 @torch.no_grad()
 def target_embeddings(target: Target) -> torch.Tensor:
     """Return what enters the target's first layer for every token, (V, D). Some targets scale their embeddings."""
     return target.embed(torch.arange(len(target.embedding.weight), device=target.device))
+
+
+def drop_copies(drafter: Drafter, target: Target) -> None:
+    """Remove an embedding and a head of the drafter's own that are the target's, bit for bit in the dtype of one of the
+    two, where its family can do without. Raises ValueError where they differ, or know a part of the vocabulary only."""
+    if drafter.family.own_head:
+        return
+    if drafter.d2t is not None:
+        raise ValueError(f"its head has {len(drafter.d2t)} of {drafter.config.vocab_size} tokens (draft_vocab_size)")
+    pairs = {
+        "embed_tokens": (drafter.embed_tokens, target_embeddings(target)),
+        "lm_head": (drafter.lm_head, target.head_weight),
+    }
+    for name, (own, weight) in pairs.items():
+        if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
+            raise ValueError(f"its own {name} is not the target's")
+        setattr(drafter, name, None)
+        setattr(drafter.config, f"has_{name}", False)
+
+
+def fixed_options(drafter: Drafter) -> dict:
+    """Return the fields of `infer.config.DrafterConfig` that a drafter's config.json decides, without its head's."""
+    own, row = drafter.own, drafter.family
+    known = {
+        "family": row.name,
+        "layers": drafter.config.num_hidden_layers,
+        "block_size": drafter.block_size,
+        "target_layer_ids": list(own["target_layer_ids"]),
+        "last_tap": own.get("last_tap", "raw"),
+    }
+    known |= {key: own[key] for key in ("mask_token_id", "shifted") if key in own}
+    known |= {key: bool(own.get(key)) for key in ("sample_from_anchor", "causal") if key in row.options}
+    return known | ({"convolutions": own.get("conv_kernel_size", 0)} if "convolutions" in row.options else {})

@@ -12,7 +12,6 @@ import torch
 from transformers import Qwen3Config
 
 from infer.drafters.families import FAMILIES, Family
-from infer.drafters.heads.table import head_of
 
 ROPES = {  # keys that each kind of rotary positions needs beside its base
     "default": (),
@@ -241,11 +240,6 @@ class Keys:
             value, values = self.get(key), OF_HEADS.get(key, values) if self.heads else values
             if value is not None and values is not None and value not in values:
                 self.note(key, f"is {value!r}, which this project's drafters do not have")
-
-    def conditional_head(self) -> dict[str, Any]:
-        """Return the keys of the conditional head that this level describes, checked; none where it has none."""
-        row = head_of(self.raw)
-        return {} if row is None else row.load().read_keys(self)
 
     def transformer(self, layers: int | None) -> dict[str, Any]:
         """Return the Qwen3 part of a config, checked; `layers`: the default of num_hidden_layers."""

@@ -31,12 +31,14 @@ class Family:
     name: str  # of `drafter.family`
     title: str  # for people
     drafter: str  # "module:class" of its drafters; imported when the first one is made
-    architecture: str  # what `architectures` in config.json names
-    config_key: str  # the object in config.json that holds what only this family has
+    architecture: str = ""  # what `architectures` in config.json names
+    config_key: str = ""  # the object in config.json that holds what only this family has
     layers: int | None = None  # the only number of layers that it can have; None: any
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
     formats: dict[str, Format] = field(default_factory=dict)  # what its drafters are exported in
     options: tuple[str, ...] = ()  # of OWN_OPTIONS, those that it reads
+    own_head: bool = False  # its drafters have a head of their own, which begins as the target's
+    on_device: bool = True  # drafting asks the host for nothing, so that it can be part of a CUDA graph
 
     def load(self) -> type:
         """Return the class of its drafters, a subclass of `infer.drafters.base.Drafter`."""
@@ -76,10 +78,14 @@ _ROWS = (
         layers=1,
         zero_stages=(0, 1, 2),  # training reads the head's whole weight
         formats={"dart": Format(target=True)},
+        own_head=True,
         options=("head",),
     ),
 )
 FAMILIES = {row.name: row for row in _ROWS}
+# those without a network, and so without a config.json
+LOOKUP = Family("lookup", "prompt lookup", "infer.drafters.baselines:Lookup", on_device=False)
+BIGRAM = Family("bigram", "bigram", "infer.drafters.baselines:Bigram", on_device=False)
 FORMATS = {name: format for row in _ROWS for name, format in row.formats.items()}
 
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from infer.drafters.base import Drafter
+from infer.drafters.heads.draft import propose
 from infer.targets.target import Target
 from infer.trees.ddtree import ddtree
-from infer.trees.tree import DraftTree, Proposal
+from infer.trees.tree import DraftTree
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
@@ -327,11 +328,7 @@ def _scratch(target: Target, drafter: Drafter, rows: int) -> tuple[Callable[[int
 
     def draft(nodes: int) -> DraftTree:
         drafter.update_context(target, features.context[:, :2], tokens[:, :2], [2] * rows, state)
-        if not getattr(drafter, "conditioned", False):
-            return ddtree(Proposal(bonus, drafter.draft(target, bonus, state), nodes))
-        block = drafter.draft_block(target, bonus, state)
-        steps = drafter.conditional_draft(target, bonus, block)
-        return ddtree(Proposal(bonus, block.marginals, nodes, steps=steps))
+        return ddtree(propose(drafter, target, bonus, state, nodes))
 
     def verify(tree: DraftTree) -> None:
         target.head(target.verify(tree, tree.ancestors(), cache, drafter.layer_ids).last).argmax(-1)

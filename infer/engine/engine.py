@@ -18,6 +18,7 @@ from torch import nn
 from infer.attention.kv_cache import KVCache
 from infer.config import MASKED_METHODS, TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, DraftState
+from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.base import EngineBase
 from infer.engine.budget import SIZES, Pace, rule_of
 from infer.engine.capture import Graphs
@@ -98,13 +99,13 @@ class Engine(EngineBase):
         capacity: int,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
-        asked, options = options.continuity, options.beside(getattr(drafter, "ngrams", None))
+        asked, options = options.continuity, options.beside(None if drafter is None else drafter.ngrams)
         super().__init__(target, options, capacity, clock)
         if options.method in MASKED_METHODS:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
         self.changes = target.follow_weights()
         self.drafter, self.method, self.drafts = drafter, options.tree, options.drafts
-        self.watch = Watch(drafter if isinstance(drafter, Drafter) else nn.Module())
+        self.watch = Watch(drafter or nn.Module())
         self.build = self.method.load()
         if self.drafts and drafter is None:
             raise ValueError(
@@ -115,9 +116,10 @@ class Engine(EngineBase):
         if self.method.ngrams:
             self.ngram = self._ngrams(asked)
         self.length, self.nodes, self.layers = 0, 0, ()
-        self.heads = getattr(drafter, "conditioned", False)  # tokens depend on the ones drafted before them
-        if isinstance(drafter, Drafter) and (kind := drafter.norm.weight.dtype) != target.dtype:
-            mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (kind, target.dtype))
+        # whether tokens depend on the ones drafted before them
+        self.heads = drafter is not None and drafter.head_row is not None
+        if drafter is not None and drafter.dtype not in (None, target.dtype):
+            mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (drafter.dtype, target.dtype))
             raise ValueError(
                 f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)"
             )
@@ -173,11 +175,7 @@ class Engine(EngineBase):
     def _on_device(self) -> bool:
         """Return whether a round of texts without processors asks the host for nothing between its start and its
         end."""
-        return (
-            (not self.drafts or getattr(self.drafter, "on_device", False))
-            and not self.method.ngrams
-            and self.target.lean
-        )
+        return (not self.drafts or self.drafter.family.on_device) and not self.method.ngrams and self.target.lean
 
     @torch.inference_mode()
     def warm(
@@ -498,7 +496,7 @@ class Engine(EngineBase):
         """Draft behind the roots at positions start (B,), and collect what else the tree method may use for `nodes`
         nodes at most."""
         before, draws, drafter, steps = None if seen is None else seen[:, None], None, self.drafter, None
-        conditional = getattr(drafter, "conditional", None)
+        conditional = drafter.conditional
         if self.heads:
             block = drafter.draft_block(self.target, self.bonus, self.state)
             marginals = block.marginals  # (B, L, V)
@@ -506,7 +504,7 @@ class Engine(EngineBase):
             considered = self.options.candidates
             if self.method.by_budget:
                 considered = min(considered, max(FEW, 2 * nodes))
-            steps = drafter.conditional_draft(self.target, self.bonus, block, judge, considered)
+            steps = ConditionalDraft(drafter, self.target, self.bonus, block, judge, considered)
             conditional = None if steps.recurrent else steps
         else:
             marginals = drafter.draft(self.target, self.bonus, self.state)

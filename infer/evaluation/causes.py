@@ -197,7 +197,7 @@ def other_scaling(target: Target, drafter: Drafter) -> Iterator[Trial]:
 
 
 def other_masks(target: Target, drafter: Drafter) -> Iterator[Trial]:
-    own, tokenizer = getattr(drafter, "mask_token_id", None), target.tokenizer
+    own, tokenizer = drafter.mask_token_id, target.tokenizer
     if own is None:
         return
     names = ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id")
@@ -222,7 +222,7 @@ def other_blocks(target: Target, drafter: Drafter) -> Iterator[Trial]:
 def one_key_norm(target: Target, drafter: Drafter) -> Iterator[Trial]:
     """Let all layers take the first one's norm for the keys of the context, as vLLM's CPU kernel does (0.32: its
     `rms_norm` of all layers' keys at once reads the first row of their weights)."""
-    if len(getattr(drafter, "layers", ())) > 1 and "block_size" in drafter.own:
+    if drafter.config.num_hidden_layers > 1 and "block_size" in drafter.own:
         other = altered(drafter)
         make = other.make_state
 

@@ -12,6 +12,7 @@ import torch
 
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
+from infer.drafters.heads.draft import behind
 from infer.engine.sequence import Sequence
 from infer.evaluation.acceptance import reference_of
 from infer.evaluation.cost import fit, limits_of
@@ -161,11 +162,11 @@ def count_right_guesses(target: Target, drafter: Drafter, texts: list[Sequence],
 def guess(target: Target, drafter: Drafter, ids: torch.Tensor, step: int, state: object) -> torch.Tensor:
     """Return the drafter's likeliest tokens (B, L) behind the tokens at `step` of ids (B, A), each with a conditional
     head behind the true token before it."""
-    if getattr(drafter, "head_row", None) is None:
+    if drafter.head_row is None:
         return drafter.draft(target, ids[:, step], state).argmax(-1)
     block = drafter.draft_block(target, ids[:, step], state)
     before = step + torch.arange(block.states.shape[1], device=ids.device)  # (L,)
-    return drafter.behind(target, block, ids[:, before.clamp(max=ids.shape[1] - 1)]).argmax(-1)
+    return behind(drafter, target, block, ids[:, before.clamp(max=ids.shape[1] - 1)]).argmax(-1)
 
 
 def summarise(

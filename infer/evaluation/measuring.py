@@ -11,7 +11,8 @@ import torch
 from infer.api import AnyTarget, open_engine
 from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.drafters.lookup import Lookup
+from infer.drafters.baselines import Lookup
+from infer.drafters.families import LOOKUP
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
@@ -184,7 +185,7 @@ def asks(row: TreeMethod, drafter: Drafter, config: EvaluationConfig) -> bool:
     if not row.ngrams:
         return True
     if config.continuity is None:
-        return row.recalls and getattr(drafter, "ngrams", None) is not None
+        return row.recalls and drafter.ngrams is not None
     return config.continuity != NO_NGRAMS and (row.recalls or config.continuity != TEXT_NGRAMS)
 
 
@@ -215,9 +216,9 @@ def tree_options(row: TreeMethod, budget: int, config: EvaluationConfig, shared:
 def ngrams_alone(drafter: Drafter, config: EvaluationConfig, shared: dict[str, object]) -> list[Variant]:
     """Return DDTree over the same n-grams without the drafter, or over the text's own where there are no others; none
     where the evaluation is to have no n-grams, or the drafter is that already."""
-    if config.continuity == NO_NGRAMS or isinstance(drafter, Lookup):
+    if config.continuity == NO_NGRAMS or drafter.family is LOOKUP:
         return []
-    file = getattr(drafter, "ngrams", None) if config.continuity is None else None
+    file = drafter.ngrams if config.continuity is None else None
     asked = config.continuity or (None if file else TEXT_NGRAMS)
     budget = middle(config.budgets)
     options = DecodeOptions(budget=budget, continuity=asked, positions=None, **shared)

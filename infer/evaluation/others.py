@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from infer.config import TextOptions
+from infer.drafters.families import LOOKUP
 from infer.engine.loops import loop_period
 from infer.trees.methods import TreeMethod
 
@@ -41,9 +42,7 @@ def nothing(target: "Target", drafter: "Drafter") -> dict[str, object]:
 
 def prompt_lookup(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
     """Return the arguments of prompt lookup with blocks as long as those of our own lookup drafter."""
-    from infer.drafters.lookup import Lookup
-
-    return {"prompt_lookup_num_tokens": drafter.block_size - 1} if isinstance(drafter, Lookup) else None
+    return {"prompt_lookup_num_tokens": drafter.block_size - 1} if drafter.family is LOOKUP else None
 
 
 def assisted(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
@@ -51,7 +50,7 @@ def assisted(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
     the drafter, and the installed transformers has that class."""
     import transformers
 
-    formats = getattr(getattr(drafter, "family", None), "formats", {})
+    formats = drafter.family.formats
     if "transformers" not in formats or not hasattr(transformers, "MuseGlimmerAssistantModel"):
         return None
     from infer.formats.export import export_drafter

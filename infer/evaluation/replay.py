@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from infer.config import EngineConfig
 from infer.drafters.base import Drafter
+from infer.drafters.heads.draft import propose
 from infer.evaluation.results import Acceptance
 from infer.targets.target import Target, pad_ids
 from infer.trees.chain import chain
-from infer.trees.tree import Proposal
 
 
 class Tap(NamedTuple):
@@ -88,14 +87,7 @@ def compute(
 
 def draft_chain(target: Target, drafter: Drafter, bonus: torch.Tensor, state: object) -> torch.Tensor:
     """Return the chains (B, L) that the engine would draft for greedy texts behind bonus tokens (B,)."""
-    steps, block = None, None
-    if getattr(drafter, "conditioned", False):
-        block = drafter.draft_block(target, bonus, state)
-        marginals = block.marginals
-        steps = drafter.conditional_draft(target, bonus, block, None, EngineConfig.candidates)
-    else:
-        marginals = drafter.draft(target, bonus, state)
-    return chain(Proposal(bonus, marginals, drafter.block_size - 1, steps=steps)).tokens[:, 1:]
+    return chain(propose(drafter, target, bonus, state, drafter.block_size - 1)).tokens[:, 1:]
 
 
 @torch.inference_mode()

@@ -9,10 +9,9 @@ import torch
 from transformers import Qwen3Config
 
 from infer.drafters.base import Drafter
-from infer.drafters.bigram import Bigram
+from infer.drafters.baselines import Baseline, Bigram, Lookup
 from infer.drafters.config_keys import config_dict, known_tokens
-from infer.drafters.lookup import NAME as LOOKUP
-from infer.drafters.lookup import Lookup
+from infer.drafters.families import LOOKUP
 from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
@@ -76,11 +75,11 @@ def load_drafter(
     return drafter.to(device, kind).eval().requires_grad_(False)
 
 
-def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Bigram | Lookup:
+def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Baseline:
     """Open what drafts: "lookup" for the text's own n-grams, an n-gram file as a bigram drafter of its pairs, anything
     else with `load_drafter`, whose exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready
     for a target."""
-    if str(checkpoint) == LOOKUP:
+    if str(checkpoint) == LOOKUP.name:
         return Lookup()
     if Path(checkpoint).is_file():
         return Bigram(NGram.open(checkpoint))

@@ -11,7 +11,7 @@ from transformers import Gemma2Config
 from infer.attention import masks
 from infer.attention.masks import block_ranges, dense, masked_attention, packed_ranges
 from infer.config import DrafterConfig
-from infer.drafters.base import new_drafter
+from infer.drafters.base import head_weight, new_drafter
 from infer.drafters.dart.model import DART
 from infer.targets.target import Target
 from train.batches import blocks_behind, draw_blocks
@@ -117,7 +117,7 @@ def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
             for t in range(1, K):
                 if prefix + t >= len(ids) or not rows["loss"][b, anchor + t]:
                     continue
-                student = (drafter.head_weight(target) @ hidden[t - 1]).log_softmax(-1)
+                student = (head_weight(drafter, target) @ hidden[t - 1]).log_softmax(-1)
                 p = teacher[prefix + t - 1]
                 kl = (p.exp() * (p - student)).sum()
                 total = total + 0.6 ** (t - 1) * (kl if divergence == "kl" else -student[ids[prefix + t]])
@@ -323,7 +323,7 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
     blocks = some_blocks(rows, 6)
     with torch.no_grad():
         states = block_hidden(drafter, target, rows, blocks)[0, :, drafter.first_draft_slot :]
-        trained = (states @ drafter.head_weight(target).T).log_softmax(-1)  # (N, L, V)
+        trained = (states @ head_weight(drafter, target).T).log_softmax(-1)  # (N, L, V)
         features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
         ids = rows["ids"]
         for n in range(6):
@@ -524,7 +524,7 @@ def test_training_sees_the_logits_that_decoding_sees(random_target, family):
     loss = block_loss(drafter, target, rows, blocks, settings).loss
     features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
     states = draft_states(drafter, target, rows, blocks, features)
-    products = states @ drafter.head_weight(target).T
+    products = states @ head_weight(drafter, target).T
     log_q = (3 * torch.tanh(products / 3)).log_softmax(-1).unflatten(0, blocks.labels.shape)
     rows_of_teacher, begin = [], 0
     for length in (12, 11):

@@ -10,6 +10,7 @@ from data.packing import batch, packed_rows
 from data.rows import DataConfig
 from infer import load_target
 from infer.config import DrafterConfig
+from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from train.batches import draw_blocks, seeded
 from train.config import FeaturesConfig, TrainConfig
@@ -51,7 +52,7 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
     rows = StoredRows(stored)
     assert len(rows) == len(dataset) == 12
     assert len(rows.manifest["shards"]) == 3
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half))
+    drafter = new_drafter(DrafterConfig(layers=1, target_layer_ids=list(LAYERS)), half)
     drafter.init_weights(seeded(0))
     options = TrainConfig(anchors=6)
     for draw in (0, 5, 17):
@@ -91,7 +92,7 @@ def test_only_the_ends_and_the_asked_layers_get_memory(half):
             assert torch.equal(mine, theirs) if i == 4 else mine.is_meta
     options = DrafterConfig(layers=1, target_layer_ids=list(LAYERS))
     assert DFlash.warm_layers(LAYERS, 1, half.config) == [4]
-    drafters = [DFlash(DFlash.config_for(options, target)) for target in (half, part)]
+    drafters = [new_drafter(options, target) for target in (half, part)]
     assert all(d.warm_start(target) for d, target in zip(drafters, (half, part), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*(d.state_dict().values() for d in drafters), strict=True))
 

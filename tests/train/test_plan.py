@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from data.packing import packed_rows
 from infer.attention.masks import block_ranges, dense
 from infer.config import DrafterConfig, TargetConfig
-from infer.drafters.families import FAMILIES
+from infer.drafters.base import config_for
 from infer.targets.support import refuse_unsupported
 from train import forecast
 from train.batches import draw_blocks
@@ -243,5 +243,5 @@ def test_every_named_target_is_planned(repo):
         refuse_unsupported(theirs)
         for family in ("dflash", "dart"):
             options = DrafterConfig(family=family, mask_token_id=1, layers=1)
-            config = FAMILIES[family].load().config_for(options, None, theirs)
+            config = config_for(options, None, theirs)
             assert config.intermediate_size > config.hidden_size / 2 and config.head_dim * config.num_attention_heads

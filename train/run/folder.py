@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from infer.drafters.base import fixed_options
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
 from infer.utils.entry import disk
@@ -84,7 +85,7 @@ def as_begun(config: TrainConfig) -> TrainConfig:
             reading = read(folder)
             if not find_problems(folder, reading):
                 with torch.device("meta"):
-                    known = reading.family.load()(reading.config()).fixed_options()
+                    known = fixed_options(reading.family.load()(reading.config()))
                 left = {key: value for key, value in known.items() if getattr(config.drafter, key) is None}
                 return replace(config, drafter=replace(config.drafter, **left))
     return config

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
-from infer.drafters.base import Drafter, new_drafter
+from infer.drafters.base import Drafter, drop_copies, fixed_options, init_head, new_drafter
+from infer.drafters.heads.table import head_options, new_head
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
@@ -36,14 +37,14 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
             f"drafter.init={options.init}: it knows {len(drafter.d2t)} of {drafter.config.vocab_size} tokens, and "
             "cannot learn to follow a target that knows all: a drafter of a whole vocabulary can be trained"
         )
-    known = drafter.fixed_options()
+    known = fixed_options(drafter)
     given = {key: getattr(options, key) for key in known}
     wrong = [key for key, value in given.items() if value is not None and value != known[key]]
     if wrong:
         wanted = " ".join(f"drafter.{key}={known[key]}".replace(" ", "") for key in wrong)
         mine = " ".join(f"drafter.{key}={given[key]}".replace(" ", "") for key in wrong)
         raise ValueError(f"drafter.init={options.init} is no drafter of {mine}: give {wanted}")
-    return replace(options, **known, head=chosen_head(options, drafter.head_options()))
+    return replace(options, **known, head=chosen_head(options, HeadConfig(**head_options(drafter.own))))
 
 
 def named_mask(mask: int | None, tokenizer) -> str:
@@ -89,16 +90,18 @@ def initial_drafter(config: TrainConfig, target: Target) -> Drafter:
     drafter = load_drafter(options.init, torch.float32, target_layers=target.config.num_hidden_layers)
     try:
         drafter.check_target(target)
-        drafter.drop_copies(target)
+        drop_copies(drafter, target)
     except ValueError as error:
         raise ValueError(f"drafter.init={options.init} cannot be trained here: {error}") from error
     if drafter.head_row is None:
-        drafter.give_head(options.head, seeded(config.seed))
+        drafter.own.update(new_head(options.head))
+        drafter.add_conditional_head()
+        init_head(drafter, seeded(config.seed))
     if config.target.chat_template_kwargs:
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs
     drafter.train().requires_grad_(config.train == "all")
     if config.train == "head":
-        for part in (drafter.conditional_head, getattr(drafter, "confidence_head", None)):
+        for part in (drafter.conditional_head, drafter.confidence_head):
             if part is not None:
                 part.requires_grad_(True)
     return drafter

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from data.packing import batch
 from infer.attention.masks import additive
-from infer.drafters.base import Drafter
+from infer.drafters.base import Drafter, head_weight
 from infer.drafters.heads.base import Conditioned
+from infer.drafters.heads.draft import teach
 from infer.targets.target import Features, Target
 from infer.utils.entry import Stopped
 from train.batches import draw_blocks, first_draw
@@ -88,11 +89,11 @@ class SelfCheck:
 
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
         """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and `features`."""
-        head, out = drafter.head_weight(target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
+        head, out = head_weight(drafter, target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
         before = ids[(anchor + torch.arange(len(hidden), device=ids.device)).clamp(max=len(ids) - 1)]
         answer = Conditioned(hidden)
         if drafter.conditional_head is not None:
-            answer = drafter.teach(target, hidden[None], before[None])
+            answer = teach(drafter, target, hidden[None], before[None])
             answer = Conditioned(*(part if part is None else part[0] for part in answer))
         formula = DIVERGENCES[config.objective.divergence].formula
         for t in range(len(hidden)):

@@ -7,6 +7,7 @@ import torch
 from infer.drafters.base import Drafter
 from infer.drafters.config_keys import Keys, Reading, config_dict, known_tokens
 from infer.drafters.families import Family
+from infer.drafters.heads.table import read_head
 from infer.targets.target import Target
 
 
@@ -34,7 +35,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
                 part.note(key, "is missing")
         own = {key: bool(part.flag(key)) for key in ("shifted", "qk_norm", "norm_twice") if key in part.raw}
         own["target_layer_ids"] = part.tapped("target_layer_ids", layers)
-        own |= part.last_tap(own["target_layer_ids"], layers, "raw") | part.conditional_head()
+        own |= part.last_tap(own["target_layer_ids"], layers, "raw") | read_head(part)
         options["block_size"] = keys.number("block_size", least=2)
     else:
         own = {"shifted": True, "qk_norm": False, "norm_twice": True}

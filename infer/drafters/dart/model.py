@@ -31,10 +31,10 @@ from infer.attention.attend import attend_grouped, has_kernel
 from infer.attention.kv_cache import KVCache
 from infer.attention.masks import block_mask, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, Place, rotate
+from infer.drafters.base import Attention, Drafter, DraftState, Place, init_last_norm, rotate, taps
 from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
-from infer.drafters.heads.base import new_head
+from infer.drafters.warm import can_start_as, weights_of
 from infer.targets.layers import read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 class Layer(nn.Module):
     """The decoder layer; its projections take an embedding and features side by side, (..., 2 D)."""
+
+    own_weights = ("input_layernorm.", "mask_rep")  # what no layer of a target has
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -128,15 +130,12 @@ class DART(Drafter):
         attending = attention_layers(theirs)
         return ([i for i in attending if i > layer_ids[-1]] or attending[-1:])[:1]
 
-    @classmethod
-    def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
+    @staticmethod
+    def own_config(options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dart_config`; queries and keys have norms where the target's have."""
         attending = [] if target is None else [target.body.layers[i] for i in attention_layers(theirs)[:1]]
         norms = all(hasattr(getattr(layer, "self_attn", None), "q_norm") for layer in attending)
-        return cls.taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms} | new_head(options.head)
-
-    def fixed_options(self) -> dict:
-        return super().fixed_options() | {"shifted": self.own["shifted"]}
+        return taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms}
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
@@ -152,7 +151,7 @@ class DART(Drafter):
         """Draw fresh weights and copy the target's head. If `warm`, also take over the target's own layer where it
         computes what ours does, and a mask that goes with it, unless the target has no weights to run with."""
         self.init_weights(generator)
-        self.init_last_norm(target)
+        init_last_norm(self, target)
         self.lm_head.weight.copy_(target.head_weight)
         if warm and self.warm_start(target) and not any(weight.is_meta for weight in target.body.parameters()):
             self._init_mask(target, generator)
@@ -165,15 +164,14 @@ class DART(Drafter):
         if not chosen:
             return False
         source = target.body.layers[chosen[0]]
-        theirs = dict(self.weights_of(source, target))
+        theirs = dict(weights_of(source, target))
         size = self.config.hidden_size
         if "input_layernorm.weight" in theirs:
             theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
         for name in theirs:
             if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 theirs[name] = torch.cat([torch.zeros_like(theirs[name]), theirs[name]], dim=1)
-        own = {"input_layernorm.weight", "mask_rep"}
-        if not self.can_start_as(self.midlayer, theirs, source, target, own):
+        if not can_start_as(self.midlayer, theirs, source, self, target):
             return False
         self.midlayer.load_state_dict(theirs, strict=False)
         self.fc.weight.zero_()

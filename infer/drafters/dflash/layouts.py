@@ -18,6 +18,7 @@ from typing import Any
 
 from infer.drafters.config_keys import Keys, Reading, check_proposal
 from infer.drafters.families import Family
+from infer.drafters.heads import table as heads
 
 DSPARK, SPECFORGE, DFLASH2, TREEFLASH = "DeepSpec", "SpecForge", "dflash2", "treeflash"  # layouts beside the public one
 NAMES = {  # the layout of classes beside the authors' first one
@@ -133,7 +134,7 @@ def read_head(keys: Keys, part: Keys, tensors: Collection[str], layout: str) -> 
     if layout == TREEFLASH:
         level = keys.part("treeflash_config")
         level.get("candidate_tokens")  # of the authors' own tree
-    own = level.conditional_head()
+    own = heads.read_head(level)
     if "markov_rank" in own and part.get("enable_confidence_head") is None and "confidence_head.proj.weight" in tensors:
         own["enable_confidence_head"] = True
     if "markov_rank" not in own and part.flag("enable_confidence_head"):

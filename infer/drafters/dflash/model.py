@@ -26,11 +26,11 @@ from infer.attention.attend import attend_grouped, has_kernel
 from infer.attention.kv_cache import KVCache
 from infer.attention.masks import additive, block_mask, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, target_embeddings
+from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, taps
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
-from infer.drafters.heads.base import new_head
+from infer.drafters.warm import can_start_as, weights_of
 from infer.targets import lean, loops
 from infer.targets.layers import read_layer, read_norm
 from infer.targets.support import attention_layers
@@ -60,6 +60,8 @@ def visible(ends: torch.Tensor, width: int, extent: int, causal: bool, window: i
 
 
 class Layer(nn.Module):
+    own_weights = ("attention_conv.", "mlp_conv.")  # what no layer of a target has
+
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -160,25 +162,20 @@ class DFlash(Drafter):
         chosen = behind[:layers] if len(behind) >= layers else attending[-layers:]
         return chosen if len(chosen) == layers else []
 
-    @classmethod
-    def own_config(cls, options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
+    @staticmethod
+    def own_config(options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dflash_config`. Raises ValueError for a mask token outside the target's vocabulary."""
-        taps, mask, vocabulary = cls.taps(options, theirs), options.mask_token_id, theirs.vocab_size
+        mask, vocabulary = options.mask_token_id, theirs.vocab_size
         if mask is None:
             mask = default_mask_token(target.tokenizer, vocabulary, target.end_ids) if target else 0
         if not 0 <= mask < vocabulary:
             raise ValueError(f"drafter.mask_token_id={mask}: the target's vocabulary has ids 0 to {vocabulary - 1}")
         queries = options.block_size - bool(options.sample_from_anchor)
-        own = {"block_size": queries, "mask_token_id": mask} | taps
+        own = {"block_size": queries, "mask_token_id": mask} | taps(options, theirs)
         if options.convolutions:
             own |= {"conv_kernel_size": options.convolutions, "conv_group_size": math.gcd(theirs.hidden_size, 16)}
         flags = {"sample_from_anchor": options.sample_from_anchor, "causal": options.causal}
-        return own | {key: True for key, value in flags.items() if value} | new_head(options.head)
-
-    def fixed_options(self) -> dict:
-        own = {key: bool(self.own.get(key)) for key in ("sample_from_anchor", "causal")}
-        own["convolutions"] = self.own.get("conv_kernel_size", 0)
-        return super().fixed_options() | {"mask_token_id": self.mask_token_id} | own
+        return own | {key: True for key, value in flags.items() if value}
 
     def init_weights(self, generator: torch.Generator) -> None:
         super().init_weights(generator)
@@ -186,22 +183,9 @@ class DFlash(Drafter):
             if isinstance(part, Convolution):
                 part.init_weights()
 
-    def drop_copies(self, target: Target) -> None:
-        """Remove an embedding and a head that are the target's, bit for bit in the dtype of one of the two. Raises
-        ValueError where they differ, or know a part of the vocabulary only."""
-        if self.d2t is not None:
-            raise ValueError(f"its head has {len(self.d2t)} of {self.config.vocab_size} tokens (draft_vocab_size)")
-        theirs = {"embed_tokens": target_embeddings(target), "lm_head": target.head_weight}
-        for name, weight in theirs.items():
-            own = getattr(self, name)
-            if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
-                raise ValueError(f"its own {name} is not the target's")
-            setattr(self, name, None)
-            setattr(self.config, f"has_{name}", False)
-
     @torch.no_grad()
     def warm_start(self, target: Target) -> bool:
-        """Start from the target's own layers, where they compute what ours do, or nearly (`drafters.gated`); return
+        """Start from the target's own layers, where they compute what ours do, or nearly (`drafters.warm`); return
         whether they do.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
@@ -212,11 +196,10 @@ class DFlash(Drafter):
         if not chosen:
             return False
         source = [target.body.layers[i] for i in chosen]
-        theirs = [self.weights_of(layer, target) for layer in source]
-        for layer, weights in zip(source, theirs, strict=True):
-            own = {name for name in self.layers[0].state_dict() if "_conv." in name}
-            if not self.can_start_as(self.layers[0], weights, layer, target, own):
-                return False
+        theirs = [weights_of(layer, target) for layer in source]
+        pairs = zip(theirs, source, strict=True)
+        if not all(can_start_as(self.layers[0], *pair, self, target) for pair in pairs):
+            return False
         for ours, weights in zip(self.layers, theirs, strict=True):
             ours.load_state_dict(weights, strict=False)  # convolutions stay the identity
         size = self.config.hidden_size

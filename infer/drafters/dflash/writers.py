@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from infer.drafters.base import Drafter, target_embeddings
+from infer.drafters.base import Drafter, drop_copies, target_embeddings
 from infer.drafters.config_keys import config_dict, known_tokens
 from infer.drafters.dflash.layouts import NATIVE, NATIVE_TENSORS, NATIVE_TYPE
 from infer.targets.target import Target
@@ -40,7 +40,7 @@ def without_ends(drafter: Drafter, target: Target | None, format: str) -> tuple[
                 f"format={format}: it has an embedding or head of its own: give target.path to compare them"
             )
         try:
-            drafter.drop_copies(target)
+            drop_copies(drafter, target)
         except ValueError as error:
             raise ValueError(f"format={format} stores neither embedding nor head, and {error}") from error
     config, causal = config_dict(drafter.config), drafter.own.get("causal")

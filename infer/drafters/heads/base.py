@@ -15,9 +15,6 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.config import HeadConfig
-from infer.drafters.heads.table import HEADS
-
 
 class Ends(NamedTuple):
     """The parts of a drafter that a head may ask."""
@@ -36,11 +33,9 @@ class Conditioned(NamedTuple):
 
 
 class Head(nn.Module):
-    """A conditional head. `config` is the drafter's config.json, `own` the family's part of it. A head adds
+    """A conditional head. `config` is the drafter's config.json, `own` the family's part of it, whose keys stand in the
+    head's row (table.py). A head adds
 
-    - `own_config(options)`: its keys in the family's part of a new drafter's config.json; `options_of(own)`, the other
-      way; and `read_keys(part)`: the same keys of a config.json that others wrote, checked
-      (`infer.drafters.config_keys.Keys`);
     - `condition`: the formula;
     - `init_weights`: a fresh head must leave the drafter's scores as they are.
     """
@@ -51,14 +46,6 @@ class Head(nn.Module):
 
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__()
-
-    @staticmethod
-    def own_config(options: HeadConfig) -> dict:
-        raise NotImplementedError
-
-    @staticmethod
-    def options_of(own: dict) -> dict:
-        raise NotImplementedError
 
     @property
     def out(self) -> torch.Tensor | None:
@@ -90,12 +77,6 @@ class Head(nn.Module):
 
     def init_weights(self, generator: torch.Generator) -> None:
         raise NotImplementedError
-
-
-def new_head(options: HeadConfig) -> dict:
-    """Return the keys of a new drafter's conditional head, none for a drafter without one."""
-    row = HEADS.get(options.name)
-    return {} if row is None else row.load().own_config(options)
 
 
 class Confidence(nn.Module):

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.drafters.heads.base import Conditioned
+from infer.drafters.base import Block, Drafter, DraftState, whole_vocabulary
+from infer.drafters.heads.base import Conditioned, Ends
 from infer.targets.target import Target
+from infer.trees.tree import Proposal
 
 CHUNK = 1 << 24  # scores that are in memory at a time
 
@@ -32,7 +34,7 @@ class Table(NamedTuple):
 
 
 class ConditionalDraft:
-    """The conditional distributions of blocks with states (B, L, D) and marginals (B, L, V), behind bonus tokens (B,).
+    """The conditional distributions of drafted blocks behind bonus tokens (B,), of M = `candidates` a position.
 
     `drafter` has a conditional head. `judge` is what the texts' options and the target's noise make of scores; without
     one they count as they are.
@@ -40,16 +42,16 @@ class ConditionalDraft:
 
     def __init__(
         self,
-        drafter: torch.nn.Module,
+        drafter: Drafter,
         target: Target,
         bonus: torch.Tensor,
-        states: torch.Tensor,
-        marginals: torch.Tensor,
-        judge: Judge | None,
-        candidates: int,
+        block: Block,
+        judge: Judge | None = None,
+        candidates: int = 32,
     ) -> None:
+        marginals, states = block
         self.drafter, self.target, self.bonus, self.judge = drafter, target, bonus, judge
-        self.head, self.ends = drafter.conditional_head, drafter.head_ends(target)
+        self.head, self.ends = drafter.conditional_head, ends_of(drafter, target)
         self.recurrent = self.head.recurrent
         self.states, self.unary = states, marginals
         self.choices: torch.Tensor | None = None  # (B, L, k) all that the head chooses among, likeliest first
@@ -81,9 +83,9 @@ class ConditionalDraft:
     def _corrected(self, unary: torch.Tensor, answer: Conditioned) -> torch.Tensor:
         """Return the scores (..., V) that an answer makes of those without corrections, broadcast."""
         if answer.correction is None:
-            return self.drafter.whole_vocabulary(self.drafter.logits(self.target, answer.read))
+            return whole_vocabulary(self.drafter, self.drafter.logits(self.target, answer.read))
         correction = F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float()
-        return self.drafter.whole_vocabulary(correction).add_(unary)
+        return whole_vocabulary(self.drafter, correction).add_(unary)
 
     def among_candidates(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
@@ -175,3 +177,33 @@ class ConditionalDraft:
         recurrent (`infer.trees.tree.Conditional`)."""
         scores, _ = self.scores(torch.full_like(tokens[0], slot), tokens, None)
         return scores.log_softmax(-1)
+
+
+def propose(drafter: Drafter, target: Target, bonus: torch.Tensor, state: DraftState, nodes: int) -> Proposal:
+    """Draft behind bonus tokens (B,) for greedy trees of so many nodes."""
+    block = drafter.draft_block(target, bonus, state)
+    steps = None if drafter.head_row is None else ConditionalDraft(drafter, target, bonus, block)
+    return Proposal(bonus, block.marginals, nodes, steps=steps)
+
+
+def ends_of(drafter: Drafter, target: Target) -> Ends:
+    """Return what a conditional head may ask of its drafter."""
+    return Ends(lambda ids: drafter.embed(target, ids), drafter.last_norm)
+
+
+def teach(drafter: Drafter, target: Target, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
+    """Return what the conditional head answers for states (G, L, D) behind the true tokens before them (G, L)."""
+    return drafter.conditional_head.teach(ends_of(drafter, target), states, before)
+
+
+def behind(drafter: Drafter, target: Target, block: Block, before: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots (B, L)."""
+    head, answer = drafter.conditional_head, teach(drafter, target, block.states, before)
+    if answer.correction is None:
+        return drafter.marginals(target, answer.read)
+    correction = F.linear(answer.correction.to(head.out.dtype), head.out).float()
+    scores = block.marginals + whole_vocabulary(drafter, correction)
+    if head.top_k:
+        least = block.marginals.topk(head.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(block.marginals < least, -torch.inf)
+    return scores.log_softmax(-1)

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.config import HeadConfig
-from infer.drafters.config_keys import Keys
 from infer.drafters.heads.base import Conditioned, Ends, Head
 
 
@@ -28,20 +26,6 @@ class GRU(Head):
         reads = nn.Linear(config.hidden_size + size, rank, bias=False)
         rows = getattr(config, "draft_vocab_size", None) or config.vocab_size
         self.embed_proj = nn.Sequential(reads, nn.SiLU(), nn.Linear(rank, rows, bias=False))
-
-    @staticmethod
-    def own_config(options: HeadConfig) -> dict:
-        return {"emb_dim": options.rank, "gru_hidden_dim": options.hidden or 1024, "pure_draft_prefix_len": 1}
-
-    @staticmethod
-    def options_of(own: dict) -> dict:
-        return {"rank": own["emb_dim"], "hidden": own["gru_hidden_dim"]}
-
-    @staticmethod
-    def read_keys(part: Keys) -> dict:
-        """Return the head's keys of a config.json, checked."""
-        keys = (("emb_dim", 256, 1), ("gru_hidden_dim", 1024, 1), ("pure_draft_prefix_len", 0, 0))
-        return {key: part.number(key, default, least) for key, default, least in keys}
 
     @property
     def out(self) -> torch.Tensor:

@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.config import HeadConfig
-from infer.drafters.config_keys import Keys
 from infer.drafters.heads.base import Conditioned, Ends, Head
-from infer.drafters.heads.table import RECURRENT_KINDS
 
 
 class Markov(Head):
@@ -31,29 +28,6 @@ class Markov(Head):
             self.gate_proj = nn.Linear(hidden + rank, rank)
         if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
-
-    @staticmethod
-    def own_config(options: HeadConfig) -> dict:
-        own = {"markov_rank": options.rank, "markov_head_type": options.kind}
-        if options.confidence:
-            own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
-        return own
-
-    @staticmethod
-    def options_of(own: dict) -> dict:
-        kind, confidence = own.get("markov_head_type", "vanilla"), bool(own.get("enable_confidence_head"))
-        return {"kind": kind, "rank": own["markov_rank"], "confidence": confidence}
-
-    @staticmethod
-    def read_keys(part: Keys) -> dict:
-        """Return the head's keys of a config.json, checked."""
-        own = {"markov_rank": part.number("markov_rank"), "markov_head_type": part.get("markov_head_type") or "vanilla"}
-        if own["markov_head_type"] not in RECURRENT_KINDS:
-            part.note("markov_head_type", f"is {own['markov_head_type']!r}, expected {' or '.join(RECURRENT_KINDS)}")
-        for key in ("enable_confidence_head", "confidence_head_with_markov"):
-            if part.flag(key) is not None:
-                own[key] = part.raw[key]
-        return own
 
     @property
     def out(self) -> torch.Tensor:
@@ -82,7 +56,7 @@ class Markov(Head):
         """Begin with corrections of 0."""
         nn.init.normal_(self.markov_w1.weight, std=1.0, generator=generator)
         nn.init.zeros_(self.markov_w2.weight)
-        for layer in (getattr(self, name, None) for name in ("gate_proj", "joint_proj")):
-            if layer is not None:
+        for layer in self.children():
+            if layer not in (self.markov_w1, self.markov_w2):
                 nn.init.normal_(layer.weight, std=0.02, generator=generator)
                 nn.init.zeros_(layer.bias)

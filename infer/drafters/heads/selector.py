@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.config import HeadConfig
-from infer.drafters.config_keys import Keys
 from infer.drafters.heads.base import Conditioned, Ends, Head
 
 
@@ -24,19 +22,6 @@ class Selector(Head):
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # B
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
-
-    @staticmethod
-    def own_config(options: HeadConfig) -> dict:
-        return {"selector_rank": options.rank, "selector_top_k": options.top_k}
-
-    @staticmethod
-    def options_of(own: dict) -> dict:
-        return {"rank": own["selector_rank"], "top_k": own["selector_top_k"]}
-
-    @staticmethod
-    def read_keys(part: Keys) -> dict:
-        """Return the head's keys of a config.json, checked."""
-        return {"selector_rank": part.number("selector_rank"), "selector_top_k": part.number("selector_top_k", 16, 0)}
 
     @property
     def out(self) -> torch.Tensor:

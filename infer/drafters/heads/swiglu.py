@@ -11,8 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from infer.config import HeadConfig
-from infer.drafters.config_keys import Keys
 from infer.drafters.heads.base import Conditioned, Ends, Head
 
 
@@ -28,25 +26,6 @@ class SwiGLU(Head):
         self.norm = nn.RMSNorm(size, eps=1e-6)  # of the embedding, the authors' own epsilon
         self.ug = nn.Linear(2 * size, 2 * inner)
         self.d = nn.Linear(inner, size, bias=False)
-
-    @staticmethod
-    def own_config(options: HeadConfig) -> dict:
-        own = {"ar_approximation": "swiglu"}
-        return own if options.hidden is None else own | {"ar_hidden_size": options.hidden}
-
-    @staticmethod
-    def options_of(own: dict) -> dict:
-        return {"hidden": own.get("ar_hidden_size")}
-
-    @staticmethod
-    def read_keys(part: Keys) -> dict:
-        """Return the head's keys of a config.json, checked."""
-        own = {"ar_approximation": part.get("ar_approximation")}
-        if own["ar_approximation"] != "swiglu":
-            part.note("ar_approximation", f"is {own['ar_approximation']!r}, expected 'swiglu'")
-        if part.get("ar_hidden_size") is not None:
-            own["ar_hidden_size"] = part.number("ar_hidden_size")
-        return own
 
     def condition(
         self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None

@@ -6,9 +6,22 @@ conf/head.
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 NONE = "none"
 RECURRENT_KINDS = ("vanilla", "gated", "rnn")  # of the Markov head
+
+
+class Key(NamedTuple):
+    """A key that a head has in the family's part of config.json: a whole number, or one of `choices`."""
+
+    name: str
+    option: str | None = None  # the field of `infer.config.HeadConfig` that it holds
+    default: object = None  # where a config.json says nothing; None: it must, unless the key is optional
+    new: object = None  # of a new drafter whose options say nothing
+    least: int = 1
+    choices: tuple = ()
+    optional: bool = False  # left out where nothing says it
 
 
 @dataclass(frozen=True)
@@ -20,9 +33,14 @@ class HeadRow:
     head: str  # "module:class"; imported when a drafter has one
     attribute: str  # the drafter's submodule; the head's tensors begin with it
     key: str  # of the family's part of config.json: a drafter where it is set has this head
-    options: tuple[str, ...]  # fields of `infer.config.HeadConfig` that it reads, beside its name
+    keys: tuple[Key, ...]  # all that it has there
     corrects: bool = True  # it adds to logits that there are without it
     tables: tuple[str, ...] = ()  # its tensors that are a vector for each token: AdamW's, where matrices are Muon's
+
+    @property
+    def options(self) -> set[str]:
+        """The fields of `infer.config.HeadConfig` that it reads, beside its name."""
+        return {key.option for key in self.keys if key.option}
 
     def load(self) -> type:
         """Return its class, a subclass of `infer.drafters.heads.base.Head`."""
@@ -37,7 +55,12 @@ _ROWS = (
         "infer.drafters.heads.markov:Markov",
         attribute="markov_head",
         key="markov_rank",
-        options=("kind", "rank", "confidence"),
+        keys=(
+            Key("markov_rank", "rank"),
+            Key("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
+            Key("enable_confidence_head", "confidence", False, choices=(True, False), optional=True),
+            Key("confidence_head_with_markov", "confidence", False, choices=(True, False), optional=True),
+        ),
         tables=("markov_w1.weight", "markov_w2.weight"),
     ),
     HeadRow(
@@ -46,7 +69,7 @@ _ROWS = (
         "infer.drafters.heads.selector:Selector",
         attribute="candidate_selector",
         key="selector_rank",
-        options=("rank", "top_k"),
+        keys=(Key("selector_rank", "rank"), Key("selector_top_k", "top_k", 16, least=0)),
         tables=("predecessor_codebook", "successor_codebook"),
     ),
     HeadRow(
@@ -55,7 +78,10 @@ _ROWS = (
         "infer.drafters.heads.swiglu:SwiGLU",
         attribute="ar_approximation",
         key="ar_approximation",
-        options=("hidden",),
+        keys=(
+            Key("ar_approximation", new="swiglu", choices=("swiglu",)),
+            Key("ar_hidden_size", "hidden", optional=True),
+        ),
         corrects=False,
     ),
     HeadRow(
@@ -64,7 +90,11 @@ _ROWS = (
         "infer.drafters.heads.gru:GRU",
         attribute="domino_head",
         key="gru_hidden_dim",
-        options=("rank", "hidden"),
+        keys=(
+            Key("emb_dim", "rank", 256),
+            Key("gru_hidden_dim", "hidden", 1024, new=1024),
+            Key("pure_draft_prefix_len", default=0, new=1, least=0),
+        ),
         tables=("embed_proj.2.weight",),
     ),
 )
@@ -75,6 +105,42 @@ TABLES = tuple(name for row in _ROWS for name in row.tables)
 def head_of(own: dict) -> HeadRow | None:
     """Return the row of the head that a drafter has, from the family's part of its config.json."""
     return next((row for row in _ROWS if own.get(row.key)), None)
+
+
+def new_head(options) -> dict:
+    """Return the keys of a new drafter's conditional head, from its options (`infer.config.HeadConfig`); none for a
+    drafter without one."""
+    own = {}
+    for key in HEADS[options.name].keys if options.name in HEADS else ():
+        value = getattr(options, key.option) if key.option else None
+        value = key.new if value is None else value
+        if value is not None and value is not False:
+            own[key.name] = value
+    return own
+
+
+def head_options(own: dict) -> dict:
+    """Return the options that lead to the conditional head of a drafter, from the family's part of its config.json."""
+    row = head_of(own)
+    if row is None:
+        return {}
+    return {"name": row.name} | {key.option: own.get(key.name, key.default) for key in row.keys[::-1] if key.option}
+
+
+def read_head(part) -> dict:
+    """Return the keys of the conditional head that a level of a config.json describes, checked
+    (`infer.drafters.config_keys.Keys`); none where it has none."""
+    row, own = head_of(part.raw), {}
+    for key in row.keys if row else ():
+        value = part.get(key.name)
+        if value is None and key.optional:
+            continue
+        if not key.choices:
+            value = part.number(key.name, key.default, key.least)
+        elif (value := value or key.default) not in key.choices:
+            part.note(key.name, f"is {value!r}, expected {' or '.join(map(str, key.choices)).lower()}")
+        own[key.name] = value
+    return own
 
 
 def check_head(head) -> None:

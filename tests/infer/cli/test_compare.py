@@ -16,7 +16,7 @@ from infer.cli.ngram import NgramCommand
 from infer.cli.ngram import run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
 from infer.drafters.base import new_drafter
-from infer.drafters.bigram import Bigram
+from infer.drafters.baselines import Bigram
 from infer.engine.sequence import Sequence
 from infer.evaluation.evaluate import count_right_guesses
 from infer.ngrams.model import NGram

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from infer import load_drafter
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.drafters.base import Block
+from infer.drafters.base import Block, drop_copies
 from infer.drafters.heads import draft
-from infer.drafters.heads.table import HEADS
+from infer.drafters.heads.draft import ConditionalDraft, behind, teach
+from infer.drafters.heads.table import HEADS, head_options
 from infer.engine.sampling import judge_on_noise
 from infer.formats.checkpoint import save_drafter
 from infer.formats.compatibility import check_folder
@@ -101,7 +102,7 @@ def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_own_formula(with_h
     """All tokens are candidates: every prefix of two tokens is scored by the formula, one at a time."""
     target, drafter = with_head(kind, 3)
     bonus, block = drafted(target, drafter)
-    steps = drafter.conditional_draft(target, bonus, block, candidates=97)
+    steps = ConditionalDraft(drafter, target, bonus, block, candidates=97)
     tree = ddtree(Proposal(bonus, block.marginals, 40, steps=steps))
     greedy, _ = steps.chain(2)
     for row, first in enumerate(bonus.tolist()):
@@ -127,7 +128,7 @@ def test_a_float32_head_is_taught_by_a_bfloat16_target(with_head, kind):
     target, drafter = with_head(kind)
     states = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     before = torch.arange(12).view(3, 4)
-    whole, half = (drafter.teach(target, given, before) for given in (states.float(), states))
+    whole, half = (teach(drafter, target, given, before) for given in (states.float(), states))
     for ours, theirs in ((half.read, whole.read), (half.correction, whole.correction)):
         assert theirs is None or torch.allclose(ours.float(), theirs, rtol=0.05, atol=0.1)
 
@@ -140,8 +141,8 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
     noise = torch.randn(1, 5, 97, generator=torch.Generator().manual_seed(2))
     options = [DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()]
     for judge in (None, judge_on_noise(options, noise, None)):
-        few = drafter.conditional_draft(target, bonus, block, judge, 5)
-        many = drafter.conditional_draft(target, bonus, block, judge, 97)
+        few = ConditionalDraft(drafter, target, bonus, block, judge, 5)
+        many = ConditionalDraft(drafter, target, bonus, block, judge, 97)
         assert torch.equal(few.tokens, many.tokens[..., : few.tokens.shape[-1]])
         which, memories = torch.tensor([[0, 2], [1, 3]]), [steps.begin()[1] for steps in (few, many)]
         for slot in range(1, 4):
@@ -153,7 +154,7 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
                 parts.append(found)
             assert torch.allclose(parts[0], parts[1][..., : parts[0].shape[-1]], atol=1e-5)
             assert torch.allclose(parts[1].exp().sum(-1), torch.ones(2, 2), atol=1e-5)
-    plain, normalised = drafter.conditional_draft(target, bonus, block, None, 97), []
+    plain, normalised = ConditionalDraft(drafter, target, bonus, block, None, 97), []
 
     def counted(scores: torch.Tensor, *at, **kept) -> torch.Tensor:
         normalised.append(scores)
@@ -163,7 +164,7 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
         patched.setattr(torch.Tensor, "logsumexp", counted)
         tokens, log_probs = plain.chain(4)
     assert len(normalised) <= 1  # those of all slots at once: on a GPU each is half a dozen launches
-    taught = drafter.behind(target, block, torch.cat([bonus[:, None], tokens[:, :-1]], 1))
+    taught = behind(drafter, target, block, torch.cat([bonus[:, None], tokens[:, :-1]], 1))
     assert torch.allclose(taught.gather(2, tokens[..., None])[..., 0], log_probs, atol=1e-5)
     assert torch.equal(taught.argmax(-1), tokens)
 
@@ -180,12 +181,12 @@ def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kin
         judged.append(scores.numel())
         return judge(scores, slots)
 
-    at_once = drafter.conditional_draft(target, bonus, block, noted, 5)
+    at_once = ConditionalDraft(drafter, target, bonus, block, noted, 5)
     expected = at_once.table
     assert max(judged) > (room := 2 * 3 * 97)
     judged.clear()
     monkeypatch.setattr(draft, "CHUNK", 2 * room)
-    in_pieces = drafter.conditional_draft(target, bonus, block, noted, 5)
+    in_pieces = ConditionalDraft(drafter, target, bonus, block, noted, 5)
     assert torch.equal(in_pieces.tokens, at_once.tokens)
     for found, right in zip(in_pieces.table, expected, strict=True):
         assert torch.allclose(found, right, atol=1e-6)
@@ -219,13 +220,16 @@ def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(with_head, ma
     if KINDS[kind].top_k:
         known = block.marginals >= block.marginals.topk(KINDS[kind].top_k).values[..., -1:]
     expected = block.marginals.masked_fill(~known, -torch.inf).log_softmax(-1)
-    assert torch.allclose(drafter.behind(target, block, before)[known], expected[known], atol=1e-5)
+    assert torch.allclose(behind(drafter, target, block, before)[known], expected[known], atol=1e-5)
 
     target, drafter = with_head(kind)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
     again = load_drafter(tmp_path / "saved")
-    assert again.head_options() == KINDS[kind] and again.state_dict().keys() == drafter.state_dict().keys()
-    assert torch.equal(again.behind(target, block, before), drafter.behind(target, block, before))
+    assert (
+        HeadConfig(**head_options(again.own)) == KINDS[kind]
+        and again.state_dict().keys() == drafter.state_dict().keys()
+    )
+    assert torch.equal(behind(again, target, block, before), behind(drafter, target, block, before))
 
 
 def test_a_drafter_without_a_head_has_the_weights_it_had(make_tiny):
@@ -269,7 +273,7 @@ def test_heads_on_darts_layer(make_tiny, tmp_path, kind):
         parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
     again = load_drafter(tmp_path / "saved")
-    assert again.head_options() == KINDS[kind]
+    assert HeadConfig(**head_options(again.own)) == KINDS[kind]
     for method, budget in (("chain", 4), ("ddtree", 30)):
         options = DecodeOptions(12, method=method, budget=budget)
         assert [text.ids for text in decode(target, again, prompts, options)] == wanted
@@ -313,18 +317,18 @@ def test_heads_are_exported_for_their_engines_and_read_back_bit_for_bit(
     target, drafter = with_head(kind, **options)
     bonus, block = drafted(target, drafter)
     before = torch.randint(97, block.states.shape[:2], generator=torch.Generator().manual_seed(8))
-    expected = drafter.behind(target, block, before)
+    expected = behind(drafter, target, block, before)
     export_drafter(drafter, format, target, tmp_path / "out")
     verdicts = check_folder(tmp_path / "out")
     assert {i for i, verdict in enumerate(verdicts[:-1]) if not verdict.problems} == takers, list(map(str, verdicts))
     again = load_drafter(tmp_path / "out")
     _, theirs = drafted(target, again)
-    found = again.behind(target, theirs, before)
+    found = behind(again, target, theirs, before)
     if again.own.get("conv_kernel_size") and not drafter.own.get("conv_kernel_size"):  # others that change nothing
         assert torch.allclose(found, expected, atol=1e-4)
     else:
         assert torch.equal(found, expected)
-    again.drop_copies(target)  # and is trained on without them
+    drop_copies(again, target)  # and is trained on without them
     weights = again.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in drafter.state_dict().items())
 

@@ -9,7 +9,7 @@ import torch
 from infer import generate
 from infer.api import decode
 from infer.config import DecodeOptions, HeadConfig
-from infer.drafters.bigram import Bigram
+from infer.drafters.baselines import Bigram
 from infer.engine.sampling import derived_seed
 from infer.ngrams.model import NGram
 from infer.targets.target import Target

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from infer.drafters.bigram import Bigram
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -17,8 +18,7 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, HeadConfig, TextOptions
-from infer.drafters.bigram import Bigram
-from infer.drafters.lookup import Lookup
+from infer.drafters.baselines import Lookup
 from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
 from infer.engine.sequence import Sequence
@@ -436,9 +436,9 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
     from unittest.mock import patch
 
     from infer.config import DrafterConfig
-    from infer.drafters.dflash.model import DFlash
+    from infer.drafters.base import new_drafter
 
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=2, block_size=6), embedded))
+    drafter = new_drafter(DrafterConfig(layers=2, block_size=6), embedded)
     drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(embedded)
     settings = {"temperature": 1.0, "max_new_tokens": 60, "budget": 12, "seed": 1}

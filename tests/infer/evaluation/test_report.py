@@ -201,9 +201,9 @@ def test_evaluation_adds_up(shallow_target, temperature):
     import torch
 
     from infer.config import DrafterConfig
-    from infer.drafters.dflash.model import DFlash
+    from infer.drafters.base import new_drafter
 
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), shallow_target))
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), shallow_target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     ids = [shallow_target.tokenizer(text)["input_ids"] for text in ("The path of ", "class Reader:\n    ")]
     prompts = [Prompt(ids[0], "heads"), Prompt(ids[1], "bodies"), Prompt(ids[1], "prose", "outside")]

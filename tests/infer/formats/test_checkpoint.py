@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infer import load_drafter, load_target, save_drafter
 from infer.config import DrafterConfig
-from infer.drafters.base import default_mask_token
+from infer.drafters.base import config_for, default_mask_token
 from infer.drafters.dflash.model import DFlash
 
 
@@ -58,7 +58,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
         )
         tokenizer, end_ids = range(151669), frozenset()
 
-    config = DFlash.config_for(DrafterConfig(layers=5, block_size=16), Stub())
+    config = config_for(DrafterConfig(layers=5, block_size=16), Stub())
     assert config.dflash_config == {
         "block_size": 16,
         "mask_token_id": 151669,
@@ -72,7 +72,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
         ({"block_size": 1}, "block_size=1"),
     ):
         with pytest.raises(ValueError, match=word):
-            DFlash.config_for(DrafterConfig(**options), Stub())
+            config_for(DrafterConfig(**options), Stub())
 
 
 SPECIAL = ["<repo_name>", "<file_sep>", "<empty_output>"]
@@ -135,7 +135,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     then is the target's last layer: its logits are the target's."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from infer.drafters.dflash.model import DFlash
+    from infer.drafters.base import new_drafter
     from infer.targets.target import Target
     from train.blocks import block_mask
 
@@ -144,7 +144,7 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=97, initializer_range=0.2, **sizes, **heads)))
     options = DrafterConfig(layers=1, target_layer_ids=[2], mask_token_id=96)
-    drafter = DFlash(DFlash.config_for(options, target))
+    drafter = new_drafter(options, target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     assert drafter.warm_start(target)
     ids = torch.randint(97, (1, 20))
@@ -180,12 +180,12 @@ def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(random_qwen
 def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from infer.drafters.dflash.model import DFlash
+    from infer.drafters.base import new_drafter
     from infer.targets.target import Target
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
     target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)))
-    drafter = DFlash(DFlash.config_for(DrafterConfig(mask_token_id=96), target))
+    drafter = new_drafter(DrafterConfig(mask_token_id=96), target)
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     assert not drafter.warm_start(target)  # Llama has no q_norm and k_norm
     assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())

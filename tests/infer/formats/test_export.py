@@ -15,6 +15,7 @@ from infer.cli.check import run as run_check
 from infer.cli.export import ExportCommand
 from infer.cli.export import run as run_export
 from infer.config import DrafterConfig, TargetConfig
+from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter, push
@@ -52,7 +53,6 @@ def engines(path, **options) -> list[bool]:
 
 def slide(drafter):
     """The same weights, with a first layer that slides over 6 positions."""
-    from infer.drafters.dflash.model import DFlash
 
     config = drafter.config
     config.layer_types, config.use_sliding_window = ["sliding_attention", "full_attention"], True
@@ -122,7 +122,6 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
 
     from infer import load_target
     from infer.config import DrafterConfig
-    from infer.drafters.base import new_drafter
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 512}
     torch.manual_seed(0)
@@ -314,7 +313,6 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exp
 def checkpoint(embedded, tmp_path):
     """A drafter for the embedded target."""
     from infer.config import DrafterConfig
-    from infer.drafters.base import new_drafter
     from infer.formats.checkpoint import save_drafter
 
     drafter = new_drafter(DrafterConfig(layers=1), embedded).bfloat16()
@@ -451,7 +449,7 @@ open(out, "w").write(" ".join(sys.argv[1:]))
 
 
 def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=1, block_size=4), embedded))
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     converter, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
     options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf", "converter": str(converter)}

@@ -16,6 +16,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer import generate, load_drafter, save_drafter
+from infer.drafters.base import head_weight
+from infer.drafters.heads.draft import behind
 from infer.formats.folders import Folder
 from infer.formats.layouts import read
 from infer.targets.loading import load_config
@@ -456,7 +458,7 @@ def test_heads_of_others_have_the_log_probabilities_of_a_plain_forward_and_decod
     with state.add(1) as row:
         drafter.update_context(target, features, IDS[None, :-1], [len(IDS) - 1], row)
     block = drafter.draft_block(target, IDS[-1:], state)
-    found = drafter.behind(target, block, torch.cat([IDS[-1:], BEFORE])[None, : drafter.block_size - 1])[0].double()
+    found = behind(drafter, target, block, torch.cat([IDS[-1:], BEFORE])[None, : drafter.block_size - 1])[0].double()
     assert found.shape == expected.shape == (drafter.block_size - 1, V)
     assert torch.equal(found.isinf(), expected.isinf())
     assert torch.allclose(found, expected, atol=1e-5)
@@ -515,7 +517,7 @@ def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
     with torch.no_grad():
         states = drafter(features, positions, *drafter.inputs(target, ids, positions, anchors), *masks)
     last = states.unflatten(1, (3, drafter.num_queries))[0, 2, drafter.first_draft_slot :]
-    trained = (last @ drafter.head_weight(target).T).log_softmax(-1)
+    trained = (last @ head_weight(drafter, target).T).log_softmax(-1)
     assert torch.allclose(trained, drafted(target, drafter), atol=1e-5)
 
 

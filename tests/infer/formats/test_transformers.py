@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from infer import load_drafter
 from infer.config import DrafterConfig
-from infer.drafters.base import new_drafter
+from infer.drafters.base import fixed_options, new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter
@@ -163,7 +163,7 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
         drafter.init_weights(torch.Generator().manual_seed(0))
         export_drafter(drafter, "dflash", None, tmp_path / kind)
         again = load_drafter(tmp_path / kind)
-        assert again.layer_ids == drafter.layer_ids and again.fixed_options()["last_tap"] == kind
+        assert again.layer_ids == drafter.layer_ids and fixed_options(again)["last_tap"] == kind
         cache = target.cache(1, 40)
         with cache.add(1) as row:
             prefilled = target.extend(IDS.tolist(), row, again.layer_ids).context

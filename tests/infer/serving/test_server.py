@@ -15,7 +15,7 @@ from infer import Engine, generate
 from infer.cli.chat import ChatCommand, answer
 from infer.cli.chat import run as chat
 from infer.config import DrafterConfig, EngineConfig
-from infer.drafters.dflash.model import DFlash
+from infer.drafters.base import new_drafter
 from infer.engine.sampling import derived_seed
 
 CAPACITY = 256
@@ -24,7 +24,7 @@ CAPACITY = 256
 @pytest.fixture(scope="module")
 def drafter(shallow_target):
     """Untrained, but begun with the target's own layers: some drafts are accepted."""
-    drafter = DFlash(DFlash.config_for(DrafterConfig(layers=2, block_size=6), shallow_target))
+    drafter = new_drafter(DrafterConfig(layers=2, block_size=6), shallow_target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     drafter.warm_start(shallow_target)
     return drafter

@@ -6,6 +6,7 @@ import torch
 from infer import load_drafter, load_target
 from infer.config import DrafterConfig, HeadConfig
 from infer.drafters.base import new_drafter
+from infer.drafters.heads.table import head_options
 from infer.formats.checkpoint import save_drafter
 from infer.formats.export import export_drafter
 from train.config import check_head_training
@@ -19,7 +20,7 @@ def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here, shal
     begins from an export in another project's layout."""
     both = run_here(small(*GATED, "objective=dspark", "drafter.sample_from_anchor=true", "optim.steps=2"))
     first = load_drafter(both / "checkpoints" / "best")
-    assert first.head_options() == HeadConfig("markov", "gated", 8, confidence=True)
+    assert HeadConfig(**head_options(first.own)) == HeadConfig("markov", "gated", 8, confidence=True)
     changed = {name for name, weight in first.named_parameters() if weight.abs().sum() > 0}
     assert {"markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias"} <= changed
     export_drafter(first, "dspark", load_target(str(shallow)), tmp_path / "dspark")
@@ -35,7 +36,7 @@ def test_darts_layer_takes_a_head(small, run_here):
     """Its own head is trained beside the conditional one."""
     options = ["drafter=dart", "head=markov", "drafter.head.rank=8", "drafter.block_size=5", "optim.steps=2"]
     drafter = load_drafter(run_here(small(*options)) / "checkpoints" / "best")
-    assert drafter.head_options() == HeadConfig("markov", rank=8) and drafter.family.name == "dart"
+    assert HeadConfig(**head_options(drafter.own)) == HeadConfig("markov", rank=8) and drafter.family.name == "dart"
     assert drafter.markov_head.markov_w2.weight.abs().sum() > 0
 
 
@@ -46,7 +47,7 @@ def test_a_drafter_without_a_head_is_given_one(small, run_here, shallow, tmp_pat
     options = [f"drafter.init={tmp_path}/plain", "train=head", "head=selector", "drafter.head.rank=8"]
     options += ["drafter.head.top_k=16", "objective=dflash2", "optim.steps=1"]
     after = load_drafter(run_here(small(*options)) / "checkpoints" / "best")
-    assert after.head_options() == HeadConfig("selector", rank=8, top_k=16)
+    assert HeadConfig(**head_options(after.own)) == HeadConfig("selector", rank=8, top_k=16)
     assert all(torch.equal(weight, after.state_dict()[name]) for name, weight in drafter.state_dict().items())
 
 

@@ -12,7 +12,7 @@ from data.packing import batch, packed_rows
 from data.rows import DataConfig
 from infer import load_drafter
 from infer.config import DrafterConfig, TargetConfig
-from infer.drafters.base import new_drafter
+from infer.drafters.base import config_for, new_drafter
 from infer.drafters.dart.model import DART
 from infer.drafters.dflash.model import DFlash
 from infer.formats.checkpoint import save_drafter, write_folder
@@ -29,7 +29,7 @@ EMBEDDED = TargetConfig()
 
 def drafter_of(embedded) -> DFlash:
     """Random weights, one sliding layer, in the embedded target's sizes."""
-    config = DFlash.config_for(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
+    config = config_for(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
     config.layer_types, config.use_sliding_window, config.sliding_window = ["sliding_attention"], True, 20
     drafter = DFlash(config)
     drafter.init_weights(torch.Generator().manual_seed(11))

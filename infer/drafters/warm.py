@@ -1,15 +1,75 @@
-"""What a drafter's plain layer takes over of a target's gated attention (Qwen3.5, Qwen3-Next): a warm start that is
-near, not equal.
+"""What a drafter's layers take over of the target's (a warm start): its layers' weights, where they compute the same.
+Of gated attention (Qwen3.5, Qwen3-Next) a plain layer takes over what it can: near, not equal.
 
 D hidden size, H heads, E head size, R of its entries rotate in the target; all E do in a drafter.
 """
 
+import math
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from infer.attention.masks import additive
 from infer.targets.layers import UnknownLayer, read_norm
 from infer.targets.support import rope
 from infer.targets.target import Target
+
+if TYPE_CHECKING:
+    from infer.drafters.base import Drafter
+
+
+def can_start_as(
+    layer: nn.Module, weights: dict[str, torch.Tensor], source: nn.Module, drafter: "Drafter", target: Target
+) -> bool:
+    """Return whether a drafter's layer with these weights computes what the target's layer `source` does. `weights`
+    must be those of the layer in name and shape, but for those that only drafters have (its `own_weights`)."""
+    shapes = {
+        name: tensor.shape for name, tensor in layer.state_dict().items() if not name.startswith(layer.own_weights)
+    }
+    if shapes != {name: tensor.shape for name, tensor in weights.items()}:
+        return False
+    trial = deepcopy(layer)
+    trial.load_state_dict(weights, strict=False)
+    return computes_alike(source, trial, target, drafter)
+
+
+def weights_of(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
+    """Return the weights of a target's layer as a plain layer takes them; none where it cannot."""
+    return (plain_weights(layer, target) or {}) if is_gated(layer) else layer.state_dict()
+
+
+@torch.no_grad()
+def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: "Drafter") -> bool:
+    """Return whether a layer of the target's and `ours(states, rotary, attend)`, which has its weights, compute the
+    same. Shapes do not tell: norms that multiply by one more than their weight, other activations, residuals that are
+    scaled, and rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's
+    angles."""
+    gated = is_gated(theirs)
+    if (rope(target.config).get("partial_rotary_factor") or 1) != 1 and not gated:
+        return False
+    count = drafter.num_queries * math.ceil(4 / drafter.num_queries)  # whole blocks: convolutions end with each
+    weight, positions = next(theirs.parameters()), torch.arange(count)[None]
+    states = 0.01 * torch.randn(1, count, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = additive(torch.ones(count, count, dtype=torch.bool).tril()[None, None], weight.dtype).to(weight.device)
+    if gated:  # compared where nothing turns, with the gates as they are: near is all that can be asked
+        positions = torch.zeros_like(positions)
+        angles = target.body.rotary_emb(states.to(weight), positions.to(weight.device))
+    else:
+        angles = drafter.rotary[0].cpu()(states, positions)
+    angles = tuple(table.to(weight) for table in angles)
+    try:
+        found = theirs(states.to(weight), attention_mask=mask, position_embeddings=angles, past_key_values=None)
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # the layer takes other arguments
+        return False
+    found = (found if isinstance(found, torch.Tensor) else found[0]).cpu().float()
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    expected = ours(states, drafter.angles(positions), attend)
+    within = 1.0 if gated else 0.05  # of what the layer adds; the latter is more than bfloat16's rounding
+    return bool((found - expected).norm() < within * (expected - states).norm())
 
 
 def is_gated(layer: nn.Module) -> bool:
