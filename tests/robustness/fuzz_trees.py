@@ -18,13 +18,12 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-from infer.drafters.bigram import Bigram
 
 from infer import load_target
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import new_drafter
-from infer.drafters.baselines import Lookup
+from infer.drafters.baselines import Bigram, Lookup
 from infer.engine import budget
 from infer.engine.sampling import derived_seed
 from infer.evaluation.lossless import find_difference

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from infer.drafters.bigram import Bigram
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -18,7 +17,7 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, HeadConfig, TextOptions
-from infer.drafters.baselines import Lookup
+from infer.drafters.baselines import Bigram, Lookup
 from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
 from infer.engine.sampling import adjust
 from infer.engine.sequence import Sequence
