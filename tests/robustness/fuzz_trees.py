@@ -60,7 +60,7 @@ def drafter_of(target: Target, kind: int | str, block_size: int):
     drafter = new_drafter(DrafterConfig(**{"layers": 2} | places, block_size=block_size, head=head), target)
     generator = torch.Generator().manual_seed(block_size)
     drafter.initialize(target, generator, warm=True)
-    for parameter in drafter.conditional_head.parameters() if drafter.conditioned else ():
+    for parameter in drafter.conditional_head.parameters() if drafter.head_row else ():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     return drafter.eval().requires_grad_(False)
 
