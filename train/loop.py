@@ -25,7 +25,7 @@ from infer.drafters.families import FAMILIES
 from infer.drafters.heads.draft import teach
 from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype
 from infer.targets.target import Features, Target
-from infer.utils.entry import INTERRUPTED
+from infer.utils.interrupts import INTERRUPTED
 from infer.utils.progress import HEARTBEAT
 from train.batches import Prefetch, StepRows, prepared_rows
 from train.blocks import Blocks, block_mask

@@ -13,13 +13,17 @@ from dataclasses import fields, is_dataclass
 from functools import cache, reduce
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
 
 from infer.utils import overrides as typed
 from infer.utils.help import help_text
 from infer.utils.hub import refrain_from_silent_hub
+from infer.utils.interrupts import INTERRUPTS, interrupted
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
+
+# Before torch is imported: its threads (GNU OpenMP's) spin while they wait, and two commands side by side take three
+# times as much processor time for it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 # By group the option that has the dataclass's own defaults, and so no file.
@@ -46,7 +50,6 @@ _HYDRA_FLAGS = (
 LONGEST_SENTENCE = 500  # characters
 LARGEST = 2**62  # of a whole number: seeds and counts are 64 bits
 STOPPED = 3  # exit code of what was begun and could not go on
-INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 class Stopped(Exception):
@@ -79,6 +82,7 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
             return ask_hydra(name, schema, arguments)
         config = composed(name, schema, arguments)
         HEARTBEAT.begin()
+        INTERRUPTS.begin()
         refrain_from_silent_hub(values(config))
         run(config)
     except (ValueError, FileNotFoundError) as error:
@@ -122,14 +126,6 @@ def ask_hydra(name: str, schema: type, arguments: list[str]) -> None:
 def groups_of_conf() -> set[str]:
     """Return the groups that an option may be chosen from."""
     return {"model", *OWN_DEFAULTS, *(folder.name for folder in CONF.iterdir() if folder.is_dir())}
-
-
-def interrupted(error: KeyboardInterrupt) -> NoReturn:
-    """End the process after Ctrl-C, with a sentence, and without waiting for threads: a request may take minutes."""
-    print(f"\nstopped by Ctrl-C: {str(error) or 'files written before are whole'}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(INTERRUPTED)
 
 
 @contextmanager

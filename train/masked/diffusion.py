@@ -32,8 +32,9 @@ from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.entry import INTERRUPTED, disk
+from infer.utils.entry import disk
 from infer.utils.files import READABLE, refuse_other_settings, replacing, write_json
+from infer.utils.interrupts import INTERRUPTED
 from infer.utils.progress import Progress
 from train.batches import seeded
 from train.config import OptimConfig

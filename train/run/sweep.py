@@ -13,8 +13,9 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from infer.utils.entry import composed, fail, interrupted
+from infer.utils.entry import composed, fail
 from infer.utils.files import atomic_write
+from infer.utils.interrupts import interrupted
 from infer.utils.overrides import hydra_overrides, quote
 from train.config import TrainConfig
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import main
 
-from infer.utils.entry import INTERRUPTED
+from infer.utils.interrupts import INTERRUPTED
 
 
 def run() -> int:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from infer.utils.entry import STOPPED, Stopped, going_on
+from infer.utils.interrupts import INTERRUPTS
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
@@ -89,6 +90,7 @@ def catch_signals() -> StopFlag:
     """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved, and the run stops
     with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once, without saving."""
     flag = StopFlag()
+    INTERRUPTS.graceful = 1
 
     def handler(number: int, frame: object) -> None:
         flag.number = number
@@ -105,12 +107,14 @@ def catch_signals() -> StopFlag:
 @contextmanager
 def stopped_at_once(how: str) -> Iterator[None]:
     """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how` says how to go on."""
-    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    ours, graceful = signal.signal(signal.SIGINT, signal.default_int_handler), INTERRUPTS.graceful
+    INTERRUPTS.graceful = 0
     try:
         with going_on(how):
             yield
     finally:
         signal.signal(signal.SIGINT, ours)
+        INTERRUPTS.graceful = graceful
 
 
 class StallWatch(threading.Thread):
