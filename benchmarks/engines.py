@@ -27,11 +27,11 @@ from data.prompts import evaluation_prompts
 from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode
+from infer.doctor.causes import one_key_norm, taps_of
+from infer.doctor.replay import compute, replay
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.causes import one_key_norm, taps_of
 from infer.evaluation.others import OTHERS
-from infer.evaluation.replay import compute, replay
 from infer.evaluation.results import Acceptance
 from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED

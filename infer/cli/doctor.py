@@ -14,8 +14,8 @@ class DoctorCommand:
     """Find out why drafts are accepted less often than a drafter's card says.
 
     checkpoint: a drafter's folder, a training checkpoint, a hub id, or "embedded"
-    url: a running engine that serves target and drafter, vLLM, SGLang, llama.cpp's server or ours; None: look at the
-        folder alone
+    url: a running engine that serves target and drafter, vLLM, llama.cpp's server or ours; None: look at the folder
+        alone
     record: measure the drafter here and write the card's acceptance.json into its folder
     target: see TargetConfig in infer/config.py
     """
@@ -39,17 +39,18 @@ def run(config: DoctorCommand) -> None:
     import os
 
     from data.prompts import outside_prompts
+    from infer.doctor.engines import examine_engine, open_client
+    from infer.doctor.examine import examine, report
     from infer.evaluation.acceptance import FILE, find_reference, measure_reference
-    from infer.evaluation.doctor import examine, report
     from infer.evaluation.results import write_result
     from infer.formats.folders import find_folder
 
-    carded = None if config.record else find_reference(config.checkpoint)
+    reference = None if config.record else find_reference(config.checkpoint)
+    carded = reference is not None
     target, drafter = load(config.target, config.checkpoint, "chain")
-    reference = carded
+    if target.tokenizer is None:
+        raise ValueError(f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts")
     if reference is None:
-        if target.tokenizer is None:
-            raise ValueError(f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts")
         plain = outside_prompts(target.tokenizer, 64, False)
         chats = plain if target.tokenizer.chat_template is None else outside_prompts(target.tokenizer, 64, True)
         prompts = [(chats if i % 2 else plain)[i] for i in range(len(plain))]
@@ -61,14 +62,11 @@ def run(config: DoctorCommand) -> None:
         print(f"measured    {file}")
     served = None
     if config.url is not None:
-        from infer.evaluation.engines import examine_engine, open_client
-
-        with open_client(
-            config.url, os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
-        ) as client:
+        key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
+        with open_client(config.url, key) as client:
             served = examine_engine(client, reference)
     HEARTBEAT.at("trying what could explain the acceptance")
-    found = examine(target, drafter, reference, served, carded is not None, config.checkpoint)
+    found = examine(target, drafter, reference, served, carded, config.checkpoint)
     print(report(found))
     if not found.healthy:
         raise SystemExit(1)

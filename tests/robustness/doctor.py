@@ -19,12 +19,12 @@ import torch
 from data.prompts import Prompt, outside_prompts
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import answer_text, decode, encode
+from infer.doctor.causes import Served, altered, four_bits, linears
+from infer.doctor.engines import tokens_of
+from infer.doctor.examine import Diagnosis, examine
+from infer.doctor.replay import next_norm
 from infer.drafters.base import Drafter
 from infer.evaluation.acceptance import measure_reference
-from infer.evaluation.causes import Served, altered, four_bits, linears
-from infer.evaluation.doctor import Diagnosis, examine
-from infer.evaluation.engines import tokens_of
-from infer.evaluation.replay import next_norm
 from infer.evaluation.results import Acceptance, Reference
 from infer.targets.loading import EMBEDDED
 from infer.targets.target import Target

@@ -33,23 +33,17 @@ class Material:
     prompts: list[list[int]]
     answers: list[list[int]]
     states: dict[Tap, torch.Tensor]  # (B, T, D) each, right of a text's end: padding
-    regrets: list[list[float]]  # token by token of an answer: how much likelier, in nats, another token was
+    regrets: list[float]  # of every token of the answers: how much likelier, in nats, another token was
 
     @property
     def agreement(self) -> float:
         """The share of the answers' tokens that the target itself would choose."""
-        every = [regret for text in self.regrets for regret in text]
-        return sum(regret == 0 for regret in every) / max(1, len(every))
+        return self.regrets.count(0.0) / max(1, len(self.regrets))
 
     @property
     def regret(self) -> float:
         """The mean regret of a token."""
-        every = [regret for text in self.regrets for regret in text]
-        return sum(every) / max(1, len(every))
-
-    def features(self, taps: Sequence[Tap]) -> torch.Tensor:
-        """Return the features (B, T, F) of some taps."""
-        return torch.cat([self.states[tap] for tap in taps], dim=-1)
+        return sum(self.regrets) / max(1, len(self.regrets))
 
 
 def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
@@ -68,50 +62,42 @@ def compute(
     changed."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     layers = tuple(sorted({tap.layer for tap in taps}))
-    cache = target.cache(len(texts), max(map(len, texts)))
-    with cache.add(len(texts)) as rows:
+    with target.cache(len(texts), max(map(len, texts))).add(len(texts)) as rows:
         found = target.extend(texts, rows, layers, target.library_pass if library else None)
     by_layer = dict(zip(layers, found.context.chunk(len(layers), dim=-1), strict=True)) if layers else {}
-    states = {tap: by_layer[tap.layer] for tap in taps if not tap.normed}
+    states, regrets = {}, []
     for tap in taps:
-        if tap.normed:
-            states[tap] = next_norm(target, tap.layer)(by_layer[tap.layer])
-    regrets = []
+        state = by_layer[tap.layer]
+        states[tap] = next_norm(target, tap.layer)(state) if tap.normed else state
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         last = found.last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1]  # (A, D)
         scores = target.head(last).float().log_softmax(-1)
         own = scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0]
-        regrets.append((scores.amax(-1) - own).tolist())
+        regrets += (scores.amax(-1) - own).tolist()
     return Material(prompts, answers, states, regrets)
 
 
-def draft_chain(target: Target, drafter: Drafter, bonus: torch.Tensor, state: object) -> torch.Tensor:
-    """Return the chains (B, L) that the engine would draft for greedy texts behind bonus tokens (B,)."""
-    return chain(propose(drafter, target, bonus, state, drafter.block_size - 1)).tokens[:, 1:]
-
-
 @torch.inference_mode()
-def replay(
-    target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int, drafted: int | None = None
-) -> list[Acceptance]:
+def replay(target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int) -> list[Acceptance]:
     """Draft chains along the answers; return what was accepted, text by text. A round counts if it begins before a
-    text's last `margin` tokens; `drafted`: of a block's drafts, so many are checked."""
+    text's last `margin` tokens."""
     length, rows = drafter.block_size - 1, len(material.answers)
-    features, widths = material.features(taps), [len(prompt) for prompt in material.prompts]
+    features = torch.cat([material.states[tap] for tap in taps], dim=-1)  # (B, T, F)
+    widths = [len(prompt) for prompt in material.prompts]
     known = pad_ids([[*p, *a] for p, a in zip(material.prompts, material.answers, strict=True)], features.device)
     state = drafter.state(rows, known.shape[1] + length)
     with state.add(rows) as begun:
         width = max(widths)
         drafter.update_context(target, features[:, :width], known[:, :width], widths, begun)
-    start = torch.tensor(widths, device=known.device)
-    ends = start + torch.tensor([len(answer) for answer in material.answers], device=known.device)
-    at, ahead = start.clone(), torch.arange(1, length + 1, device=known.device)
+    at = torch.tensor(widths, device=known.device)
+    ends = at + torch.tensor([len(answer) for answer in material.answers], device=known.device)
+    ahead = torch.arange(1, length + 1, device=known.device)
     rounds, accepted = torch.zeros_like(at), torch.zeros_like(at)[:, None].repeat(1, length)  # (B,), (B, L)
     while (going := at + 1 < ends - margin).any():
-        tokens = draft_chain(target, drafter, known.gather(1, at[:, None])[:, 0], state)  # (B, L)
+        proposal = propose(drafter, target, known.gather(1, at[:, None])[:, 0], state, length)
+        tokens = chain(proposal).tokens[:, 1:]  # (B, L)
         places = at[:, None] + ahead
         right = (tokens == known.gather(1, places.clamp(max=known.shape[1] - 1))) & (places < ends[:, None])
-        right[:, length if drafted is None else drafted :] = False
         right = right.long().cumprod(1)  # (B, L)
         accepted += right * going[:, None]
         rounds += going

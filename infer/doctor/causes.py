@@ -1,7 +1,7 @@
 """The known causes of low acceptance, a row of one table each: how a cause shows directly, how it is tried, and what
 mends it.
 
-What is tried is one thing changed in how the drafter is read, and a replay (`infer.evaluation.replay`). A trial
+What is tried is one thing changed in how the drafter is read, and a replay (`infer.doctor.replay`). A trial
 explains a difference by as much as it brings our decoding from what we measured to what was measured elsewhere: that of
 a card, behind which a folder falls short, or that of an engine.
 """
@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 import torch
 
 from infer.api import encode
+from infer.doctor.replay import Material, Tap, compute, next_norm
 from infer.drafters.base import Drafter, DraftState, default_mask_token
-from infer.evaluation.replay import Material, Tap, compute, next_norm
 from infer.evaluation.results import Acceptance, KnownText, Reference
 from infer.targets.lean import Norm
 from infer.targets.support import rope
@@ -67,6 +68,21 @@ class Case:
         """How many of the rounds and accepted drafts differ, in shares of ours: 0 where the drafter is read alike."""
         return difference(self.ours, self.goal) / max(1, sum(a.rounds + sum(a.accepted) for a in self.ours))
 
+    @property
+    def drafted(self) -> float:
+        """Drafts a round."""
+        return self.drafter.block_size - 1 if self.served is None else self.served.drafted
+
+    @cached_property
+    def theirs(self) -> Material:
+        """The texts of the target that is compared with ours, seen by ours."""
+        if self.served is None:
+            return self.material
+        read = self.target.tokenizer
+        ids = self.served.ids or [read(text, add_special_tokens=False)["input_ids"] for text in self.served.texts]
+        pairs = [(text.prompt, own) for text, own in zip(self.reference.texts, ids, strict=True) if own]
+        return compute(self.target, *map(list, zip(*pairs, strict=True)))
+
 
 LOW = 0.95  # of the drafts accepted a round, where texts cannot be paired: what rounding does not explain
 FEWEST = 5  # texts whose pairs can tell
@@ -107,19 +123,6 @@ class Trial:
     taps: list[Tap]
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A row of the table. `shows`: a sentence where the cause is seen directly, None where it is not; a cause that
-    `counts_always` is named even where acceptance is not low. `trials`: what to replay, for causes that cannot be seen.
-    `mend`: what to do, for a folder and for an engine; {} stands for the trial's label."""
-
-    name: str
-    mend: tuple[str, str]
-    shows: Callable[[Case], str | None] = lambda case: None
-    trials: Callable[[Target, Drafter], Iterator[Trial]] = lambda target, drafter: iter(())
-    counts_always: bool = False
-
-
 def taps_of(drafter: Drafter) -> list[Tap]:
     """Return where a drafter's features are read."""
     return [Tap(layer) for layer in drafter.layer_ids]
@@ -134,6 +137,11 @@ def altered(drafter: Drafter, own: dict | None = None, **keys: object) -> Drafte
     other = type(drafter)(config)
     other.load_state_dict(drafter.state_dict())
     return other.to(drafter.norm.weight.device, drafter.norm.weight.dtype).eval().requires_grad_(False)
+
+
+def with_keys(drafter: Drafter, label: str, own: dict | None = None, **keys: object) -> Trial:
+    """Return a trial of the drafter with some keys of its config.json changed."""
+    return Trial(label, altered(drafter, own, **keys), taps_of(drafter))
 
 
 # What is tried
@@ -161,62 +169,55 @@ def other_norms(target: Target, drafter: Drafter) -> Iterator[Trial]:
 def other_causality(target: Target, drafter: Drafter) -> Iterator[Trial]:
     if "causal" in drafter.family.options:
         causal = not any(causal for causal, _ in drafter.attention_patterns)
-        yield Trial(f"causal {str(causal).lower()}", altered(drafter, {"causal": causal}), taps_of(drafter))
+        yield with_keys(drafter, f"causal {str(causal).lower()}", {"causal": causal})
 
 
 def other_anchor(target: Target, drafter: Drafter) -> Iterator[Trial]:
     if "sample_from_anchor" in drafter.family.options:
         there = not drafter.own.get("sample_from_anchor")
-        other = altered(drafter, {"sample_from_anchor": there})
-        yield Trial(f"sample_from_anchor {str(there).lower()}", other, taps_of(drafter))
+        yield with_keys(drafter, f"sample_from_anchor {str(there).lower()}", {"sample_from_anchor": there})
 
 
 def other_thetas(target: Target, drafter: Drafter) -> Iterator[Trial]:
-    own = dict(getattr(drafter.config, "rope_parameters", None) or {})
-    wanted = [float(rope(target.config).get("rope_theta", 1e4)), *THETAS]
-    for theta in dict.fromkeys(wanted):
-        if own and theta != own["rope_theta"]:
-            other = altered(drafter, rope_parameters=own | {"rope_theta": theta})
-            yield Trial(f"rope_theta {theta:g}", other, taps_of(drafter))
+    own = drafter.config.rope_parameters
+    for theta in dict.fromkeys([float(rope(target.config).get("rope_theta", 1e4)), *THETAS]):
+        if theta != own["rope_theta"]:
+            yield with_keys(drafter, f"rope_theta {theta:g}", rope_parameters=own | {"rope_theta": theta})
 
 
 def other_scaling(target: Target, drafter: Drafter) -> Iterator[Trial]:
-    own = dict(getattr(drafter.config, "rope_parameters", None) or {})
-    if not own:
-        return
+    own, theirs = drafter.config.rope_parameters, dict(rope(target.config))
     plain = {"rope_type": "default", "rope_theta": own["rope_theta"]}
-    ways = [("no rope_scaling", plain)]
-    ways += [(f"rope_scaling linear {n}", plain | {"rope_type": "linear", "factor": float(n)}) for n in (2, 4, 8)]
-    theirs = dict(rope(target.config))
+    ways = {"no rope_scaling": plain}
+    ways |= {f"rope_scaling linear {n}": plain | {"rope_type": "linear", "factor": float(n)} for n in (2, 4, 8)}
     if theirs.get("rope_type", "default") in ("yarn", "llama3", "linear"):
-        ways.insert(0, ("the target's rope_scaling", plain | theirs))
-    for label, parameters in ways:
+        ways["the target's rope_scaling"] = plain | theirs
+    for label, parameters in ways.items():
         if parameters != own:
             with suppress(KeyError, ValueError):  # the target's has keys that a drafter does not know
-                yield Trial(label, altered(drafter, rope_parameters=parameters), taps_of(drafter))
+                yield with_keys(drafter, label, rope_parameters=parameters)
 
 
 def other_masks(target: Target, drafter: Drafter) -> Iterator[Trial]:
-    own, tokenizer = drafter.mask_token_id, target.tokenizer
-    if own is None:
+    if drafter.mask_token_id is None:
         return
+    tokenizer, vocabulary = target.tokenizer, target.config.vocab_size
     names = ("mask_token_id", "pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id")
-    wanted = [getattr(tokenizer, name, None) for name in names] + [0, target.config.vocab_size - 1]
-    with suppress(ValueError, AttributeError):
-        wanted.insert(0, default_mask_token(tokenizer, target.config.vocab_size, target.end_ids))
+    wanted = [getattr(tokenizer, name) for name in names] + [0, vocabulary - 1]
+    with suppress(ValueError):  # no token is left for it
+        wanted.append(default_mask_token(tokenizer, vocabulary, target.end_ids))
     for mask in dict.fromkeys(wanted):
-        if mask is not None and mask != own:
-            yield Trial(f"mask_token_id {mask}", altered(drafter, {"mask_token_id": mask}), taps_of(drafter))
+        if mask not in (None, drafter.mask_token_id):
+            yield with_keys(drafter, f"mask_token_id {mask}", {"mask_token_id": mask})
 
 
 def other_blocks(target: Target, drafter: Drafter) -> Iterator[Trial]:
     """Try other block sizes of a drafter whose slots all enter one pass."""
     own = drafter.config.block_size
-    if "block_size" not in drafter.own:
-        return
-    for size in dict.fromkeys((own + 1, own - 1, 8, 10, 16, 4, 2 * own)):
+    sizes = dict.fromkeys((own + 1, own - 1, 8, 10, 16, 4, 2 * own)) if "block_size" in drafter.own else ()
+    for size in sizes:
         if size not in (own, 1):
-            yield Trial(f"block_size {size}", altered(drafter, {"block_size": size}, block_size=size), taps_of(drafter))
+            yield with_keys(drafter, f"block_size {size}", {"block_size": size}, block_size=size)
 
 
 def one_key_norm(target: Target, drafter: Drafter) -> Iterator[Trial]:
@@ -251,14 +252,14 @@ def read_otherwise(case: Case, chat: bool, told: dict | None = None) -> int:
     """Count the prompts, of chats or of plain texts, whose tokens are not those of the reference: by this tokenizer, or
     by the engine, which tells their number. told: settings with which they would be the same."""
     wrong = 0
-    for i, text in enumerate(case.reference.texts):
+    for number, text in enumerate(case.reference.texts):
         if text.chat != chat:
             continue
-        expected = text.prompt if told is None else in_tokens(case, text, told)
         if case.served is None:
-            wrong += (text.prompt if told is not None else in_tokens(case, text)) != expected
+            wrong += in_tokens(case, text, told) != text.prompt
         else:
-            wrong += case.served.prompt_tokens[i] != len(expected)
+            expected = text.prompt if told is None else in_tokens(case, text, told)
+            wrong += case.served.prompt_tokens[number] != len(expected)
     return wrong
 
 
@@ -296,52 +297,33 @@ def show_template(case: Case) -> str | None:
 
 
 def show_cut(case: Case) -> str | None:
-    drafted = case.drafter.block_size - 1
-    if case.served is not None and case.served.drafted < drafted - 0.5:
-        return f"it drafts {case.served.drafted:.1f} tokens a round, of {drafted}"
-    return None
+    return drafts_of(case) if case.drafted < case.drafter.block_size - 1.5 else None
 
 
 def show_block(case: Case) -> str | None:
-    more = case.drafter.block_size + 0.5  # one more than a block has is the anchor's slot
-    if case.served is not None and case.served.drafted > more:
-        return f"it drafts {case.served.drafted:.1f} tokens a round, of {case.drafter.block_size - 1}"
-    return None
+    """Say where more are drafted than a block and the anchor's slot have."""
+    return drafts_of(case) if case.drafted > case.drafter.block_size + 0.5 else None
 
 
-def theirs(case: Case) -> Material | None:
-    """Return the texts of the target that is compared with ours, seen by ours; None where they are the same."""
-    material = case.material
-    if case.served is not None:
-        ids = case.served.ids or [
-            case.target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in case.served.texts
-        ]
-        pairs = [(text.prompt, own) for text, own in zip(case.reference.texts, ids, strict=True) if own]
-        material = compute(case.target, *map(list, zip(*pairs, strict=True)))
-    return material if material.agreement < SAME_TARGET else None
+def drafts_of(case: Case) -> str:
+    return f"it drafts {case.drafted:.1f} tokens a round, of {case.drafter.block_size - 1}"
 
 
 def show_precision(case: Case) -> str | None:
-    """Say where the target's texts are as far from ours as rounding of its weights explains."""
-    found = theirs(case)
-    if found is None:
+    """Say where the texts of an engine's target are as far from ours as rounding of its weights explains."""
+    seen = show_other_target(case)
+    if seen is None or case.served is None:
         return None
-    seen = f"{100 * found.agreement:.1f} % of its tokens are this target's own"
-    if case.served is None:
-        quantised = looks_quantised(case.target)
-        return f"{seen}, whose weights are {quantised}" if quantised else None
-    texts = case.reference.texts
-    prompts, answers = [text.prompt for text in texts], [text.ids for text in texts]
     with rounded(case.target):
-        limit = compute(case.target, prompts, answers, library=True).regret
-    if found.regret <= 2 * limit:
-        return f"{seen}, as of a target in few bits (a regret of {found.regret:.3f} nats; in 4 bits {limit:.3f})"
+        limit = compute(case.target, case.material.prompts, case.material.answers, library=True).regret
+    if case.theirs.regret <= 2 * limit:
+        return f"{seen}, as of a target in few bits (a regret of {case.theirs.regret:.3f} nats; in 4 bits {limit:.3f})"
     return None
 
 
 def show_other_target(case: Case) -> str | None:
-    found = theirs(case)
-    return None if found is None else f"{100 * found.agreement:.1f} % of its tokens are this target's own"
+    share = case.theirs.agreement
+    return None if share >= SAME_TARGET else f"{100 * share:.1f} % of its tokens are this target's own"
 
 
 def linears(target: Target) -> list[torch.nn.Linear]:
@@ -369,26 +351,6 @@ def rounded(target: Target) -> Iterator[None]:
             part.weight.data = weight
 
 
-def looks_quantised(target: Target) -> str | None:
-    """Say how a target's weights are quantised, None where they are not."""
-    named = getattr(target.config, "quantization_config", None) or getattr(
-        target.model.config, "quantization_config", None
-    )
-    if named is not None:
-        return "quantised by its own config.json"
-    weights = [part.weight for part in linears(target)[:8]]
-    if weights and all(close(four_bits(weight), weight) for weight in weights):
-        return "those of 4 bits"
-    steps = [weight.float() / weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) * 127 for weight in weights]
-    if weights and all((step.round() - step).abs().mean() < 0.1 for step in steps):  # of any weights: 0.25
-        return "those of 8 bits"
-    return None
-
-
-def close(a: torch.Tensor, b: torch.Tensor, most: float = 0.01) -> bool:
-    return bool((a.float() - b.float()).norm() <= most * b.float().norm())
-
-
 ADAPT = (
     "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl data.path=<texts that this target wrote> "
     "name=adapted (docs/training.md, another fine-tune)"
@@ -396,75 +358,84 @@ ADAPT = (
 EDIT = "write it into config.json of the drafter's folder ({}), or export it again from its checkpoint"
 READING = "the engine reads the folder otherwise ({}): export it in the format that the engine knows, or update it"
 
+
+@dataclass(frozen=True)
+class Cause:
+    """A row of the table. `shows`: a sentence where the cause is seen directly, None where it is not; a cause that
+    `counts_always` is named even where acceptance is not low. `trials`: what to replay, for causes that cannot be seen.
+    `mend`: what to do, for a folder and for an engine; {} stands for the trial's label."""
+
+    name: str
+    shows: Callable[[Case], str | None] = lambda case: None
+    trials: Callable[[Target, Drafter], Iterator[Trial]] = lambda target, drafter: iter(())
+    mend: tuple[str, str] = (EDIT, READING)
+    counts_always: bool = False
+
+
 CAUSES = (
     Cause(
         "another tokenizer or vocabulary",
-        (
-            "give target.path the model that the drafter was trained for, with that model's own tokenizer",
-            "start the engine with the target's own tokenizer files (vLLM, SGLang: --tokenizer; GGUF: convert again)",
-        ),
         show_tokenizer,
+        mend=(
+            "give target.path the model that the drafter was trained for, with that model's own tokenizer",
+            "start the engine with the target's own tokenizer files (vLLM: --tokenizer; GGUF: convert again)",
+        ),
         counts_always=True,
     ),
     Cause(
         "thinking mode",
-        (
+        show_thinking,
+        mend=(
             "target.chat_template_kwargs={{...}} as in the drafter's config.json",
             "send chat_template_kwargs with every request as the drafter's config.json has it, or start vLLM with "
             "--default-chat-template-kwargs",
         ),
-        show_thinking,
         counts_always=True,
     ),
     Cause(
         "another chat template",
-        (
+        show_template,
+        mend=(
             "give target.path the model with the template that the drafter was trained under",
             "start the engine with the target's own template: --chat-template <its chat_template.jinja>",
         ),
-        show_template,
         counts_always=True,
     ),
     Cause(
         "drafted tokens cut by the engine's settings",
-        ("", "vLLM: num_speculative_tokens; SGLang: --speculative-num-draft-tokens; llama.cpp: --spec-draft-n-max"),
         show_cut,
+        mend=("", "vLLM: num_speculative_tokens; llama.cpp: --spec-draft-n-max"),
     ),
-    Cause("another block size", (EDIT, "let it draft block_size - 1 tokens a round"), show_block, other_blocks),
+    Cause("another block size", show_block, other_blocks, (EDIT, "let it draft block_size - 1 tokens a round")),
     Cause(
         "the target's dtype or quantisation",
-        (
-            "evaluate with the target that the drafter was trained for, or train it on: " + ADAPT,
-            "serve the target in the dtype of the card, or train the drafter on for the quantised one: " + ADAPT,
-        ),
         show_precision,
+        mend=("", "serve the target in the card's dtype, or train the drafter on for the quantised one: " + ADAPT),
         counts_always=True,
     ),
-    Cause("another target's weights", ("adapt the drafter: " + ADAPT,) * 2, show_other_target, counts_always=True),
-    Cause("tapped layers off by one", (EDIT, READING), trials=other_layers),
-    Cause("features taken behind a norm", (EDIT, READING), trials=other_norms),
-    Cause("causality inside the block", (EDIT, READING), trials=other_causality),
-    Cause("the anchor's slot", (EDIT, READING), trials=other_anchor),
-    Cause("rotary base", (EDIT, READING), trials=other_thetas),
-    Cause("rotary scaling", (EDIT, READING), trials=other_scaling),
-    Cause("another mask token", (EDIT, READING), trials=other_masks),
+    Cause(
+        "another target's weights",
+        show_other_target,
+        mend=(
+            "evaluate with the target that the drafter was trained for, or adapt the drafter: " + ADAPT,
+            "adapt the drafter: " + ADAPT,
+        ),
+        counts_always=True,
+    ),
+    Cause("tapped layers off by one", trials=other_layers),
+    Cause("features taken behind a norm", trials=other_norms),
+    Cause("causality inside the block", trials=other_causality),
+    Cause("the anchor's slot", trials=other_anchor),
+    Cause("rotary base", trials=other_thetas),
+    Cause("rotary scaling", trials=other_scaling),
+    Cause("another mask token", trials=other_masks),
     Cause(
         "norms of the context's keys",
-        (
+        trials=one_key_norm,
+        mend=(
             EDIT,
             "vLLM's kernel for CPUs reads one norm for all layers ({}): serve it on a GPU, or with an engine whose "
             "kernels know a norm a layer",
         ),
-        trials=one_key_norm,
     ),
 )
-
-
-def all_trials(target: Target, drafter: Drafter) -> list[tuple[Cause, Trial]]:
-    """Return everything that can be tried."""
-    return [(cause, trial) for cause in CAUSES for trial in cause.trials(target, drafter)]
-
-
-def all_taps(trials: Sequence[tuple[Cause, Trial]], drafter: Drafter) -> list[Tap]:
-    """Return every tap that trials and the drafter itself read."""
-    return list(dict.fromkeys([*taps_of(drafter), *(tap for _, trial in trials for tap in trial.taps)]))

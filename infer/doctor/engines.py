@@ -1,0 +1,130 @@
+"""What a running engine does with the prompts of a reference, asked over HTTP; its acceptance by its own counters on
+/metrics. Nobody else may ask the engine meanwhile: counters are for all requests.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import httpx
+
+from infer.doctor.causes import Served
+from infer.evaluation.results import Acceptance, KnownText, Reference
+
+LINE = re.compile(r"^(\w[\w:]*?)(?:_total)?(?:\{(.*)\})? ([-+\w.]+)$")
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The names under which an engine counts, without the ending _total."""
+
+    engine: str
+    rounds: str
+    drafted: str
+    accepted: str  # with a label `position`, from 0
+    switch: str  # how to turn them on
+
+
+_SPEC = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens_per_pos")
+COUNTERS = (
+    Counters("vLLM", *(f"vllm:{name}" for name in _SPEC), "start it with --speculative-config, with its statistics on"),
+    Counters("llama.cpp", *(f"llamacpp:{name}" for name in _SPEC), "start llama-server with --metrics"),
+    Counters("blockdraft", "blockdraft_rounds", "blockdraft_drafted_tokens", "blockdraft_accepted_tokens_per_pos", ""),
+)
+
+
+def open_client(url: str, key: str | None = None) -> httpx.Client:
+    """Return a client for a server's address, with or without /v1."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(
+        base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=httpx.Timeout(10, read=600)
+    )
+
+
+def examine_engine(client: httpx.Client, reference: Reference) -> Served:
+    """Send the prompts of a reference, as a client would, and return what came of it. Raises ValueError where there is
+    no server, or none that tells how many drafts it accepts."""
+    try:
+        counters = find_counters(client)
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        answers, counts = [], [read_metrics(client, counters)]
+        for text in reference.texts:
+            answers.append(ask(client, model, text, tokens_of(text, reference)))
+            counts.append(read_metrics(client, counters))
+        told = [answer["usage"]["prompt_tokens"] for answer in answers]
+    except (httpx.HTTPError, LookupError, TypeError) as wrong:
+        raise ValueError(
+            f"url={client.base_url}: no engine that this command knows answers there ({wrong!r})"
+        ) from wrong
+    parts = [acceptance(counters, later - sooner, reference) for sooner, later in pairwise(counts)]
+    rounds = sum(part.rounds for part in parts)
+    if not rounds:
+        raise ValueError(
+            f"url={client.base_url}: {counters.engine} counted no round of drafts: is it serving a drafter? "
+            f"{counters.switch}"
+        )
+    ids = [answer["choices"][0].get("token_ids") for answer in answers]
+    drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
+    return Served(
+        counters.engine, [said(answer) for answer in answers], None if None in ids else ids, told, parts, drafted
+    )
+
+
+def acceptance(counters: Counters, counted: Counter[str], reference: Reference) -> Acceptance:
+    """Return what an engine counted of one text: by the positions of a block at least, without zeros behind."""
+    positions = range(reference.block_size + 64)
+    accepted = [round(counted[f"{counters.accepted} {position}"]) for position in positions]
+    while len(accepted) >= reference.block_size and not accepted[-1]:
+        accepted.pop()
+    return Acceptance(round(counted[counters.rounds]), accepted)
+
+
+def tokens_of(text: KnownText, reference: Reference) -> int:
+    """Return how many tokens to ask for: rounds begin before the last block_size - 1 of a known answer."""
+    return max(1, len(text.ids) - reference.block_size + 1)
+
+
+def find_counters(client: httpx.Client) -> Counters:
+    """Return how an engine counts. Raises ValueError where no known engine counts drafts on /metrics."""
+    answer = client.get("/metrics")
+    told = answer.text if answer.status_code == 200 else ""
+    for counters in COUNTERS:
+        if counters.rounds in told:
+            return counters
+        prefix = re.split(r"[:_]", counters.rounds)[0]
+        if re.search(rf"^{prefix}[:_]", told, re.MULTILINE):
+            raise ValueError(f"url={client.base_url}: {counters.engine} counts no drafts: {counters.switch}")
+    raise ValueError(
+        f"url={client.base_url}: /metrics tells of no drafts; known are vLLM, llama.cpp's server (--metrics) and ours"
+    )
+
+
+def read_metrics(client: httpx.Client, counters: Counters) -> Counter[str]:
+    """Return an engine's counters, those by position as "name position", all models and processes together."""
+    found: Counter[str] = Counter()
+    for line in client.get("/metrics").text.splitlines():
+        match = LINE.match(line)
+        if match is not None and match[1] in (counters.rounds, counters.drafted, counters.accepted):
+            position = re.search(r'position="(\d+)"', match[2] or "")
+            found[match[1] + (f" {position[1]}" if position else "")] += float(match[3])
+    return found
+
+
+def ask(client: httpx.Client, model: str, text: KnownText, tokens: int) -> dict:
+    """Return the answer to a prompt: vLLM and ours also tell its token ids."""
+    body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= {"messages": [{"role": "user", "content": text.said}]} if text.chat else {"prompt": text.said}
+    answer = client.post("/v1/chat/completions" if text.chat else "/v1/completions", json=body)
+    if answer.status_code != 200:
+        raise ValueError(f"url={client.base_url}: it refused a prompt ({answer.status_code}): {answer.text[:200]}")
+    return answer.json()
+
+
+def said(answer: dict) -> str:
+    """Return an answer's text, with the thoughts before it."""
+    choice = answer["choices"][0]
+    if "message" not in choice:
+        return choice["text"]
+    message = choice["message"]
+    return (message.get("reasoning_content") or message.get("reasoning") or "") + (message.get("content") or "")

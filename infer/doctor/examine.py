@@ -1,0 +1,141 @@
+"""Why a drafter's acceptance is low: what its card says, what we reach with it, what an engine reaches, and which of
+the known causes (`infer.doctor.causes`) explains the difference.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from infer.doctor.causes import CAUSES, Case, Cause, Served, Trial, difference, taps_of
+from infer.doctor.replay import compute, replay
+from infer.drafters.base import Drafter
+from infer.evaluation.results import Acceptance, Reference
+from infer.targets.target import Target
+
+EXPLAINS = 0.5  # share of a difference from which on a trial is called its cause
+EXACTLY = 0.8  # the same where acceptance is not low: what is read otherwise and costs little
+APART = 0.01  # of the rounds and accepted drafts, from which on it is tried what is read otherwise
+MORE = 1.25  # times the drafts accepted, from which on another reading is better than the folder's, where no card tells
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A row of the evidence."""
+
+    what: str
+    acceptance: Acceptance
+    explains: float | None = None  # of the difference, for a trial
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trial and what it gave, text by text."""
+
+    cause: Cause
+    trial: Trial
+    found: list[Acceptance]
+
+    def row(self, explains: float | None = None) -> Evidence:
+        """Return it as a row of the evidence."""
+        return Evidence(f"{self.cause.name}: {self.trial.label}", Acceptance.of_all(self.found), explains)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found. `cause`: None for a healthy pair, or where no known cause explains it."""
+
+    healthy: bool
+    verdict: str
+    evidence: list[Evidence]
+    cause: Cause | None = None
+    mend: str | None = None
+
+
+def examine(
+    target: Target,
+    drafter: Drafter,
+    reference: Reference,
+    served: Served | None = None,
+    carded: bool = True,
+    checkpoint: str = "<drafter>",
+) -> Diagnosis:
+    """Compare what a card says (`carded`: the reference is one; else it was measured just now, with this drafter), what
+    the drafter reaches here, and what an engine reaches."""
+    trials = [(cause, trial) for cause in CAUSES for trial in cause.trials(target, drafter)]
+    taps = dict.fromkeys([*taps_of(drafter), *(tap for _, trial in trials for tap in trial.taps)])
+    prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]
+    material, margin = compute(target, prompts, answers, list(taps)), reference.block_size - 1
+    ours = replay(target, drafter, material, taps_of(drafter), margin)
+    rows, here = [Evidence("here, as the folder says", Acceptance.of_all(ours))], Acceptance.of_all(ours).mean
+    names, compared = {"checkpoint": checkpoint, "target": target.name}, []
+
+    @cache
+    def tried() -> list[Tried]:
+        return [
+            Tried(cause, trial, replay(target, trial.drafter, material, trial.taps, margin)) for cause, trial in trials
+        ]
+
+    if carded:
+        rows.insert(0, Evidence("its card", reference.acceptance))
+        compared.append(("its card", Case(target, drafter, reference, material, ours, reference.by_text)))
+    if served is not None:
+        rows.append(Evidence(served.engine, served.acceptance))
+        compared.append((served.engine, Case(target, drafter, reference, material, ours, served.by_text, served)))
+    for _, case in compared:
+        if found := diagnose(case, tried, rows, names):
+            return found
+    if not carded and (found := find_better(here, tried(), rows, names)):
+        return found
+    others = " and ".join(name for name, _ in compared) or "no card, and no engine"
+    return Diagnosis(True, f"Healthy: {here + 1:.2f} tokens a round here, compared with {others}.", rows)
+
+
+def diagnose(
+    case: Case, tried: Callable[[], list[Tried]], rows: list[Evidence], names: dict[str, str]
+) -> Diagnosis | None:
+    """Return what is wrong in a comparison, None where nothing is."""
+    low, side = case.low, 0 if case.served is None else 1
+    here, there = 1 + Acceptance.of_all(case.ours).mean, 1 + Acceptance.of_all(case.goal).mean
+    short = f"{here:.2f} tokens a round here, {there:.2f} by its card"
+    if case.served is not None:
+        short = f"{there:.2f} tokens a round at {case.served.engine}, {here:.2f} here"
+    for cause in CAUSES:
+        if (low or cause.counts_always) and (seen := cause.shows(case)):
+            return named(cause, f"{seen} ({short})", rows, cause.mend[side].format("", **names))
+    if not low and case.apart < APART:
+        return None
+    away = max(1, difference(case.ours, case.goal))
+    scored = [(1 - difference(one.found, case.goal) / away, one) for one in tried()]
+    scored.sort(key=lambda pair: -pair[0])
+    rows = rows + [one.row(score) for score, one in scored]
+    score, best = scored[0]
+    if score >= (EXPLAINS if low else EXACTLY):
+        verdict = f"{best.trial.label} explains {100 * score:.0f} % of {short}"
+        return named(best.cause, verdict, rows, best.cause.mend[side].format(best.trial.label, **names))
+    return Diagnosis(False, f"Low, and no known cause explains it: {short}.", rows) if low else None
+
+
+def find_better(here: float, tried: list[Tried], rows: list[Evidence], names: dict[str, str]) -> Diagnosis | None:
+    """Without a card: return which other reading of the folder is accepted far more often, if any is."""
+    best = max(tried, key=lambda one: Acceptance.of_all(one.found).mean)
+    most = Acceptance.of_all(best.found).mean
+    if most <= MORE * here:
+        return None
+    verdict = f"{best.trial.label} gives {1 + most:.2f} tokens a round, {1 + here:.2f} as it is"
+    mend = best.cause.mend[0].format(best.trial.label, **names)
+    return named(best.cause, verdict, rows + [one.row() for one in tried], mend)
+
+
+def named(cause: Cause, verdict: str, rows: list[Evidence], mend: str) -> Diagnosis:
+    """Return the diagnosis of a known cause."""
+    return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", rows, cause, mend)
+
+
+def report(diagnosis: Diagnosis) -> str:
+    """Return the verdict, the evidence, and what to do, as text."""
+    lines = [diagnosis.verdict, "", f"{'acceptance by position':<58}rounds  τ     1    2    3    4    5    6    7 ..."]
+    for row in diagnosis.evidence:
+        shares = " ".join(f"{100 * share:3.0f}%" for share in row.acceptance.shares)
+        score = "" if row.explains is None else f"  explains {100 * max(0.0, row.explains):.0f} %"
+        lines.append(f"{row.what[:57]:<58}{row.acceptance.rounds:6d}  {1 + row.acceptance.mean:4.2f} {shares}{score}")
+    return "\n".join(lines + (["", f"What to do: {diagnosis.mend}"] if diagnosis.mend else []))
