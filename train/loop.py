@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,14 @@ from train.run.progress import Progress
 from train.run.sources import most_anchors, sources, with_mask_token
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
-from train.safety.processes import StallWatch, catch_signals, first_only, start_processes, stopped_at_once
+from train.safety.processes import (
+    Meetings,
+    StallWatch,
+    catch_signals,
+    first_only,
+    start_processes,
+    stopped_at_once,
+)
 from train.safety.selfcheck import SelfCheck
 
 if TYPE_CHECKING:
@@ -361,7 +368,7 @@ def step_on(
     """Take the remaining steps; return the signal that stopped them, if one did."""
     config, engine, stopping = run.config, run.engine, catch_signals()
     log, skips = StepLog(config, run.folder, len(run.dataset), run.seconds), Skips(run.folder, config)
-    saved_at = time.perf_counter()
+    saved_at, meetings = time.perf_counter(), Meetings(run.done, config.log_every, run.device)
     for step in range(run.done + 1, run.total + 1):
         watch.begin_step(step, "reading its rows")
         rows = prefetch()
@@ -370,14 +377,14 @@ def step_on(
         if not metrics.grad_norm.isfinite():
             progress.say(skips({"step": step, "lr": rate, **metrics.numbers()}, rows, engine))
         log.add(step, rate, metrics)
-        all_meet = step % config.log_every == 0 or step in run.stops
-        if all_meet or log.due:
+        if step % config.log_every == 0 or step in run.stops or log.due:
             log.write(progress, tracker)
-        if not all_meet:
+        if step not in run.stops and not meetings.due(step):
             continue
         save_due = config.save_minutes is not None and time.perf_counter() - saved_at > 60 * config.save_minutes
-        agreed = agree(stopping.is_set, save_due or writer.failed, run.device)
+        agreed = meetings.agree(step, stopping.is_set, save_due or writer.failed)
         if step in run.stops or agreed.stop or agreed.save:
+            log.write(progress, tracker)
             watch.report_progress("saving")
             if step in run.stops:
                 first_only(writer.wait)
@@ -444,17 +451,3 @@ def choose_recompute(shape: Shape, config: TrainConfig, weights: torch.dtype, de
     dist.all_reduce(room, dist.ReduceOp.MIN)
     of_pass = replace(shape, rows=micro_batch(config, world)[0])
     return recompute_of(of_pass, config, world, weights.itemsize, product, device.type == "cuda", room.item())
-
-
-class Agreed(NamedTuple):
-    """What all processes do after the same step."""
-
-    stop: bool
-    save: bool
-
-
-def agree(stop: bool, save: bool, device: torch.device) -> Agreed:
-    """Let all processes stop if one was asked to, and save if it is due in the first."""
-    flags = torch.tensor([float(stop), float(save and dist.get_rank() == 0)], device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return Agreed(*(bool(flag) for flag in flags.tolist()))

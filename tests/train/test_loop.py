@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import train.loop as loop
 from infer.ngrams.model import NGram
 from infer.targets.loading import load_target
 from infer.utils.entry import composed
@@ -20,6 +21,7 @@ from train.config import OptimConfig, TrainConfig
 from train.optim import learning_rate
 from train.run.checkpoints import checkpoints, find_damage, newest, step_of
 from train.run.log import trim_log
+from train.safety.processes import Meetings
 
 SMALL = [
     "head=none",
@@ -94,6 +96,41 @@ def test_ctrl_c_ends_the_step_and_saves(start, tmp_path):
     said = process.finish(130)
     assert "stopped by Ctrl-C after step" in said and "the same command goes on from there" in said
     assert "Traceback" not in said and newest(tmp_path / "interrupted")[0].name.startswith("rolling-")
+
+
+def test_one_process_alone_stops_after_the_step_whatever_log_every_is(small, run_here, monkeypatch, tmp_path, capfd):
+    plain, begun = loop.train_step, []
+
+    def step(*arguments):
+        begun.append(1)
+        if len(begun) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    options = ["name=ten", "log_every=10", "optim.steps=9", "guards.self_check=false"]
+    with pytest.raises(SystemExit, match="130"):
+        run_here(composed("train", TrainConfig, [*small, f"runs_dir={tmp_path}", *options]))
+    out, err = capfd.readouterr()
+    assert "ending this step, then saving" in err and "stopped by Ctrl-C after step 3" in out
+    assert [line["step"] for line in lines(tmp_path / "ten")] == [1, 2, 3]
+
+
+def test_several_processes_agree_every_few_seconds_at_most_log_every_steps_apart(monkeypatch):
+    clock, flags = [0.0], []
+    monkeypatch.setattr("train.safety.processes.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("train.safety.processes.dist.get_world_size", lambda: 2)
+    monkeypatch.setattr("train.safety.processes.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("train.safety.processes.dist.all_reduce", lambda flag, op: flags.append(flag.tolist()))
+    for seconds, expected in ((10.0, list(range(1, 31))), (1.0, list(range(1, 31, 4))), (0.01, [1, 11, 21])):
+        meetings, met = Meetings(0, 10, torch.device("cpu")), []
+        for step in range(1, 31):
+            clock[0] += seconds
+            if meetings.due(step):
+                met.append(step)
+                assert meetings.agree(step, step > 20, False).stop == (step > 20)
+        assert met == expected
+    assert [flag[1:] for flag in flags[-3:]] == [[0.0, 10.0]] * 3
 
 
 def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_path):

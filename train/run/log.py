@@ -79,6 +79,8 @@ class StepLog:
 
     def write(self, progress: Progress, tracker: Tracker) -> None:
         """Write what was added: in the first process to metrics.jsonl, the tracker and the terminal."""
+        if not self.pending:
+            return
         seconds = (time.perf_counter() - self.began) / len(self.pending)
         cost = {
             "tokens_per_second": self.config.optim.batch * self.config.data.length / seconds,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ T = TypeVar("T")
 PATIENCE = timedelta(
     days=1
 )  # of a collective: packing a large data set keeps the others waiting; `StallWatch` is stricter
+BETWEEN = 3.0  # seconds, about, until processes agree again
 
 
 def start_processes(device: torch.device) -> None:
@@ -97,11 +98,47 @@ def catch_signals() -> StopFlag:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nCtrl-C: ending this step, then saving; once more stops at once\n")
+                alone = os.environ.get("WORLD_SIZE", "1") == "1"
+                ends = "ending this step" if alone else "all processes end the same step within seconds"
+                os.write(2, f"\nCtrl-C: {ends}, then saving; once more stops at once\n".encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, handler)
     return flag
+
+
+class Agreed(NamedTuple):
+    """What all processes do after the same step."""
+
+    stop: bool
+    save: bool
+
+
+class Meetings:
+    """The steps after which processes agree what to do: every few seconds, and at most `most` steps apart, as it takes
+    a synchronisation. One process alone decides after every step."""
+
+    def __init__(self, done: int, most: int, device: torch.device) -> None:
+        """done: steps of the run so far."""
+        self.last, self.met, self.most, self.device = done, time.monotonic(), most, device
+        self.next = done + 1
+
+    def due(self, step: int) -> bool:
+        """Whether the processes agree after this step: the same in all of them."""
+        return step >= self.next
+
+    def agree(self, step: int, stop: bool, save: bool) -> Agreed:
+        """Let all processes stop if one was asked to, and save if it is due in the first."""
+        self.next = step + 1
+        if dist.get_world_size() == 1:
+            return Agreed(stop, save)
+        now, first = time.monotonic(), dist.get_rank() == 0
+        apart = min(self.most, 1 + int(BETWEEN * (step - self.last) / max(now - self.met, 1e-6)))
+        flags = torch.tensor([float(stop), float(save and first), float(apart * first)], device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        stops, saves, apart = flags.tolist()
+        self.last, self.met, self.next = step, now, step + int(apart)
+        return Agreed(bool(stops), bool(saves))
 
 
 @contextmanager
