@@ -50,8 +50,9 @@ class CompareCommand:
 
 def run(config: CompareCommand) -> None:
     from data.prompts import evaluation_prompts
+    from infer.evaluation.drawings import picture
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.figures import comparison_figure
+    from infer.evaluation.figures import budget_charts
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import comparison
     from infer.utils.files import atomic_write
@@ -68,5 +69,5 @@ def run(config: CompareCommand) -> None:
     some = next(iter(evaluations.values()))
     text = comparison(evaluations)
     atomic_write(out / "comparison.md", f"{text}\n\n{some.device}, {some.prompts} prompts.\n")
-    comparison_figure(evaluations).savefig(out / "comparison.png")
-    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.png'}")
+    atomic_write(out / "comparison.svg", picture(budget_charts(evaluations)))
+    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.svg'}")

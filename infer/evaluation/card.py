@@ -11,7 +11,8 @@ from pathlib import Path
 
 from infer.drafters.config_keys import Reading
 from infer.evaluation.acceptance import FILE, find_reference
-from infer.evaluation.figures import budget_figure
+from infer.evaluation.drawings import picture
+from infer.evaluation.figures import budget_charts
 from infer.evaluation.results import Evaluation, Reference, read_result, write_result
 from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder
@@ -19,7 +20,7 @@ from infer.formats.folders import find_folder, open_folder
 from infer.formats.layouts import read as read_layout
 from infer.utils.files import atomic_write
 
-PICTURE = "acceptance.png"
+PICTURE = "acceptance.svg"
 
 # The hub's names of licences. Any other licence is "other" there, with a name of its own.
 LICENCES = (
@@ -63,7 +64,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         write_result(out / FILE, reference)
     run = json.loads(recipe.read_text()) if step.parent.name == "checkpoints" and recipe.is_file() else None
     if evaluation is not None:
-        budget_figure(evaluation).savefig(out / PICTURE)
+        atomic_write(out / PICTURE, picture(budget_charts({"": evaluation})))
     card = out / "README.md"
     gguf = any(out.glob("*.gguf"))
     engines += ["llama.cpp"] * gguf

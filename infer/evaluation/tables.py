@@ -11,6 +11,7 @@ from infer.trees.methods import TREES
 
 Figures = Sequence[float | None]
 DASH = "-"
+COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
 ENGINES = "vLLM, SGLang, llama.cpp and transformers"
 VAGUE = "±"
 MARKS = {"undecided": "~", "impossible": "!"}  # by what a speedup shows, see MethodResult.finding
@@ -214,19 +215,20 @@ def masked_table(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
+def method_cells(method: MethodResult) -> list[str]:
+    """Return a method's row under COLUMNS."""
+    return [
+        method.label,
+        f"{method.tau:.2f}{span(method.tau_interval)}",
+        f"{method.tokens_per_second:.1f}",
+        speed(method, interval=True),
+        {True: "yes", False: "no", None: DASH}[method.identical],
+    ]
+
+
 def method_table(evaluation: Evaluation) -> str:
     """Return the evaluation in Markdown, one row a method, and what the marks in it mean."""
-    rows = [
-        [
-            method.label,
-            f"{method.tau:.2f}{span(method.tau_interval)}",
-            f"{method.tokens_per_second:.1f}",
-            speed(method, interval=True),
-            {True: "yes", False: "no", None: DASH}[method.identical],
-        ]
-        for method in evaluation.methods
-    ]
-    text = markdown(["method", "tokens per round (τ)", "tokens/s", "speedup", "same output"], rows, last="---")
+    text = markdown(COLUMNS, list(map(method_cells, evaluation.methods)), last="---")
     return "\n\n".join([text, *legend(evaluation.methods)])
 
 
@@ -237,9 +239,9 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
         for method in evaluation.methods:
             other = " (other output)" * (method.identical is False)
             name, nodes = method.tree.label, str(method.budget) if method.tree.by_budget else DASH
-            cells = [f"{method.tau:.2f}{span(method.tau_interval)}", f"{method.tokens_per_second:.0f}"]
+            _, tau, rate, faster, _ = method_cells(method)
             row = rows.setdefault((name, nodes), [DASH] * 3 * len(evaluations))
-            row[3 * i : 3 * i + 3] = [*cells, speed(method, interval=True) + other]
+            row[3 * i : 3 * i + 3] = [tau, rate, faster + other]
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
     text = markdown(["tree", "nodes", *heads], [[*key, *cells] for key, cells in rows.items()])
     return "\n\n".join([text, *legend(method for one in evaluations.values() for method in one.methods)])
