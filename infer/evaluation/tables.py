@@ -109,17 +109,15 @@ def table(evaluation: Evaluation) -> str:
     """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts beside."""
     if evaluation.masked is not None:
         return masked_table(evaluation)
-    spans = any(method.tau_interval for method in evaluation.methods)
-    rows = [["method", "nodes", "τ", "95 %", "rounds", "tokens/s", "speedup", "95 %", "", "same output as plain"]]
+    rows = [["method", "nodes", "τ [95 %]", "rounds", "tokens/s", "speedup [95 %]", "", "same output as plain"]]
     for method in evaluation.methods:
         why = f" ({method.ties} prompts at ties, {method.defects} by defects)" if method.ties is not None else ""
         other = method.identical is False and method.name not in OTHERS
         same = {True: "yes", False: "NO" if other else "no", None: DASH}[method.identical]
-        figures = [f"{method.tau:.2f}", between(method.tau_interval), str(method.rounds)]
-        figures += [f"{method.tokens_per_second:.1f}", f"{method.speedup:.2f}x", between(method.speedup_interval)]
-        rows.append([method.name, str(method.budget or DASH), *figures, mark(method), same + why])
-    if not spans:
-        rows = [row[:3] + row[4:7] + row[9:] for row in rows]
+        tau, faster = span(method.tau_interval), span(method.speedup_interval)
+        figures = [f"{method.tau:.2f}{tau}", str(method.rounds), f"{method.tokens_per_second:.1f}"]
+        figures += [f"{method.speedup:.2f}x{faster}", mark(method)]
+        rows.append([method.name, str(method.budget or DASH), *figures, same + why])
     groups = kinds_of(evaluation)
     methods = [[m.name + (f" {m.budget}" if m.budget else ""), *cells] for m, cells in beside(evaluation, groups)]
     marked = [cell for _, *cells in methods for cell in cells if len(groups) > 1]
@@ -169,11 +167,6 @@ def of_kind(method: MethodResult, plain: MethodResult, kind: str) -> MethodResul
     """Return the method with its figures over the prompts of one kind."""
     prompts, theirs = ([one for one in each.prompts if one.kind == kind] for each in (method, plain))
     return replace(method, prompts=prompts, **asdict(figures(prompts, theirs)))
-
-
-def between(interval: list[float] | None) -> str:
-    """Return an interval as a cell."""
-    return span(interval).strip(" []").replace(", ", "-")
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

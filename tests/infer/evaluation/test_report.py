@@ -224,7 +224,7 @@ def test_evaluation_adds_up(shallow_target, temperature):
     assert result.methods[1].identical is (None if temperature else True)
     assert result.plain.name in ("plain", "generate") and result.plain.speedup == 1
     for method in result.methods:
-        assert [(one.kind, len(one.seconds)) for one in method.prompts] == [("heads", 2), ("bodies", 2)]
+        assert [(one.kind, len(one.seconds) > 1) for one in method.prompts] == [("heads", True), ("bodies", True)]
         assert method.tokens == 18
         assert sum(method.histogram) == method.rounds
         assert method.tau == pytest.approx(16 / method.rounds)
