@@ -29,7 +29,7 @@ from data.rows import DataConfig
 from infer import load_target
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.drafters.base import Block
+from infer.drafters.base import DraftedBlock
 from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.loops import LONGEST_PERIOD
 from infer.engine.sampling import judge_on_noise
@@ -201,7 +201,7 @@ def places(drafter, target, text: Text) -> Places:
     features = Features(text.context[None], text.context[None])
     states = draft_states(drafter, target, rows, blocks, features).unflatten(0, (-1, drafter.block_size - 1))
     block, bonus = (
-        Block(drafter.marginals(target, drafter.last_norm(states) if drafter.raw_states else states), states),
+        DraftedBlock(drafter.marginals(target, drafter.last_norm(states) if drafter.raw_states else states), states),
         ids[0, anchors[0]],
     )
     steps = None

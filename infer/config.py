@@ -300,9 +300,9 @@ class EngineConfig(MaskedConfig):
             return self
         return replace(self, continuity=str(ngrams))
 
-    def name_with(self, drafter: object) -> str:
+    def name_with(self, drafter) -> str:
         """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file of its own."""
-        tree = self.beside(getattr(drafter, "ngrams", None)).tree
+        tree = self.beside(None if drafter is None else drafter.ngrams).tree
         return self.method if tree is None else tree.name
 
     @property

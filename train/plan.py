@@ -38,7 +38,6 @@ class Shape:
     anchors: int  # N
     block: int  # K
     block_queries: int  # W
-    projected_queries: int  # of these; copies of one vector are projected once
     input_size: int  # features that the drafter's query, key and value projections take
     drafter_parameters: int
     trains_head: bool
@@ -107,7 +106,6 @@ def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None =
         anchors=config.anchors,
         block=config.drafter.block_size,
         block_queries=drafter.num_queries,
-        projected_queries=1 if drafter.projects_once else drafter.num_queries,
         input_size=next(w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight")),
         drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
         trains_head=drafter.lm_head is not None,
@@ -136,8 +134,7 @@ def step_operations(shape: Shape) -> dict[str, float]:
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
     context = 6 * s.layers * 2 * s.input_size * s.kv_width * s.context
     attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
-    projected = s.rows * s.anchors * s.projected_queries
-    layers = 6 * s.layers * (s.input_matrices * projected + s.output_matrices * s.queries)
+    layers = 6 * s.layers * (s.input_matrices + s.output_matrices) * s.queries
     drafter = features + context + layers + attention
     teacher, corrections = min(s.context, s.drafted), 3 * s.rank * s.drafted
     return {

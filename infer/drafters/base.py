@@ -26,12 +26,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
+from infer.attention.attend import attend_grouped, has_kernel
 from infer.attention.kv_cache import KVCache, Window
+from infer.attention.masks import TreeMask, block_mask, masked_attention
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
-from infer.drafters.heads.base import Confidence, Head
+from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
@@ -104,6 +106,8 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
         "rms_norm_eps": norm_eps(theirs),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(rope(theirs).get("rope_theta", 1e4))},
         "tie_word_embeddings": False,
+        "has_embed_tokens": False,
+        "has_lm_head": False,
         **{key: getattr(theirs, key) for key in (*same, "bos_token_id", "eos_token_id")},
     }
 
@@ -138,6 +142,74 @@ class Attention(nn.Module):
 
     def queries(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return rotate(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), cos, sin)
+
+
+class Place(NamedTuple):
+    """Where blocks are drafted in the memory."""
+
+    ends: torch.Tensor  # (B,) int64 cached positions before every block
+    rotary: tuple[torch.Tensor, torch.Tensor]  # cos and sin (B, W, E)
+    window: Window
+
+
+def block_sight(place: Place, width: int, pattern: tuple[bool, int | None]) -> TreeMask | torch.Tensor:
+    """Return what the `width` queries of blocks see under one of `Drafter.attention_patterns`, in the form that the
+    device's attention takes."""
+    mask = block_mask(place.ends, width, *pattern)
+    return mask if has_kernel(place.ends.device) else mask.dense(place.window.extent)
+
+
+class DrafterLayer(nn.Module):
+    """A decoder layer, for training and for decoding; attention reads `inputs` features."""
+
+    own_weights: tuple[str, ...] = ()  # beginnings of the names of what no layer of a target has
+
+    def __init__(self, config: Qwen3Config, inputs: int, norms: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, inputs, norms)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config)
+
+    def items(self, states: torch.Tensor) -> torch.Tensor:
+        """States (..., D) to what attention reads of them (..., inputs)."""
+        return self.input_layernorm(states)
+
+    def around(self, name: str, states: torch.Tensor, sublayer: Callable) -> torch.Tensor:
+        """What `sublayer`, attention or MLP, makes of normalised states, and what a family puts around it."""
+        return sublayer(states)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable,
+        items: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer over states of blocks (B, Q, D). `attend(queries, keys, values)`, all of the blocks, (B, H, Q, E),
+        adds the context to the keys and values and returns (B, H, Q, E): from a cache or from a packed row. items:
+        what attention reads, if not `items(states)`."""
+
+        def attention(items: torch.Tensor) -> torch.Tensor:
+            queries = self.self_attn.queries(items, *rotary)
+            keys, values = self.self_attn.keys_values(items, *rotary)
+            return self.self_attn.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
+
+        items = self.items(states) if items is None else items
+        states = states + self.around("attention", items, attention)
+        return states + self.around("mlp", self.post_attention_layernorm(states), self.mlp)
+
+
+def masked_attention_behind(before: tuple[torch.Tensor, torch.Tensor], mask, queries, keys, values) -> torch.Tensor:
+    """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and the blocks' own."""
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
+    return masked_attention(queries, keys, values, mask)
+
+
+def attend_cached(window: Window, layer: int, mask, queries, keys, values) -> torch.Tensor:
+    """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's own keys and
+    values."""
+    return attend_grouped(queries, *window.update(keys, values, layer), mask)
 
 
 @dataclass
@@ -180,15 +252,7 @@ class DraftState:
         self.cache.restore(row, parts)
 
 
-class Place(NamedTuple):
-    """Where blocks are drafted in the memory."""
-
-    ends: torch.Tensor  # (B,) int64 cached positions before every block
-    rotary: tuple[torch.Tensor, torch.Tensor]  # cos and sin (B, W, E)
-    window: Window
-
-
-class Block(NamedTuple):
+class DraftedBlock(NamedTuple):
     """A drafted block."""
 
     marginals: torch.Tensor  # (B, L, V) log space, float32
@@ -206,13 +270,12 @@ class Drafter(nn.Module):
     first_draft_slot: int  # of the W slots
     mask_token_id: int | None = None  # what stands in the slots, where it is a token
     conditional = None  # q(token | token before) of the whole vocabulary, where that costs nothing (`Bigram`)
-    projects_once = False  # training: all slots of a block but the first are alike and projected once
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
         self.block_size: int = config.block_size
-        self.layer_ids = tap_ids(self.own, getattr(config, "num_target_layers", None))
+        self.layer_ids = tap_ids(self.own, config.num_target_layers)
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
         self.head_row: HeadRow | None = (
             None  # of the conditional head: a token's probability depends on those before it
@@ -259,7 +322,7 @@ class Drafter(nn.Module):
         if embedding:
             self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size)
         if head:
-            rows = getattr(config, "draft_vocab_size", None) or vocabulary
+            rows = head_rows(config)
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
             if rows != vocabulary:
                 self.d2t = torch.zeros(rows, dtype=torch.long)
@@ -288,7 +351,7 @@ class Drafter(nn.Module):
         """Raises ValueError, naming all that differs, where the drafter was made for another target."""
         ours, theirs = self.config, target.config
         pairs = {"hidden_size": (ours.hidden_size, theirs.hidden_size)}
-        pairs["num_target_layers"] = getattr(ours, "num_target_layers", None), theirs.num_hidden_layers
+        pairs["num_target_layers"] = ours.num_target_layers, theirs.num_hidden_layers
         if self.embed_tokens is not None or self.lm_head is not None:
             pairs["vocab_size"] = ours.vocab_size, len(target.head_weight)
         faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
@@ -311,12 +374,16 @@ class Drafter(nn.Module):
                 nn.init.ones_(parameter)
         init_head(self, generator)
 
+    @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
-        """Draw fresh weights; then take over the target's own layers, if `warm` and they compute what ours do."""
+        """Draw fresh weights, or copy the target's head; then take over the target's own layers, if `warm` and they
+        compute what ours do."""
         self.init_weights(generator)
         init_last_norm(self, target)
+        if self.family.own_head:
+            self.lm_head.weight.copy_(target.head_weight)
         if warm:
-            self.warm_start(target)
+            self.warm_start(target, generator)
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) to what the head reads."""
@@ -342,7 +409,7 @@ class Drafter(nn.Module):
         return self.draft_block(target, bonus, state).marginals
 
     @torch.no_grad()
-    def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> Block:
+    def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:
         """Draft as `draft` does; with a conditional head, marginals are the scores without its corrections."""
         ends = state.cache.ends_of(len(bonus))
         positions = ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
@@ -350,7 +417,7 @@ class Drafter(nn.Module):
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
         states = self.for_head(states[:, self.first_draft_slot :])
         marginals = self.marginals(target, self.last_norm(states) if self.raw_states else states)
-        return Block(marginals, None if self.head_row is None else states)
+        return DraftedBlock(marginals, None if self.head_row is None else states)
 
 
 def whole_vocabulary(drafter: Drafter, known: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infer.drafters.base import Block
+from infer.drafters.base import DraftedBlock
 from infer.drafters.families import BIGRAM, LOOKUP
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
@@ -89,11 +89,11 @@ class Baseline(nn.Module):
         """Return the distributions of the next L tokens of a text (T,), (L, V) float64."""
         raise NotImplementedError
 
-    def draft_block(self, target: Target, bonus: torch.Tensor, state: Texts) -> Block:
+    def draft_block(self, target: Target, bonus: torch.Tensor, state: Texts) -> DraftedBlock:
         """The marginals behind the bonus tokens (B,) int64: log space, float32, (B, L, V)."""
         texts = [np.array([*text, token]) for text, token in zip(state.texts, bonus.tolist(), strict=True)]
         found = np.stack([self.shares(text, len(target.head_weight)) for text in texts])
-        return Block(floored(found).to(bonus.device))
+        return DraftedBlock(floored(found).to(bonus.device))
 
     def draft(self, target: Target, bonus: torch.Tensor, state: Texts) -> torch.Tensor:
         return self.draft_block(target, bonus, state).marginals

@@ -4,7 +4,7 @@ Whatever is missing, wrong or unknown is noted, all of it. A key is used (a read
 the values with which it changes nothing), harmless (`HARMLESS`), or a fault. V vocabulary.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,16 @@ from transformers import Qwen3Config
 
 from infer.drafters.families import FAMILIES, Family
 
-ROPES = {  # keys that each kind of rotary positions needs beside its base
-    "default": (),
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+_LENGTH = "original_max_position_embeddings"
+# by kind of rotary positions: the keys that it needs beside its base, and those that transformers' code for it reads
+ROPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), (_LENGTH,)),
+    "linear": (("factor",), (_LENGTH,)),
+    "yarn": (
+        ("factor",),
+        (_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _LENGTH), ()),
 }
 # keys that change what a drafter computes, and the values with which it computes what we do
 PLAIN: dict[str, tuple] = {
@@ -85,17 +90,6 @@ HARMLESS = {
     "said by the tensors, or where it counts": ("tie_word_embeddings", "max_window_layers", "sliding_window"),
 }
 _HARMLESS = {key for keys in HARMLESS.values() for key in keys}
-# keys of rotary positions beside ROPES; transformers' code for a kind reads those that it knows
-ROPE_OPTIONS = {
-    "default": ("original_max_position_embeddings",),
-    "linear": ("original_max_position_embeddings",),
-    "yarn": (
-        *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
-        *("mscale_all_dim", "truncate"),
-    ),
-    "llama3": (),
-}
-
 # Larger values are refused at once: the model would be built before any tensor shows that they are wrong.
 MOST = {"num_hidden_layers": 1024, "block_size": 4096, "draft_length": 4096}
 
@@ -127,7 +121,7 @@ WRITTEN = (  # keys of the public layout, in this order
 
 
 @dataclass
-class Reading:
+class ConfigReading:
     """A config.json in our terms."""
 
     layout: str  # dflash, dflash2, DeepSpec, SpecForge, treeflash, speculators, transformers, DART; none: unknown
@@ -175,45 +169,41 @@ class Keys:
     def note(self, key: str, what: str) -> None:
         self.problems.append(f"config.json: {self.prefix}{key} {what}")
 
+    def take(self, key: str, fits: Callable[[Any], bool], expected: str, default: Any = None) -> Any:
+        """Return what stands under a key, `default` where nothing does; note what does not fit, and return None."""
+        value = self.get(key)
+        if value is None or fits(value):
+            return default if value is None else value
+        self.note(key, f"is {value!r}, expected {expected}")
+        return None
+
     def number(self, key: str, default: int | None = None, least: int = 1) -> int | None:
         """Return a whole number of at least `least`; without a default the key must be there."""
-        value = default if self.get(key) is None else self.raw[key]
-        if value is None:
+        if self.get(key) is None and default is None:
             self.note(key, "is missing")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.note(key, f"is {value!r}, expected a whole number of at least {least}")
-            return None
-        elif value > MOST.get(key, 2**31 - 1):
-            self.note(key, f"is more than {MOST.get(key, 2**31 - 1)}: too large to be true")
+        most, expected = MOST.get(key, 2**31 - 1), f"a whole number of at least {least}"
+        value = self.take(key, lambda value: type(value) is int and value >= least, expected, default)
+        if value is not None and value > most:
+            self.note(key, f"exceeds the limit of {most}")
             return None
         return value
 
     def real(self, key: str, default: float) -> float:
         """Return a number above 0."""
-        value = default if self.get(key) is None else self.raw[key]
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            self.note(key, f"is {value!r}, expected a number above 0")
-            return default
-        return float(value)
+        value = self.take(key, lambda value: type(value) in (int, float) and value > 0, "a number above 0")
+        return default if value is None else float(value)
 
     def flag(self, key: str) -> bool | None:
         """Return true or false, None where the key is missing."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            self.note(key, f"is {value!r}, expected true or false")
-            return None
-        return value
+        return self.take(key, lambda value: type(value) is bool, "true or false")
 
     def numbers(self, key: str) -> list[int] | None:
         """Return a list of at least one whole number, or None."""
-        value = self.get(key)
-        if value is None:
-            return None
-        ints = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-        if not ints or not value:
-            self.note(key, f"is {value!r}, expected a list of whole numbers")
-            return None
-        return value
+
+        def fits(value: Any) -> bool:
+            return type(value) is list and {type(one) for one in value} == {int}
+
+        return self.take(key, fits, "a list of whole numbers")
 
     def inherit(self, keys: "Keys", names: Collection[str]) -> None:
         """Take over what `keys`, the level above, says of `names` and this level does not; note where they differ."""
@@ -227,10 +217,7 @@ class Keys:
     def part(self, key: str) -> "Keys":
         """Return the object under a key, empty where there is none."""
         if key not in self.parts:
-            value = self.get(key)
-            if value is not None and not isinstance(value, dict):
-                self.note(key, f"is {value!r}, expected an object")
-            found = value if isinstance(value, dict) else {}
+            found = self.take(key, lambda value: type(value) is dict, "an object") or {}
             self.parts[key] = Keys(found, self.problems, f"{self.prefix}{key}.", heads=self.heads)
         return self.parts[key]
 
@@ -266,11 +253,8 @@ class Keys:
             "rope_parameters": self.rope(),
             "tie_word_embeddings": False,
         }
-        if told := self.get("chat_template_kwargs"):  # how the target was asked when the drafter was trained
-            if isinstance(told, dict):
-                options["chat_template_kwargs"] = told
-            else:
-                self.note("chat_template_kwargs", f"is {told!r}, expected an object")
+        if told := self.take("chat_template_kwargs", lambda value: type(value) is dict, "an object"):
+            options["chat_template_kwargs"] = told  # how the target was asked when the drafter was trained
         if options["head_dim"] and options["head_dim"] % 2:
             self.note("head_dim", f"is {options['head_dim']}, expected an even number")
         return options | self.sliding(options["num_hidden_layers"])
@@ -285,13 +269,14 @@ class Keys:
         if kind not in ROPES:
             part.note("rope_type", f"is {kind!r}, expected one of {', '.join(ROPES)}")
             return {"rope_type": "default", "rope_theta": theta}
-        for key in ROPES[kind]:
+        needed, read = ROPES[kind]
+        for key in needed:
             if part.get(key) is None:
                 part.note(key, f"is missing, which {kind} needs")
             part.real(key, 1.0)
         if part.get("partial_rotary_factor") not in (None, 1):
             part.note("partial_rotary_factor", f"is {part.raw['partial_rotary_factor']!r}, expected 1")
-        given = {key: part.get(key) for key in ROPES[kind] + ROPE_OPTIONS[kind]}
+        given = {key: part.get(key) for key in needed + read}
         if part is new and old.raw:
             same = {"type", "rope_type", "rope_theta"} | {key for key, value in given.items() if old.get(key) == value}
             old.used |= {key for key in old.raw if key in same}
@@ -302,12 +287,12 @@ class Keys:
         """Return which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
         types, on = self.get("layer_types"), self.flag("use_sliding_window")
         if layers is None:  # noted already
-            layers = len(types) if isinstance(types, list) else 1
+            layers = len(types) if type(types) is list else 1
         if types is None:
             first = self.number("max_window_layers", layers, 0) or 0
             types = ["sliding_attention" if on and i >= first else "full_attention" for i in range(layers)]
         known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or any(kind not in known for kind in types) or len(types) != layers:
+        if type(types) is not list or any(kind not in known for kind in types) or len(types) != layers:
             self.note("layer_types", f"is {types!r}, expected {' or '.join(known)} for each of {layers} layers")
             types = ["full_attention"] * layers
         options: dict[str, Any] = {"layer_types": types}
@@ -319,7 +304,7 @@ class Keys:
     def architecture(self) -> str | None:
         """The first name in `architectures`."""
         named = self.get("architectures")
-        return named[0] if isinstance(named, list) and named else None
+        return named[0] if named and type(named) is list else None
 
     def draft_vocabulary(self, tensors: Collection[str], options: dict[str, Any]) -> set[str]:
         """Note in `options` how many tokens the drafter's own head knows, if not all; return the tensors that say
@@ -367,20 +352,17 @@ class Keys:
         return mask or 0
 
 
-def check_proposal(part: Keys) -> int | None:
-    """Take note of the keys of `speculators_config`, which says how an engine drafts with it; return how many tokens
-    its first method drafts."""
+def check_proposal(part: Keys) -> None:
+    """Take note of the keys of `speculators_config`, which says how an engine drafts with it."""
     part.get("algorithm", "default_proposal_method")
     part.part("verifier").get("name_or_path", "architectures")
-    methods, tokens = part.get("proposal_methods"), None
-    for number, method in enumerate(methods if isinstance(methods, list) else []):
-        if isinstance(method, dict):
+    methods = part.get("proposal_methods")
+    for number, method in enumerate(methods if type(methods) is list else ()):
+        if type(method) is dict:
             level = Keys(method, part.problems, f"{part.prefix}proposal_methods[{number}].")
             level.get("proposal_type", "verifier_accept_k", "accept_tolerance")
-            drafted = level.number("speculative_tokens", 1)
-            tokens = tokens or drafted
+            level.number("speculative_tokens", 1)
             part.parts[f"proposal_methods[{number}]"] = level
-    return tokens
 
 
 def config_dict(config: Qwen3Config) -> dict:

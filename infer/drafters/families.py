@@ -10,7 +10,7 @@ from importlib import import_module
 
 
 @dataclass(frozen=True)
-class Format:
+class ExportFormat:
     """A layout that drafters of a family are exported in, and what it has words for."""
 
     target: bool = False  # does writing it need the target?
@@ -35,7 +35,7 @@ class Family:
     config_key: str = ""  # the object in config.json that holds what only this family has
     layers: int | None = None  # the only number of layers that it can have; None: any
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # ZeRO stages that it can be trained with
-    formats: dict[str, Format] = field(default_factory=dict)  # what its drafters are exported in
+    formats: dict[str, ExportFormat] = field(default_factory=dict)  # what its drafters are exported in
     options: tuple[str, ...] = ()  # of OWN_OPTIONS, those that it reads
     own_head: bool = False  # its drafters have a head of their own, which begins as the target's
     on_device: bool = True  # drafting asks the host for nothing, so that it can be part of a CUDA graph
@@ -58,14 +58,14 @@ _ROWS = (
         architecture="DFlashDraftModel",
         config_key="dflash_config",
         formats={
-            "dflash": Format(),
-            "dflash2": Format(heads=("selector",), headless=False, convolutions=True),
-            "dspark": Format(target=True, heads=("markov",)),
-            "specforge": Format(heads=("markov", "gru"), headless=False),
-            "treeflash": Format(heads=("swiglu",), headless=False),
-            "speculators": Format(target=True, heads=("markov", "selector"), convolutions=True),
-            "transformers": Format(),
-            "gguf": Format(target=True, heads=("selector", "markov"), convolutions=True),
+            "dflash": ExportFormat(),
+            "dflash2": ExportFormat(heads=("selector",), headless=False, convolutions=True),
+            "dspark": ExportFormat(target=True, heads=("markov",)),
+            "specforge": ExportFormat(heads=("markov", "gru"), headless=False),
+            "treeflash": ExportFormat(heads=("swiglu",), headless=False),
+            "speculators": ExportFormat(target=True, heads=("markov", "selector"), convolutions=True),
+            "transformers": ExportFormat(),
+            "gguf": ExportFormat(target=True, heads=("selector", "markov"), convolutions=True),
         },
         options=("sample_from_anchor", "causal", "convolutions", "head"),
     ),
@@ -77,7 +77,7 @@ _ROWS = (
         config_key="dart_config",
         layers=1,
         zero_stages=(0, 1, 2),  # training reads the head's whole weight
-        formats={"dart": Format(target=True)},
+        formats={"dart": ExportFormat(target=True)},
         own_head=True,
         options=("head",),
     ),
@@ -104,10 +104,10 @@ OWN_OPTIONS = ("sample_from_anchor", "causal", "convolutions", "head")  # of `in
 
 def check_blocks(options) -> None:
     """Raise ValueError for options (`infer.config.DrafterConfig`) that its family does not read."""
-    row, plain = FAMILIES[options.family], type(options)()
+    row, plain = FAMILIES[options.family], vars(type(options)())
     for name in OWN_OPTIONS:
-        if name not in row.options and getattr(options, name) != getattr(plain, name):
-            value = getattr(options, name)
+        value = vars(options)[name]
+        if name not in row.options and value != plain[name]:
             given = f"drafter.head.name={value.name}" if name == "head" else f"drafter.{name}={value}"
             raise ValueError(f"{given}: drafter={options.family} has no such thing")
 

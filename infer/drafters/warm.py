@@ -74,12 +74,9 @@ def computes_alike(theirs: nn.Module, ours: nn.Module, target: Target, drafter: 
 
 def is_gated(layer: nn.Module) -> bool:
     """Return whether a layer's attention has queries and gates of the same size in one projection."""
-    parts = [
-        getattr(getattr(layer, "self_attn", None), name, None) for name in ("q_proj", "o_proj", "q_norm", "k_norm")
-    ]
-    if None in parts or not (hasattr(parts[0], "out_features") and hasattr(parts[1], "in_features")):
-        return False
-    return parts[0].out_features == 2 * parts[1].in_features
+    shapes = {name: tensor.shape for name, tensor in layer.named_parameters()}
+    names = [f"self_attn.{part}.weight" for part in ("q_proj", "o_proj", "q_norm", "k_norm")]
+    return shapes.keys() >= {*names} and shapes[names[0]][0] == 2 * shapes[names[1]][1]
 
 
 def plain_order(size: int, share: float) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer.drafters.config_keys import Keys, Reading
+from infer.drafters.config_keys import ConfigReading, Keys
 from infer.drafters.dflash.layouts import DFLASH2, DSPARK, SPECFORGE
 from infer.drafters.heads.table import head_of
 from infer.formats.folders import Folder, open_folder
@@ -46,7 +46,9 @@ def check_folder(path: str | Path, target_layers: int | None = None) -> list[Ver
     ]
 
 
-def engine_problems(folder: Folder, reading: Reading, layouts: tuple[str, ...], own_problems: Callable) -> list[str]:
+def engine_problems(
+    folder: Folder, reading: ConfigReading, layouts: tuple[str, ...], own_problems: Callable
+) -> list[str]:
     """Return what is at fault for an engine that reads some layouts; `own_problems` adds what only that engine asks
     for."""
     problems = [*folder.problems]
@@ -63,7 +65,7 @@ def engine_problems(folder: Folder, reading: Reading, layouts: tuple[str, ...], 
     return problems
 
 
-def vllm(keys: Keys, folder: Folder, reading: Reading) -> None:
+def vllm(keys: Keys, folder: Folder, reading: ConfigReading) -> None:
     """vLLM's qwen3_dflash: every tensor must be known; embedding, head and d2t may be there."""
     check_architectures(keys, reading)
     part = keys.part("dflash_config")
@@ -82,7 +84,7 @@ def vllm(keys: Keys, folder: Folder, reading: Reading) -> None:
     check_tensors(keys, folder, reading, stored_ends(folder, reading), {"t2d", "d2t"})
 
 
-def sglang(keys: Keys, folder: Folder, reading: Reading) -> None:
+def sglang(keys: Keys, folder: Folder, reading: ConfigReading) -> None:
     """SGLang's models/dflash and dspark: what they do not know they ignore, so that embedding, head and d2t would go
     unused; DSpark's drafters carry copies of the target's."""
     check_architectures(keys, reading)
@@ -104,7 +106,7 @@ def sglang(keys: Keys, folder: Folder, reading: Reading) -> None:
     check_tensors(keys, folder, reading, set(), ENDS)
 
 
-def speculators(keys: Keys, folder: Folder, reading: Reading) -> None:
+def speculators(keys: Keys, folder: Folder, reading: ConfigReading) -> None:
     """speculators' DFlashSpeculatorConfig, and what vLLM makes of it."""
     part = keys.part("speculators_config")
     if not part.raw:
@@ -118,7 +120,7 @@ def speculators(keys: Keys, folder: Folder, reading: Reading) -> None:
     check_tensors(keys, folder, reading, stored_ends(folder, reading), reading.unused)
 
 
-def authors(keys: Keys, folder: Folder, reading: Reading) -> None:
+def authors(keys: Keys, folder: Folder, reading: ConfigReading) -> None:
     """The authors' package: `DFlashDraftModel.from_pretrained`, a Qwen3Config, the target's embedding and head."""
     check_window(keys, reading, "the authors' code")
     check_anchor(keys, reading, "the authors' code")
@@ -129,7 +131,7 @@ def authors(keys: Keys, folder: Folder, reading: Reading) -> None:
     check_tensors(keys, folder, reading, set(), ENDS)
 
 
-def native(keys: Keys, folder: Folder, reading: Reading) -> None:
+def native(keys: Keys, folder: Folder, reading: ConfigReading) -> None:
     """transformers' own class, which every fault of ours is one of, too."""
     check_tensors(keys, folder, reading, set(), reading.unused)
 
@@ -137,11 +139,11 @@ def native(keys: Keys, folder: Folder, reading: Reading) -> None:
 def check_speculators_config(part: Keys, kind: str) -> None:
     """Note what is wrong with `speculators_config`."""
     methods = part.raw.get("proposal_methods")
-    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    first = methods[0] if type(methods) is list and methods and type(methods[0]) is dict else {}
     tokens = first.get("speculative_tokens", 1)
     if "speculative_tokens" not in first:
         part.note("proposal_methods", "has no first entry with speculative_tokens")
-    elif not isinstance(tokens, int) or tokens < 1:
+    elif type(tokens) is not int or tokens < 1:
         part.note("proposal_methods[0].speculative_tokens", f"is {tokens!r}, expected 1 or more")
     if part.raw.get("default_proposal_method") not in [m.get("proposal_type") for m in methods or [] if m]:
         part.note("default_proposal_method", "is the proposal_type of none of proposal_methods")
@@ -152,7 +154,7 @@ def check_speculators_config(part: Keys, kind: str) -> None:
         verifier.note("name_or_path", "is missing")
 
 
-def check_architectures(keys: Keys, reading: Reading) -> None:
+def check_architectures(keys: Keys, reading: ConfigReading) -> None:
     """Note another class than the one that engines know the layout by. Domino's published drafter names that of the
     backbone, which SGLang goes by."""
     expected = {"dflash": "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
@@ -161,14 +163,14 @@ def check_architectures(keys: Keys, reading: Reading) -> None:
         keys.note("architectures", f"is {keys.raw.get('architectures')}, expected exactly {[expected[reading.layout]]}")
 
 
-def check_window(keys: Keys, reading: Reading, engine: str) -> None:
+def check_window(keys: Keys, reading: ConfigReading, engine: str) -> None:
     """A Qwen3 config without use_sliding_window forgets its window when transformers reads it."""
     sliding = "sliding_attention" in reading.options.get("layer_types", [])
     if sliding and keys.raw.get("sliding_window") is not None and keys.raw.get("use_sliding_window") is not True:
         keys.note("use_sliding_window", f"is not true: {engine} would find no sliding_window")
 
 
-def check_causal(keys: Keys, reading: Reading, engine: str, *flags: bool | None) -> None:
+def check_causal(keys: Keys, reading: ConfigReading, engine: str, *flags: bool | None) -> None:
     """Note where an engine reads another causality inside the block than we do: the first of its flags that is set
     counts for all layers, otherwise a sliding layer is causal and a full one is not."""
     flag = next((flag for flag in flags if flag is not None), None)
@@ -180,7 +182,7 @@ def check_causal(keys: Keys, reading: Reading, engine: str, *flags: bool | None)
         keys.note("causal", f"{said}: {engine} {theirs}")
 
 
-def check_last_tap(keys: Keys, reading: Reading, engine: str) -> None:
+def check_last_tap(keys: Keys, reading: ConfigReading, engine: str) -> None:
     """Note a tap of the target's last layer that an engine reads before the last norm."""
     if reading.own.get("last_tap") == "normed" and reading.options.get("num_target_layers") is not None:
         keys.note("last_tap", f"is normed: {engine} taps the target's last layer before the last norm")
@@ -196,7 +198,7 @@ WORDS = {
 }
 
 
-def check_anchor(keys: Keys, reading: Reading, engine: str) -> None:
+def check_anchor(keys: Keys, reading: ConfigReading, engine: str) -> None:
     """Note what the layout has no words for: a first slot that drafts, a conditional head, convolutions."""
     kind, row, own = keys.raw.get("speculators_model_type"), head_of(reading.own), reading.own
     words = WORDS.get(f"speculators {kind}" if kind else reading.layout, ())
@@ -219,12 +221,12 @@ def check_ends(folder: Folder, engine: str, problems: list[str]) -> None:
         problems.append(f"{engine} takes the target's embedding and head and ignores {', '.join(unused)}")
 
 
-def stored_ends(folder: Folder, reading: Reading) -> set[str]:
+def stored_ends(folder: Folder, reading: ConfigReading) -> set[str]:
     """Return the tensors of embedding and head that must be right: the stored ones, all for a draft vocabulary."""
     return ENDS if "draft_vocab_size" in reading.options else ENDS & folder.tensors.keys()
 
 
-def check_tensors(keys: Keys, folder: Folder, reading: Reading, ends: set[str], unused: set[str]) -> None:
+def check_tensors(keys: Keys, folder: Folder, reading: ConfigReading, ends: set[str], unused: set[str]) -> None:
     """Note what is wrong with the tensors, of those of embedding and head only with `ends`."""
     if folder.tensors and not reading.problems:
         wanted = {name: shape for name, shape in shapes(reading).items() if name not in ENDS or name in ends}

@@ -63,7 +63,7 @@ def check_base_model(name: str, drafter: Drafter) -> str | None:
 
 def target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
     """Return a target's sizes, from its own config or from a drafter's."""
-    layers = getattr(config, "num_target_layers", None) if hasattr(config, "block_size") else config.num_hidden_layers
+    layers = vars(config).get("num_target_layers", config.num_hidden_layers)
     return {"hidden_size": config.hidden_size, "layers": layers, "vocab_size": config.vocab_size}
 
 

@@ -109,7 +109,7 @@ def open_folder(path: str | Path) -> Folder:
 def _json(file: Path, problems: list[str]) -> dict:
     try:
         content = json.loads(read_text(file, LARGEST_JSON))
-        if isinstance(content, dict):
+        if type(content) is dict:
             return content
         problems.append(f"{file.name} is no JSON object")
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
         return {}
     files: dict[str, set[str]] = {}
     places = _json(folder / INDEX, problems).get("weight_map")
-    if not isinstance(places, dict):
+    if type(places) is not dict:
         problems.append(f"{INDEX} has no weight_map")
         return {}
     for name, file in places.items():

@@ -6,29 +6,29 @@ one only.
 
 import torch
 
-from infer.drafters.config_keys import Reading
+from infer.drafters.config_keys import ConfigReading
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import Folder
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def read(folder: Folder, target_layers: int | None = None) -> Reading:
+def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
     """Read a folder; `target_layers`: how many layers the target has, for layouts that do not say. Nothing is raised:
     faults are among the reading's problems."""
     raw = folder.config
     if not raw:
-        return Reading("none", None, {}, [])
+        return ConfigReading("none", None, {}, [])
     for family in FAMILIES.values():
         reading = family.load().read(family, raw, folder.tensors, target_layers)
         if reading is not None:
             return reading
     known = ", ".join(f"['{family.architecture}']" for family in FAMILIES.values())
     sentence = f"architectures is {raw.get('architectures')}, expected {known}, or another name of theirs"
-    return Reading("none", None, {}, [f"config.json: {sentence}"])
+    return ConfigReading("none", None, {}, [f"config.json: {sentence}"])
 
 
-def shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
+def shapes(reading: ConfigReading) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that a drafter of this config has. The config has no problems."""
     with torch.device("meta"):
         drafter = reading.family.load()(reading.config())
@@ -55,7 +55,7 @@ def tensor_problems(folder: Folder, expected: dict[str, tuple[int, ...]], unused
     return [f"{what} tensors: {', '.join(sorted(names))}" for what, names in groups.items() if names]
 
 
-def find_problems(folder: Folder, reading: Reading) -> list[str]:
+def find_problems(folder: Folder, reading: ConfigReading) -> list[str]:
     """Return every fault that keeps a folder from being loaded here."""
     config = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:

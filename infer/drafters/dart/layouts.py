@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 
 from infer.drafters.base import Drafter
-from infer.drafters.config_keys import Keys, Reading, config_dict, known_tokens
+from infer.drafters.config_keys import ConfigReading, Keys, config_dict, known_tokens
 from infer.drafters.families import Family
 from infer.drafters.heads.table import read_head
 from infer.targets.target import Target
@@ -16,7 +16,7 @@ def default_layer_ids(target_layers: int) -> list[int]:
     return [1, target_layers // 2 - 1, target_layers - 4]
 
 
-def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
+def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
     """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
     target_layers: how many layers the target has, from which follows which ones the published layout taps."""
     keys, ours = Keys(raw, []), family.config_key in raw
@@ -47,7 +47,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
     unused = keys.draft_vocabulary(tensors, options) | {"embed_tokens.weight"}  # the target's, whatever is stored
     keys.note_unknown()
     options |= family.config_part(own) | {"num_target_layers": layers}
-    return Reading("DART", family, options, keys.problems, unused)
+    return ConfigReading("DART", family, options, keys.problems, unused)
 
 
 def write_published(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:

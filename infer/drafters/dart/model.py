@@ -19,19 +19,26 @@ Tensor names and the order of features and embeddings are those of the authors' 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.attention.attend import attend_grouped, has_kernel
 from infer.attention.kv_cache import KVCache
-from infer.attention.masks import block_mask, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, Place, init_last_norm, rotate, taps
+from infer.drafters.base import (
+    Drafter,
+    DrafterLayer,
+    DraftState,
+    Place,
+    attend_cached,
+    block_sight,
+    masked_attention_behind,
+    taps,
+)
 from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
 from infer.drafters.warm import can_start_as, weights_of
@@ -43,34 +50,29 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-class Layer(nn.Module):
-    """The decoder layer; its projections take an embedding and features side by side, (..., 2 D)."""
+class DARTLayer(DrafterLayer):
+    """Its attention reads an embedding and features side by side, (..., 2 D)."""
 
-    own_weights = ("input_layernorm.", "mask_rep")  # what no layer of a target has
+    own_weights = ("input_layernorm.", "mask_rep")
 
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # of the embedding
+        super().__init__(config, 2 * config.hidden_size, config.dart_config["qk_norm"])
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # of the features
         self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))  # never normalised
-        self.self_attn = Attention(config, 2 * config.hidden_size, config.dart_config["qk_norm"])
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config)
 
-    def items(self, projected: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """g (..., D) and the embeddings of the following tokens (..., D) to the inputs of attention (..., 2 D)."""
+    def items(self, projected: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
+        """g (..., D) and the embeddings of the following tokens (..., D) to the inputs of attention (..., 2 D); without
+        embeddings, as a layer of the target's reads states."""
+        following = torch.zeros_like(projected) if following is None else following
         return torch.cat([self.input_layernorm(following), self.hidden_norm(projected)], dim=-1)
 
-    def finish(self, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """What attention found (B, H, Q, E) onto the residuals (B, Q, D), and the feed-forward half of the layer."""
-        states = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-    def forward(self, states: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
-        """The layer over features (B, Q, D) without embeddings: what a layer of the target's computes."""
-        items = self.items(states, torch.zeros_like(states))
-        queries, (keys, values) = self.self_attn.queries(items, *rotary), self.self_attn.keys_values(items, *rotary)
-        return self.finish(states, attend(queries, keys, values))
+    def blocks(self, projected: torch.Tensor, items: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residuals (B, N W, D) and the inputs of attention (B, N W, 2 D) of blocks that begin with items
+        (B, N, 2 D), of features (B, N, D), and go on with `count` masks each. A mask's residual is its first half."""
+        masks = self.mask_rep.expand(*items.shape[:2], count, -1)
+        size = projected.shape[-1]
+        residual = torch.cat([projected[:, :, None], masks[..., :size]], dim=2)
+        return residual.flatten(1, 2), torch.cat([items[:, :, None], masks], dim=2).flatten(1, 2)
 
 
 @dataclass
@@ -108,14 +110,13 @@ class DART(Drafter):
     writers = {"dart": layouts.write_published}
     read = staticmethod(layouts.read)
     attention_patterns = [(True, None)]
-    projects_once = True
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
         self.first_draft_slot = 0 if self.own["shifted"] else 1
         self.num_queries = self.block_size - 1 + self.first_draft_slot  # W
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = Layer(config)
+        self.midlayer = DARTLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_ends(embedding=False, head=True)
         self.add_conditional_head()
@@ -134,7 +135,7 @@ class DART(Drafter):
     def own_config(options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
         """Return `dart_config`; queries and keys have norms where the target's have."""
         attending = [] if target is None else [target.body.layers[i] for i in attention_layers(theirs)[:1]]
-        norms = all(hasattr(getattr(layer, "self_attn", None), "q_norm") for layer in attending)
+        norms = all("self_attn.q_norm.weight" in dict(layer.named_parameters()) for layer in attending)
         return taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms}
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
@@ -147,19 +148,10 @@ class DART(Drafter):
         nn.init.normal_(self.midlayer.mask_rep, std=self.config.initializer_range, generator=generator)
 
     @torch.no_grad()
-    def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
-        """Draw fresh weights and copy the target's head. If `warm`, also take over the target's own layer where it
-        computes what ours does, and a mask that goes with it, unless the target has no weights to run with."""
-        self.init_weights(generator)
-        init_last_norm(self, target)
-        self.lm_head.weight.copy_(target.head_weight)
-        if warm and self.warm_start(target) and not any(weight.is_meta for weight in target.body.parameters()):
-            self._init_mask(target, generator)
-
-    @torch.no_grad()
-    def warm_start(self, target: Target) -> bool:
+    def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
         """Start from the target's last norm and the layer behind the last tapped one, which reads that layer's features
-        and no embeddings yet, where it computes what ours does; return whether it does."""
+        and no embeddings yet, where it computes what ours does, and from a mask that goes with it, unless the target
+        has no weights to run with; return whether it does."""
         chosen = self.warm_layers(self.layer_ids, 1, target.config)
         if not chosen:
             return False
@@ -177,9 +169,11 @@ class DART(Drafter):
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
         self.norm.weight.copy_(read_norm(target.body.norm).weight)
+        if not any(weight.is_meta for weight in target.body.parameters()):
+            self._init_mask(target, generator)
         return True
 
-    def _init_mask(self, target: Target, generator: torch.Generator) -> None:
+    def _init_mask(self, target: Target, generator: torch.Generator | None) -> None:
         """Set the mask to the average item of a random text: a random mask drowns what attention adds to it
         (LOG.md)."""
         ids = torch.randint(target.config.vocab_size, (1, 128), generator=generator).to(target.device)
@@ -212,28 +206,13 @@ class DART(Drafter):
         steps = torch.arange(self.num_queries, device=last.device)
         block_positions = (positions.gather(1, last)[..., None] + steps).flatten(1)  # (B, N*W)
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
-        layer, attention = self.midlayer, self.midlayer.self_attn
-
-        def blocks(of_items: torch.Tensor, of_mask: torch.Tensor) -> torch.Tensor:
-            """What stands in the blocks, (B, N*W, C), from what belongs to their first items, (B, N, C), and to a mask,
-            (C,): all masks are alike, so that they are projected once."""
-            masked = of_mask.expand(*of_items.shape[:2], self.num_queries - 1, -1)
-            return torch.cat([of_items[:, :, None], masked], dim=2).flatten(1, 2)
 
         def through(projected: torch.Tensor) -> torch.Tensor:
-            items = layer.items(projected, following)  # (B, T, 2 D)
-            keys, values = attention.keys_values(items, *context_rotary)
-            begin = items.gather(1, last[..., None].expand(-1, -1, items.shape[-1]))  # (B, N, 2 D)
-            q, k, v = (
-                attention.heads(blocks(project(begin), project(layer.mask_rep)))  # (B, N*W, H, E)
-                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            queries = rotate(attention.q_norm(q).transpose(1, 2), *rotary)
-            keys = torch.cat([keys, rotate(attention.k_norm(k).transpose(1, 2), *rotary)], dim=2)
-            values = torch.cat([values, v.transpose(1, 2)], dim=2)
-            residual = projected.gather(1, last[..., None].expand(-1, -1, projected.shape[-1]))  # (B, N, D)
-            residual = blocks(residual, layer.mask_rep[: projected.shape[-1]])
-            return layer.finish(residual, masked_attention(queries, keys, values, mask))
+            items = self.midlayer.items(projected, following)  # (B, T, 2 D)
+            before = self.midlayer.self_attn.keys_values(items, *context_rotary)
+            begin = (part.gather(1, last[..., None].expand(-1, -1, part.shape[-1])) for part in (projected, items))
+            residual, inputs = self.midlayer.blocks(*begin, self.num_queries - 1)
+            return self.midlayer(residual, rotary, partial(masked_attention_behind, before, mask), inputs)
 
         projected = self.fc(features)  # (B, T, D)
         states = checkpoint(through, projected, use_reentrant=False) if self.recompute else through(projected)
@@ -283,16 +262,8 @@ class DART(Drafter):
     def block_states(self, target: Target, bonus: torch.Tensor, place: Place, pending: torch.Tensor) -> torch.Tensor:
         """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,); pending (B, F): features of the last
         positions, which are `place.ends`."""
-        ends, rotary, window = place
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        mask = block_mask(ends, self.num_queries, True, None)
-        mask = mask if has_kernel(ends.device) else mask.dense(window.extent)
-        following = target.embed(bonus)[:, None].to(pending.dtype)  # (B, 1, D)
+        mask = block_sight(place, self.num_queries, (True, None))
         projected = self.fc(pending[:, None])  # (B, 1, D)
-        masks = layer.mask_rep.expand(len(ends), self.num_queries - 1, -1)  # (B, W - 1, 2 D)
-        inputs = torch.cat([layer.items(projected, following), masks], dim=1)
-        queries = attention.queries(inputs, *rotary)
-        keys, values = window.update(*attention.keys_values(inputs, *rotary), 0)
-        mixed = attend_grouped(queries, keys, values, mask)
-        residual = torch.cat([projected, masks[..., : projected.shape[-1]]], dim=1)  # of a mask: its first half
-        return layer.finish(residual, mixed)
+        items = self.midlayer.items(projected, target.embed(bonus)[:, None].to(pending.dtype))
+        residual, inputs = self.midlayer.blocks(projected, items, self.num_queries - 1)
+        return self.midlayer(residual, place.rotary, partial(attend_cached, place.window, 0, mask), inputs)

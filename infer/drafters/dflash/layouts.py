@@ -16,7 +16,7 @@ JetSpec and NeMo Automodel write the public one, with a flag (`causal_head`) and
 from collections.abc import Collection
 from typing import Any
 
-from infer.drafters.config_keys import Keys, Reading, check_proposal
+from infer.drafters.config_keys import ConfigReading, Keys, check_proposal
 from infer.drafters.families import Family
 from infer.drafters.heads import table as heads
 
@@ -60,7 +60,7 @@ NATIVE_TENSORS = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.wei
 NATIVE_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 2048, "max_position_embeddings": 131072}
 
 
-def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> Reading | None:
+def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
     """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
     target_layers: how many layers the target has, for configs that do not say."""
     keys = Keys(raw, [], heads=True)
@@ -70,7 +70,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
             f"is {raw['speculators_model_type']!r}, whose drafters are not read: they "
             "write token by token, and not a block at once",
         )
-        return Reading("none", None, {}, keys.problems)
+        return ConfigReading("none", None, {}, keys.problems)
     if "speculators_model_type" in raw:
         return read_speculators(family, keys, tensors, target_layers)
     if raw.get("model_type") == NATIVE_TYPE or keys.architecture == NATIVE:
@@ -80,7 +80,7 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
     return None
 
 
-def read_public(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> Reading:
+def read_public(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> ConfigReading:
     """Read the public layout, DeepSpec's flat form, or one of those with a head that are like the public one."""
     raw = keys.raw
     flat = raw.get(family.config_key) is None and raw.get("target_layer_ids") is not None
@@ -114,7 +114,7 @@ def read_public(family: Family, keys: Keys, tensors: Collection[str], target_lay
         own["causal"] = False
     own |= causal_flag(keys, part)
     own |= head | convolutions(part, options["hidden_size"])
-    reading = Reading(layout, family, options, keys.problems, renamed=renamed(layout, own, tensors))
+    reading = ConfigReading(layout, family, options, keys.problems, renamed=renamed(layout, own, tensors))
     if layers is not None and "last_tap" in own and part.get("last_tap") is None:
         reading.guessed_tap = (
             "it taps the target's last layer and does not say where: behind the last norm, as the authors' code does; "
@@ -179,7 +179,7 @@ def convolutions(part: Keys, hidden: int | None) -> dict[str, int]:
     return own
 
 
-def read_transformers(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> Reading:
+def read_transformers(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> ConfigReading:
     """Read the folder of transformers' own class. It has no vocabulary: the least one that has the mask token is taken
     where the folder does not say."""
     keys.raw = NATIVE_DEFAULTS | {key: value for key, value in keys.raw.items() if value is not None}
@@ -198,18 +198,18 @@ def read_transformers(family: Family, keys: Keys, tensors: Collection[str], targ
     if "sliding_attention" in options["layer_types"]:
         own["causal"] = False
         options["sliding_window"] = (options["sliding_window"] or 0) + 1  # theirs counts distances, ours positions
-    reading = Reading("transformers", family, options, keys.problems, renamed=NATIVE_TENSORS)
+    reading = ConfigReading("transformers", family, options, keys.problems, renamed=NATIVE_TENSORS)
     return complete(reading, keys, own, tensors, layers)
 
 
-def read_speculators(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> Reading:
+def read_speculators(family: Family, keys: Keys, tensors: Collection[str], target_layers: int | None) -> ConfigReading:
     """Read speculators' layout of DFlash drafters, with heads or without."""
     kind = keys.raw["speculators_model_type"]
     if kind not in SPECULATORS:
         keys.note("speculators_model_type", f"is {kind!r}, expected {' or '.join(SPECULATORS)}")
     keys.heads = kind != "dflash"
     keys.raw = SPECULATORS.get(kind, {}) | {key: value for key, value in keys.raw.items() if value is not None}
-    if not isinstance(keys.raw.get("transformer_layer_config"), dict):
+    if type(keys.raw.get("transformer_layer_config")) is not dict:
         keys.note("transformer_layer_config", "is missing")
     part = keys.part("transformer_layer_config")
     keys.plain()
@@ -230,13 +230,13 @@ def read_speculators(family: Family, keys: Keys, tensors: Collection[str], targe
     if keys.flag("sliding_window_non_causal") and "sliding_attention" in options["layer_types"]:
         own["causal"] = False
     unused = {"verifier_lm_head.weight", "verifier_norm.weight"}
-    reading = Reading("speculators", family, options, keys.problems, unused)
+    reading = ConfigReading("speculators", family, options, keys.problems, unused)
     return complete(reading, keys, own, tensors, layers)
 
 
 def complete(
-    reading: Reading, keys: Keys, own: dict[str, Any], tensors: Collection[str], layers: int | None
-) -> Reading:
+    reading: ConfigReading, keys: Keys, own: dict[str, Any], tensors: Collection[str], layers: int | None
+) -> ConfigReading:
     """Complete a reading: embedding and head of the drafter's own, as vLLM takes them, and `dflash_config`. Note the
     keys that nothing has asked for."""
     options = reading.options

@@ -14,19 +14,28 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from infer.attention.attend import attend_grouped, has_kernel
+from infer.attention.attend import has_kernel
 from infer.attention.kv_cache import KVCache
-from infer.attention.masks import additive, block_mask, masked_attention
 from infer.config import DrafterConfig
-from infer.drafters.base import Attention, Drafter, DraftState, Place, default_mask_token, taps
+from infer.drafters.base import (
+    Drafter,
+    DrafterLayer,
+    DraftState,
+    Place,
+    attend_cached,
+    block_sight,
+    default_mask_token,
+    masked_attention_behind,
+    taps,
+)
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
@@ -48,49 +57,23 @@ def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
     return [(slides if causal is None else causal, config.sliding_window if slides else None) for slides in sliding]
 
 
-def visible(ends: torch.Tensor, width: int, extent: int, causal: bool, window: int | None) -> torch.Tensor:
-    """Return what blocks of `width` queries behind `ends` (B,) cached positions see of the first `extent` positions,
-    block included: bool, (B, 1, width, extent), or (B, 1, 1, extent) where all of a block see the same."""
-    keys, steps = torch.arange(extent, device=ends.device), torch.arange(width, device=ends.device)
-    last = ends[:, None] + (steps if causal else width - 1)
-    seen = keys <= last[..., None]
-    if window is not None:
-        seen = seen & (((ends[:, None] + steps)[..., None] - keys).abs() < window)
-    return seen[:, None]
+class DFlashLayer(DrafterLayer):
+    """Its attention and its MLP stand between two convolutions each, if the config says so."""
 
-
-class Layer(nn.Module):
-    own_weights = ("attention_conv.", "mlp_conv.")  # what no layer of a target has
+    own_weights = ("attention_conv.", "mlp_conv.")
 
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config)
-        if config.dflash_config.get("conv_kernel_size"):
+        super().__init__(config, config.hidden_size)
+        self.convolves = bool(config.dflash_config.get("conv_kernel_size"))
+        if self.convolves:
             self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
 
     def around(self, name: str, states: torch.Tensor, sublayer: Callable) -> torch.Tensor:
-        """Return what `sublayer` makes of normalised states (B, Q, D), between its two convolutions if it has any."""
-        convolution = getattr(self, name, None)
-        if convolution is None:
+        if not self.convolves:
             return sublayer(states)
+        convolution = self.get_submodule(f"{name}_conv")
         before, behind = convolution.kernels(states)
         return convolution.convolve(sublayer(convolution.convolve(states, before)), behind)
-
-    def forward(self, block: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend) -> torch.Tensor:
-        """One layer over block states (B, Q, D). `attend(queries, keys, values)`, all of the block, (B, H, Q, E), adds
-        the context to the keys and values and returns (B, H, Q, E): from a cache or from a packed row."""
-
-        def attention(states: torch.Tensor) -> torch.Tensor:
-            queries = self.self_attn.queries(states, *rotary)
-            keys, values = self.self_attn.keys_values(states, *rotary)
-            mixed = attend(queries, keys, values).transpose(1, 2).flatten(2)  # (B, Q, H*E)
-            return self.self_attn.o_proj(mixed)
-
-        block = block + self.around("attention_conv", self.input_layernorm(block), attention)
-        return block + self.around("mlp_conv", self.post_attention_layernorm(block), self.mlp)
 
 
 @dataclass
@@ -137,9 +120,9 @@ class DFlash(Drafter):
         self.pattern_of_layer = [self.attention_patterns.index(pattern) for pattern in of_layers]
         self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.add_ends(getattr(config, "has_embed_tokens", False), getattr(config, "has_lm_head", False))
+        self.add_ends(config.has_embed_tokens, config.has_lm_head)
         self.add_conditional_head()
 
     @staticmethod
@@ -179,12 +162,13 @@ class DFlash(Drafter):
 
     def init_weights(self, generator: torch.Generator) -> None:
         super().init_weights(generator)
-        for part in self.modules():
-            if isinstance(part, Convolution):
-                part.init_weights()
+        for layer in self.layers:
+            if layer.convolves:
+                layer.attention_conv.init_weights()
+                layer.mlp_conv.init_weights()
 
     @torch.no_grad()
-    def warm_start(self, target: Target) -> bool:
+    def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
         """Start from the target's own layers, where they compute what ours do, or nearly (`drafters.warm`); return
         whether they do.
 
@@ -243,14 +227,9 @@ class DFlash(Drafter):
         context, block = self.context(features), blocks
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
 
-        def through(layer: Layer, block: torch.Tensor, context: torch.Tensor, mask) -> torch.Tensor:
+        def through(layer: DFlashLayer, block: torch.Tensor, context: torch.Tensor, mask) -> torch.Tensor:
             before = layer.self_attn.keys_values(context, *context_rotary)
-
-            def attend(queries, keys, values):
-                keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
-                return masked_attention(queries, keys, values, mask)
-
-            return layer(block, rotary, attend)
+            return layer(block, rotary, partial(masked_attention_behind, before, mask))
 
         for layer, pattern in zip(self.layers, self.pattern_of_layer, strict=True):
             if self.recompute:  # only `block` and `context` are kept for the backward pass
@@ -265,7 +244,7 @@ class DFlash(Drafter):
         key_weights = torch.stack([each.k_norm.weight.detach().expand(cache.heads, -1) for each in attentions])
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
-        layers = [] if self.convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
+        layers = [] if self.layers[0].convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
         layers = [read_layer(layer, "", *heads).turned() for layer in layers]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
         fc, projection = (lean.Product(weight.detach().t()).turned() for weight in (self.fc.weight, projection))
@@ -305,48 +284,25 @@ class DFlash(Drafter):
             return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 
-    @property
-    def convolves(self) -> bool:
-        """Whether its layers have DFlash 2's convolutions, which the lean pass does not express."""
-        return bool(self.own.get("conv_kernel_size"))
-
-    def convolved_states(self, target: Target, bonus: torch.Tensor, place: Place) -> torch.Tensor:
-        """Do as `block_states` does, through the layers that training goes through."""
-        ends, rotary, window = place
-        if has_kernel(ends.device):
-            masks = [block_mask(ends, self.num_queries, *pattern) for pattern in self.attention_patterns]
-        else:
-            masks = [visible(ends, self.num_queries, window.extent, *pattern) for pattern in self.attention_patterns]
-        block = self.embed(target, self.block_ids(bonus))  # (B, K, D)
-        for i, layer in enumerate(self.layers):
-
-            def attend(queries, keys, values, i=i):
-                keys, values = window.update(keys, values, i)
-                return attend_grouped(queries, keys, values, masks[self.pattern_of_layer[i]])
-
-            block = layer(block, rotary, attend)
-        return block
-
     def block_states(
         self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer], alike: bool
     ) -> torch.Tensor:
         """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,); alike: whether all rows see all
-        of the window. What it computes is `Layer.forward`'s."""
+        of the window. What it computes is `DrafterLayer.forward`'s."""
         ends, rotary, window = place
-        if self.convolves:
-            return self.convolved_states(target, bonus, place)
-        dtype, groups = self.norm.weight.dtype, layers[0].heads // layers[0].key_heads
-        masks: list[lean.Mask] = []  # for packed heads
+        kernel, masks = has_kernel(ends.device), []
         for pattern in self.attention_patterns:
-            seen = None
-            if has_kernel(ends.device):
-                seen = block_mask(ends, self.num_queries, *pattern)
-            elif not alike or pattern != (False, None):
-                seen = additive(visible(ends, self.num_queries, window.extent, *pattern), dtype)
-                seen = seen if seen.shape[2] == 1 else seen.repeat(1, 1, groups, 1)
-            masks.append(seen)
+            everything = alike and pattern == (False, None) and not kernel
+            masks.append(None if everything else block_sight(place, self.num_queries, pattern))
+        states = self.embed(target, self.block_ids(bonus))  # (B, K, D)
+        if self.layers[0].convolves:  # which the lean pass does not express
+            for i, (layer, pattern) in enumerate(zip(self.layers, self.pattern_of_layer, strict=True)):
+                states = layer(states, rotary, partial(attend_cached, window, i, masks[pattern]))
+            return states
+        groups = layers[0].heads // layers[0].key_heads
+        masks = [mask if kernel or mask is None else mask.repeat(1, 1, groups, 1) for mask in masks]
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
-        states = self.embed(target, self.block_ids(bonus)).flatten(0, 1)  # (B K, D)
+        states = states.flatten(0, 1)
         for layer, memory, pattern in zip(layers, window.layers(), self.pattern_of_layer, strict=True):
             states = layer.run(states, rotation, masks[pattern], memory)
         return states.unflatten(0, (len(bonus), -1))

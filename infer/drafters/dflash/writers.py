@@ -5,6 +5,7 @@ rest here. V vocabulary, D hidden size.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -13,22 +14,68 @@ from infer.drafters.config_keys import config_dict, known_tokens
 from infer.drafters.dflash.layouts import NATIVE, NATIVE_TENSORS, NATIVE_TYPE
 from infer.targets.target import Target
 
+# what readers of some formats would run in another way: which drafters, and a sentence
+FAULTS: dict[str, tuple[Callable[[Drafter], object], str]] = {
+    "from anchor": (
+        lambda drafter: drafter.own.get("sample_from_anchor"),
+        "its first slot drafts already (sample_from_anchor)",
+    ),
+    "not from anchor": (
+        lambda drafter: not drafter.own.get("sample_from_anchor"),
+        "its first slot does not draft (drafter.sample_from_anchor=true)",
+    ),
+    "causal": (
+        lambda drafter: any(causal for causal, _ in drafter.attention_patterns),
+        "it has layers that are causal inside the block",
+    ),
+    "full and causal": (
+        lambda drafter: (True, None) in drafter.attention_patterns,
+        "it has layers that see all and are causal inside the block (dflash_config.causal)",
+    ),
+    "sliding": (lambda drafter: any(window for _, window in drafter.attention_patterns), "it has sliding layers"),
+    "window of 1": (
+        lambda drafter: any(window == 1 for _, window in drafter.attention_patterns),
+        "its window of 1 position has no word there",
+    ),
+    "raw": (
+        lambda drafter: drafter.own.get("last_tap") == "raw",
+        "it taps the last layer before the target's last norm (last_tap=raw)",
+    ),
+    "normed": (
+        lambda drafter: drafter.own.get("last_tap") == "normed",
+        "it taps the last layer behind the target's last norm (last_tap=normed)",
+    ),
+    "recurrent": (
+        lambda drafter: drafter.own.get("markov_head_type") == "rnn" and not drafter.own.get("sample_from_anchor"),
+        "its recurrent head reads the bonus token's slot there (sample_from_anchor)",
+    ),
+    "part": (lambda drafter: drafter.d2t is not None, "its head knows a part of the vocabulary only"),
+}
+DSPARK_FAULTS = ("not from anchor", "causal", "sliding", "normed")
+REFUSED = {  # by format
+    "dflash": ("from anchor",),
+    "dflash2": ("from anchor",),
+    "dspark": (*DSPARK_FAULTS, "part"),
+    "specforge": DSPARK_FAULTS,
+    "treeflash": ("from anchor", "causal"),
+    "transformers": ("from anchor", "causal", "raw", "window of 1"),
+    "speculators": ("full and causal", "recurrent", "normed"),
+}
 LARGEST_CHOICE = 1024  # engines hold a table of selector_top_k squared for every slot
 
 
 def write_public(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
     """Return config.json and tensors in the public layout, without embedding and head. `target` is needed for a drafter
     that has copies of them. Raises ValueError for drafters that this layout has no words for."""
-    refuse_anchor(drafter, "dflash")
+    refuse(drafter, "dflash")
     return without_ends(drafter, target, "dflash")
 
 
-def refuse_anchor(drafter: Drafter, format: str) -> None:
-    """Raise ValueError for a drafter whose first slot drafts."""
-    if drafter.own.get("sample_from_anchor"):
-        raise ValueError(
-            f"format={format}: its first slot drafts already (sample_from_anchor), which no engine reads there"
-        )
+def refuse(drafter: Drafter, format: str) -> None:
+    """Raise ValueError for a drafter that readers of a format would run in another way."""
+    faults = [said for name in REFUSED[format] for holds, said in [FAULTS[name]] if holds(drafter)]
+    if faults:
+        raise ValueError(f"format={format}: its readers would run another drafter: {'; '.join(faults)}")
 
 
 def without_ends(drafter: Drafter, target: Target | None, format: str) -> tuple[dict, dict]:
@@ -53,7 +100,7 @@ def without_ends(drafter: Drafter, target: Target | None, format: str) -> tuple[
 def write_dflash2(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
     """Return config.json and tensors as DFlash 2's authors have them. A drafter without convolutions gets some that
     change nothing. Arguments and exceptions as of `write_public`."""
-    refuse_anchor(drafter, "dflash2")
+    refuse(drafter, "dflash2")
     config, weights = without_ends(drafter, target, "dflash2")
     own, convolutions = convolved(drafter, "dflash2")
     config["architectures"] = ["DFlash2DraftModel"]
@@ -89,11 +136,7 @@ def write_dspark(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
     """Return config.json and tensors in DeepSpec's flat form, with the embedding and the head that the drafter uses:
     DSpark, or DeepSpec's DFlash where it has no conditional head. Raises ValueError for drafters that it has no words
     for."""
-    faults = plain_faults(drafter)
-    if drafter.d2t is not None:
-        faults.append("its head knows a part of the vocabulary only")
-    if faults:
-        raise ValueError(f"format=dspark: its readers would run another drafter: {'; '.join(faults)}")
+    refuse(drafter, "dspark")
     own, config = drafter.own, config_dict(drafter.config)
     del config["dflash_config"]
     config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "sample_from_anchor": True}
@@ -106,9 +149,7 @@ def write_specforge(drafter: Drafter, target: Target | None) -> tuple[dict, dict
     """Return config.json and tensors in SpecForge's layout of DSpark and Domino drafters, which SGLang serves; the
     head's keys also stand beside `dflash_config`, where vLLM looks for them. Arguments and exceptions as of
     `write_public`."""
-    faults = plain_faults(drafter)
-    if faults:
-        raise ValueError(f"format=specforge: its readers would run another drafter: {'; '.join(faults)}")
+    refuse(drafter, "specforge")
     config, weights = without_ends(drafter, target, "specforge")
     own = config["dflash_config"]
     del own["sample_from_anchor"]
@@ -124,20 +165,6 @@ def write_specforge(drafter: Drafter, target: Target | None) -> tuple[dict, dict
     return config, weights
 
 
-def plain_faults(drafter: Drafter) -> list[str]:
-    """Return what DSpark's and Domino's readers would run in another way, in sentences."""
-    faults = []
-    if not drafter.own.get("sample_from_anchor"):
-        faults.append("its first slot does not draft (drafter.sample_from_anchor=true)")
-    if any(causal for causal, _ in drafter.attention_patterns):
-        faults.append("it has layers that are causal inside the block")
-    if any(window for _, window in drafter.attention_patterns):
-        faults.append("it has sliding layers")
-    if drafter.own.get("last_tap") == "normed":
-        faults.append("it taps the last layer behind the target's last norm (last_tap=normed)")
-    return faults
-
-
 def confidence_keys(own: dict) -> dict[str, bool]:
     """Return the keys of a confidence head, which readers of DSpark want to see set."""
     return {key: bool(own.get(key)) for key in ("enable_confidence_head", "confidence_head_with_markov")}
@@ -146,9 +173,7 @@ def confidence_keys(own: dict) -> dict[str, bool]:
 def write_treeflash(drafter: Drafter, target: Target | None) -> tuple[dict, dict]:
     """Return config.json and tensors as TreeFlash's authors have them. Arguments and exceptions as of
     `write_public`."""
-    refuse_anchor(drafter, "treeflash")
-    if any(causal for causal, _ in drafter.attention_patterns):
-        raise ValueError("format=treeflash: it has layers that are causal inside the block, and theirs are not")
+    refuse(drafter, "treeflash")
     if drafter.own.get("ar_hidden_size") not in (None, drafter.config.intermediate_size):
         raise ValueError(
             f"format=treeflash: its head has {drafter.own['ar_hidden_size']} entries, theirs as many as a layer, "
@@ -178,17 +203,7 @@ def write_transformers(drafter: Drafter, target: Target | None) -> tuple[dict, d
     speculation_type="dflash")`. `target` as in `write_public`. Raises ValueError for drafters that it would run in
     another way."""
     config, own = drafter.config, drafter.own
-    faults = []
-    if own.get("sample_from_anchor"):
-        faults.append("its first slot drafts already (sample_from_anchor)")
-    if any(causal for causal, _ in drafter.attention_patterns):
-        faults.append("it has layers that are causal inside the block, and transformers' are not")
-    if own.get("last_tap") == "raw":
-        faults.append("it taps the last layer before the target's last norm (last_tap=raw), transformers behind it")
-    if any(window == 1 for _, window in drafter.attention_patterns):
-        faults.append("its window of 1 position has no word there")
-    if faults:
-        raise ValueError(f"format=transformers: transformers would run another drafter: {'; '.join(faults)}")
+    refuse(drafter, "transformers")
     weights = without_ends(drafter, target, "transformers")[1]
     raw = {
         "architectures": [NATIVE],
@@ -271,14 +286,7 @@ def write_speculators(drafter: Drafter, target: Target | None) -> tuple[dict, di
     """Return config.json and tensors in speculators' layout, with the embedding and the head that the drafter uses;
     `target.name` tells the engine where to find the target. Raises ValueError for drafters that this layout has no
     words for."""
-    if (True, None) in drafter.attention_patterns:
-        raise ValueError("format=speculators: layers that see all are never causal there (dflash_config.causal)")
-    if len({causal for causal, window in drafter.attention_patterns if window}) > 1:
-        raise ValueError("format=speculators: sliding layers are all causal there, or none is")
-    if drafter.own.get("markov_head_type") == "rnn" and not drafter.own.get("sample_from_anchor"):
-        raise ValueError("format=speculators: a recurrent head reads the bonus token's slot there (sample_from_anchor)")
-    if drafter.own.get("last_tap") == "normed":
-        raise ValueError("format=speculators: its engines tap the last layer before the target's last norm (last_tap)")
+    refuse(drafter, "speculators")
     weights = with_ends(drafter, target, "speculators")
     if drafter.d2t is not None:
         weights["t2d"] = known_tokens(drafter.d2t, drafter.config.vocab_size)

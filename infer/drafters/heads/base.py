@@ -79,6 +79,11 @@ class Head(nn.Module):
         raise NotImplementedError
 
 
+def head_rows(config: Qwen3Config) -> int:
+    """Return how many tokens a drafter's own head knows."""
+    return getattr(config, "draft_vocab_size", None) or config.vocab_size
+
+
 class Confidence(nn.Module):
     """DSpark's confidence head: the probability that a slot's draft is accepted, from its state and, if `embedded`,
     the head's embedding of the token before it."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.drafters.base import Block, Drafter, DraftState, whole_vocabulary
+from infer.drafters.base import DraftedBlock, Drafter, DraftState, whole_vocabulary
 from infer.drafters.heads.base import Conditioned, Ends
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
@@ -26,7 +26,7 @@ CHUNK = 1 << 24  # scores that are in memory at a time
 Judge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Table(NamedTuple):
+class PairTable(NamedTuple):
     """Log-probabilities of every candidate behind every candidate of the slot before."""
 
     first: torch.Tensor  # (B, M) of slot 0, behind the bonus token
@@ -45,7 +45,7 @@ class ConditionalDraft:
         drafter: Drafter,
         target: Target,
         bonus: torch.Tensor,
-        block: Block,
+        block: DraftedBlock,
         judge: Judge | None = None,
         candidates: int = 32,
     ) -> None:
@@ -77,10 +77,10 @@ class ConditionalDraft:
         """Return the scores (B, c, V) of queries at slots (c,) behind tokens (B, c), not normalised, and a recurrent
         head's memory behind these tokens; `memory` (B, c, S) is that before them."""
         answer = self.head.condition(self.ends, self.states[:, slots], before, slots, memory)
-        scores = self._corrected(self.unary[:, slots], answer)
+        scores = self.corrected(self.unary[:, slots], answer)
         return (scores if self.judge is None else self.judge(scores, slots)), answer.memory
 
-    def _corrected(self, unary: torch.Tensor, answer: Conditioned) -> torch.Tensor:
+    def corrected(self, unary: torch.Tensor, answer: Conditioned) -> torch.Tensor:
         """Return the scores (..., V) that an answer makes of those without corrections, broadcast."""
         if answer.correction is None:
             return whole_vocabulary(self.drafter, self.drafter.logits(self.target, answer.read))
@@ -100,7 +100,7 @@ class ConditionalDraft:
         return torch.cat(found, 1), None if memories[0] is None else torch.cat(memories, 1)
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> PairTable:
         """The log-probabilities of all candidates behind all candidates, of a head that is not recurrent."""
         first = self._behind(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
         at_once = self.length * self.count if self.choices is not None and self.judge is None else self.at_once
@@ -110,7 +110,7 @@ class ConditionalDraft:
             before = self.tokens[:, start - 1 : slots.stop - 1]  # (B, s, M)
             parts = before.split(max(1, at_once // before.shape[1]), dim=2)
             steps.append(torch.cat([self._behind(slots, part) for part in parts], 2))
-        return Table(first[:, 0, 0], torch.cat(steps, 1) if steps else first[:, 1:])
+        return PairTable(first[:, 0, 0], torch.cat(steps, 1) if steps else first[:, 1:])
 
     def _behind(self, slots: slice, before: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each behind m tokens (B, s, m)."""
@@ -121,7 +121,7 @@ class ConditionalDraft:
             correction = answer.correction.to(out.dtype) @ out[choices].transpose(2, 3)
             scores = self.unary[:, slots].gather(2, choices)[:, :, None] + correction
             return scores.float().log_softmax(-1)[..., : self.count]
-        scores = self._corrected(self.unary[:, slots, None], answer)  # (B, s, m, V)
+        scores = self.corrected(self.unary[:, slots, None], answer)  # (B, s, m, V)
         if self.judge is not None:
             flat = number.expand(-1, before.shape[2]).flatten()  # (s m,)
             scores = self.judge(scores.flatten(1, 2), flat).view_as(scores)
@@ -196,14 +196,8 @@ def teach(drafter: Drafter, target: Target, states: torch.Tensor, before: torch.
     return drafter.conditional_head.teach(ends_of(drafter, target), states, before)
 
 
-def behind(drafter: Drafter, target: Target, block: Block, before: torch.Tensor) -> torch.Tensor:
+def behind(drafter: Drafter, target: Target, block: DraftedBlock, before: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots (B, L)."""
-    head, answer = drafter.conditional_head, teach(drafter, target, block.states, before)
-    if answer.correction is None:
-        return drafter.marginals(target, answer.read)
-    correction = F.linear(answer.correction.to(head.out.dtype), head.out).float()
-    scores = block.marginals + whole_vocabulary(drafter, correction)
-    if head.top_k:
-        least = block.marginals.topk(head.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(block.marginals < least, -torch.inf)
-    return scores.log_softmax(-1)
+    draft = ConditionalDraft(drafter, target, before[:, 0], block, candidates=1)
+    answer = teach(drafter, target, block.states, before)
+    return draft.corrected(draft.unary, answer).log_softmax(-1)

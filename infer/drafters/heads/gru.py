@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head
+from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
 
 
 class GRU(Head):
@@ -24,8 +24,7 @@ class GRU(Head):
         self.first = own.get("pure_draft_prefix_len", 0)  # slot from 0
         self.prefix_gru = nn.GRU(config.hidden_size, size, bias=False, batch_first=True)
         reads = nn.Linear(config.hidden_size + size, rank, bias=False)
-        rows = getattr(config, "draft_vocab_size", None) or config.vocab_size
-        self.embed_proj = nn.Sequential(reads, nn.SiLU(), nn.Linear(rank, rows, bias=False))
+        self.embed_proj = nn.Sequential(reads, nn.SiLU(), nn.Linear(rank, head_rows(config), bias=False))
 
     @property
     def out(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head
+from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
 
 
 class Markov(Head):
@@ -23,7 +23,7 @@ class Markov(Head):
         rank, hidden, self.kind = own["markov_rank"], config.hidden_size, own.get("markov_head_type", "vanilla")
         self.recurrent = self.kind == "rnn"
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, getattr(config, "draft_vocab_size", None) or config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, head_rows(config), bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
         if self.kind == "rnn":

@@ -12,7 +12,7 @@ NONE = "none"
 RECURRENT_KINDS = ("vanilla", "gated", "rnn")  # of the Markov head
 
 
-class Key(NamedTuple):
+class HeadKey(NamedTuple):
     """A key that a head has in the family's part of config.json: a whole number, or one of `choices`."""
 
     name: str
@@ -33,7 +33,7 @@ class HeadRow:
     head: str  # "module:class"; imported when a drafter has one
     attribute: str  # the drafter's submodule; the head's tensors begin with it
     key: str  # of the family's part of config.json: a drafter where it is set has this head
-    keys: tuple[Key, ...]  # all that it has there
+    keys: tuple[HeadKey, ...]  # all that it has there
     corrects: bool = True  # it adds to logits that there are without it
     tables: tuple[str, ...] = ()  # its tensors that are a vector for each token: AdamW's, where matrices are Muon's
 
@@ -56,10 +56,10 @@ _ROWS = (
         attribute="markov_head",
         key="markov_rank",
         keys=(
-            Key("markov_rank", "rank"),
-            Key("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
-            Key("enable_confidence_head", "confidence", False, choices=(True, False), optional=True),
-            Key("confidence_head_with_markov", "confidence", False, choices=(True, False), optional=True),
+            HeadKey("markov_rank", "rank"),
+            HeadKey("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
+            HeadKey("enable_confidence_head", "confidence", False, choices=(True, False), optional=True),
+            HeadKey("confidence_head_with_markov", "confidence", False, choices=(True, False), optional=True),
         ),
         tables=("markov_w1.weight", "markov_w2.weight"),
     ),
@@ -69,7 +69,7 @@ _ROWS = (
         "infer.drafters.heads.selector:Selector",
         attribute="candidate_selector",
         key="selector_rank",
-        keys=(Key("selector_rank", "rank"), Key("selector_top_k", "top_k", 16, least=0)),
+        keys=(HeadKey("selector_rank", "rank"), HeadKey("selector_top_k", "top_k", 16, least=0)),
         tables=("predecessor_codebook", "successor_codebook"),
     ),
     HeadRow(
@@ -79,8 +79,8 @@ _ROWS = (
         attribute="ar_approximation",
         key="ar_approximation",
         keys=(
-            Key("ar_approximation", new="swiglu", choices=("swiglu",)),
-            Key("ar_hidden_size", "hidden", optional=True),
+            HeadKey("ar_approximation", new="swiglu", choices=("swiglu",)),
+            HeadKey("ar_hidden_size", "hidden", optional=True),
         ),
         corrects=False,
     ),
@@ -91,9 +91,9 @@ _ROWS = (
         attribute="domino_head",
         key="gru_hidden_dim",
         keys=(
-            Key("emb_dim", "rank", 256),
-            Key("gru_hidden_dim", "hidden", 1024, new=1024),
-            Key("pure_draft_prefix_len", default=0, new=1, least=0),
+            HeadKey("emb_dim", "rank", 256),
+            HeadKey("gru_hidden_dim", "hidden", 1024, new=1024),
+            HeadKey("pure_draft_prefix_len", default=0, new=1, least=0),
         ),
         tables=("embed_proj.2.weight",),
     ),
@@ -112,7 +112,7 @@ def new_head(options) -> dict:
     drafter without one."""
     own = {}
     for key in HEADS[options.name].keys if options.name in HEADS else ():
-        value = getattr(options, key.option) if key.option else None
+        value = vars(options)[key.option] if key.option else None
         value = key.new if value is None else value
         if value is not None and value is not False:
             own[key.name] = value
@@ -151,7 +151,7 @@ def check_head(head) -> None:
         raise ValueError(f"drafter.head.name={head.name}: use {NONE} or {' or '.join(HEADS)}")
     read, plain = ("name", *(row.options if row else ())), type(head)()
     for name, value in vars(head).items():
-        if name not in read and value != getattr(plain, name):
+        if name not in read and value != vars(plain)[name]:
             takers = " or ".join(f"head={row.name}" for row in _ROWS if name in row.options)
             raise ValueError(f"drafter.head.{name}={value} is an option of {takers}, not of head={head.name}")
     if head.kind not in RECURRENT_KINDS:

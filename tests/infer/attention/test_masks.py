@@ -5,15 +5,20 @@ import torch
 from torch.nn import functional as F
 
 from infer.attention.masks import TreeMask, block_mask
-from infer.drafters.dflash.model import visible
 from infer.trees.tree import DraftTree
 
 
 @pytest.mark.parametrize("pattern", [(False, None), (True, None), (False, 3), (True, 5)])
 def test_a_drafters_block_sees_the_same(pattern):
-    ends = torch.tensor([0, 4, 9])
-    expected = visible(ends, 6, 20, *pattern).expand(3, 1, 6, 20)
-    assert torch.equal(block_mask(ends, 6, *pattern).dense(20), expected)
+    """A query sees what is cached and the block, or of that what comes before it, less than a window away."""
+    causal, window = pattern
+    for row, (end, found) in enumerate(
+        zip((0, 4, 9), block_mask(torch.tensor([0, 4, 9]), 6, *pattern).dense(20), strict=True)
+    ):
+        for query in range(6):
+            last = end + query if causal else end + 5
+            seen = [key <= last and (window is None or abs(end + query - key) < window) for key in range(20)]
+            assert found[0, query].tolist() == seen, row
 
 
 def test_a_tree_mask_equals_a_loop():

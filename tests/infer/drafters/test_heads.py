@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from infer import load_drafter
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.drafters.base import Block, drop_copies
+from infer.drafters.base import DraftedBlock, drop_copies
 from infer.drafters.heads import draft
 from infer.drafters.heads.draft import ConditionalDraft, behind, teach
 from infer.drafters.heads.table import HEADS, head_options
@@ -86,7 +86,7 @@ def scores_of(kind: str, drafter, target, states, path: list[int]) -> torch.Tens
     return unary + correction * (len(path) > 1)  # pure_draft_prefix_len 1
 
 
-def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, Block]:
+def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, DraftedBlock]:
     """Bonus tokens, and a block behind random context."""
     generator = torch.Generator().manual_seed(4)
     state = drafter.state(rows, 20)
