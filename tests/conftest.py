@@ -87,7 +87,6 @@ class Command:
         script: str,
         arguments: list[str],
         processes: int,
-        pictures: bool,
         variables: dict,
     ) -> None:
         self.server, self.output, self.returncode = server, output, None
@@ -97,7 +96,6 @@ class Command:
             port = probe.getsockname()[1]
         cluster = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         common = {"script": str(server.repo / script), "arguments": arguments, "output": str(output)}
-        common["pictures"] = pictures
         self.running = []
         for rank in range(processes):
             place = cluster | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
@@ -138,18 +136,15 @@ class Command:
 
 @pytest.fixture(scope="session")
 def start_command(repo, tmp_path_factory, shared_folder) -> Iterator:
-    """(script, arguments, processes=1, pictures=False, **environment) -> a running `Command`: as `python script
-    arguments`, but already imported, and without the pictures of reports, which take longer than all else of a small
-    run."""
+    """(script, arguments, processes=1, **environment) -> a running `Command`: as `python script arguments`, but already
+    imported."""
     servers, commands, folder = [], [], tmp_path_factory.mktemp("commands")
 
-    def start(
-        script: str, arguments: list[str], processes: int = 1, pictures: bool = False, **environment: str
-    ) -> Command:
+    def start(script: str, arguments: list[str], processes: int = 1, **environment: str) -> Command:
         if not servers:
             servers.append(ForkServer(repo, shared_folder))
         output = folder / f"{len(commands)}.txt"
-        commands.append(Command(servers[0], output, script, arguments, processes, pictures, environment))
+        commands.append(Command(servers[0], output, script, arguments, processes, environment))
         return commands[-1]
 
     yield start

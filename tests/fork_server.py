@@ -3,12 +3,12 @@
 Run as `python fork_server.py SOCKET` by the fixture `start_command` in conftest.py; pytest's processes share it. With
 each it speaks JSON over the Unix socket, one request and one answer a line, and it ends when the last of them has gone:
 
-    {"script": path, "arguments": [...], "environment": {...}, "output": path, "pictures": bool}
+    {"script": path, "arguments": [...], "environment": {...}, "output": path}
                                                                     answer: the process id
     {"poll": process id}                                            answer: its exit code, null if it runs
 
 From its fork on, a process is what `python script arguments` is: its own environment, standard output and error in the
-file, the script run as `__main__`, the interpreter's own end. Without `pictures`, those of its reports are not drawn.
+file, the script run as `__main__`, the interpreter's own end.
 """
 
 import gc
@@ -28,12 +28,10 @@ if __name__ == "__main__":  # before the imports: who comes meanwhile waits
 # What a run imports before its last step, later than at its start too. It starts no thread and no process group.
 import datasets  # noqa: E402, F401
 import hydra  # noqa: E402, F401
-import matplotlib.pyplot  # noqa: E402, F401
 import torch  # noqa: E402
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 
-import infer.evaluation.report  # noqa: E402
-import infer.main  # noqa: E402
+import infer.main  # noqa: E402, F401
 import train.loop  # noqa: E402, F401
 from infer.trees.tree import root_only  # noqa: E402
 
@@ -50,8 +48,6 @@ def fork(request: dict) -> int:
     if child == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         os.environ.update(request["environment"])
-        if not request["pictures"]:
-            infer.evaluation.report._png = lambda figure: b"a picture"
         sys.argv = [request["script"], *request["arguments"]]
         output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for descriptor, to in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):

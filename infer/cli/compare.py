@@ -50,11 +50,12 @@ class CompareCommand:
 
 def run(config: CompareCommand) -> None:
     from data.prompts import evaluation_prompts
+    from infer.evaluation.drawings import picture
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.figures import comparison_figure
-    from infer.evaluation.results import write_result
+    from infer.evaluation.figures import budget_charts
+    from infer.evaluation.results import to_json
     from infer.evaluation.tables import comparison
-    from infer.utils.files import atomic_write
+    from infer.utils.files import atomic_write, write_json
 
     options, evaluations = config.evaluation, {}
     target, drafters = load_all(config.target, config.checkpoints)
@@ -64,9 +65,9 @@ def run(config: CompareCommand) -> None:
         evaluations[name] = evaluate(target, drafter, prompts, options, progress, True, progress.say)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    write_result(out / "comparison.json", evaluations)
+    write_json(out / "comparison.json", {name: to_json(evaluation) for name, evaluation in evaluations.items()})
     some = next(iter(evaluations.values()))
     text = comparison(evaluations)
     atomic_write(out / "comparison.md", f"{text}\n\n{some.device}, {some.prompts} prompts.\n")
-    comparison_figure(evaluations).savefig(out / "comparison.png")
-    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.png'}")
+    atomic_write(out / "comparison.svg", picture(budget_charts(evaluations)))
+    print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.svg'}")

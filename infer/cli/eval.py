@@ -21,7 +21,7 @@ class EvalCommand:
 
     checkpoint: a drafter folder, a training checkpoint, "embedded": the embedded target's own, or "lookup": the text's
         own n-grams
-    out: where numbers and pictures go
+    out: where numbers and the report go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py

@@ -19,15 +19,19 @@ FILE = "acceptance.json"  # beside an exported drafter's config.json
 TOKENS = 64  # of an answer
 
 
-class Asked(Protocol):
-    """A prompt that can be sent by others, `data.prompts.Prompt`."""
+class Prompt(Protocol):
+    """A prompt to evaluate with, such as `data.prompts.evaluation_prompts` returns."""
 
     ids: list[int]
-    said: str
-    chat: bool
+    kind: str  # what it is, such as "functions"
+    beside: str | None  # what those are called that are reported beside the others; None: one of the others
+    said: str  # what a client sends for these ids; empty for those that nobody else is asked
+    chat: bool  # it is sent as a chat's question
 
 
-def reference_of(target: Target, drafter: Drafter, prompts: Sequence[Asked], texts: Sequence[Text]) -> Reference | None:
+def reference_of(
+    target: Target, drafter: Drafter, prompts: Sequence[Prompt], texts: Sequence[Text]
+) -> Reference | None:
     """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no prompt can be sent."""
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
     if not pairs:
@@ -58,7 +62,7 @@ def count_accepted(commits: Iterable[int], length: int, drafted: int) -> Accepta
     return Acceptance(rounds, accepted)
 
 
-def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[Asked], tokens: int = TOKENS) -> Reference:
+def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[Prompt], tokens: int = TOKENS) -> Reference:
     """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be sent."""
     prompts = [prompt for prompt in prompts if prompt.said]
     if not prompts:

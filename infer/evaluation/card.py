@@ -8,10 +8,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from string import Template
 
 from infer.drafters.config_keys import ConfigReading
 from infer.evaluation.acceptance import FILE, find_reference
-from infer.evaluation.figures import budget_figure
+from infer.evaluation.drawings import picture
+from infer.evaluation.figures import budget_charts
 from infer.evaluation.results import Evaluation, Reference, read_result, write_result
 from infer.evaluation.tables import headline, method_table
 from infer.formats.compatibility import check_folder
@@ -19,7 +21,8 @@ from infer.formats.folders import find_folder, open_folder
 from infer.formats.layouts import read as read_layout
 from infer.utils.files import atomic_write
 
-PICTURE = "acceptance.png"
+PICTURE = "acceptance.svg"
+CARD = Path(__file__).with_name("card.md")
 
 # The hub's names of licences. Any other licence is "other" there, with a name of its own.
 LICENCES = (
@@ -63,7 +66,7 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
         write_result(out / FILE, reference)
     run = json.loads(recipe.read_text()) if step.parent.name == "checkpoints" and recipe.is_file() else None
     if evaluation is not None:
-        budget_figure(evaluation).savefig(out / PICTURE)
+        atomic_write(out / PICTURE, picture(budget_charts({"": evaluation})))
     card = out / "README.md"
     gguf = any(out.glob("*.gguf"))
     engines += ["llama.cpp"] * gguf
@@ -89,22 +92,20 @@ def model_card(
 ) -> str:
     """Return the README.md of a drafter. reading: its folder; engines: those of `infer.formats.compatibility` that
     would load it; run: its training run's config.json; evaluation, reference: None if nothing was measured."""
-    family, drafted = reading.family.title, reading.options["block_size"] - (not reading.own.get("sample_from_anchor"))
-    base = hub_name(base_model)
-    target = f"[{base}](https://huggingface.co/{base})" if base else "its target model"
-    parts = [
-        front_matter(reading, run, license, base),
-        f"# {family} drafter for {base.rpartition('/')[2] if base else 'a target model'}",
-        f"A block-diffusion drafter for {target}: it reads the target's hidden states and proposes "
-        f"{drafted} tokens in one pass, which the target then checks at once. The output is the "
-        "target's own; only the time changes. It is of no use without that very target.",
-        "## Measured\n\n" + measured(evaluation),
-        *(["## What to expect of an engine\n\n" + expected(reference, reading)] if reference else []),
-        "## Training\n\n" + training(reading, run, evaluation),
-        "## Use\n\n" + use(engines, reading, drafted, base or "path/to/target"),
-        "## Licence\n\n" + (license or "The publisher named no licence."),
-    ]
-    return "\n\n".join(parts) + "\n"
+    base, drafted = hub_name(base_model), reading.options["block_size"] - (not reading.own.get("sample_from_anchor"))
+    card = Template(CARD.read_text(encoding="utf-8")).substitute(
+        family=reading.family.title,
+        model=base.rpartition("/")[2] if base else "a target model",
+        target=f"[{base}](https://huggingface.co/{base})" if base else "its target model",
+        path=base or "path/to/target",
+        drafted=drafted,
+        measured=measured(evaluation),
+        expected=expected(reference, reading) if reference else "",
+        training=training(reading, run, evaluation),
+        engines="\n\n".join(use(engines, reading, drafted, base or "path/to/target")),
+        licence=license or "The publisher named no licence.",
+    )
+    return f"{front_matter(reading, run, license, base)}\n\n{card}"
 
 
 def front_matter(reading: ConfigReading, run: dict | None, license: str | None, base: str | None) -> str:
@@ -155,6 +156,7 @@ def expected(reference: Reference, reading: ConfigReading) -> str:
     )
     return "\n\n".join(
         [
+            "\n## What to expect of an engine",
             f"A greedy chain of {len(counts.accepted)} drafts a round commits {1 + counts.mean:.2f} tokens; so many "
             "rounds have their first, second, ... draft accepted:",
             f"| draft | {' | '.join(map(str, positions))} |\n| --- |{' --- |' * len(positions)}\n"
@@ -162,7 +164,7 @@ def expected(reference: Reference, reading: ConfigReading) -> str:
             f"{counts.rounds} rounds on the {len(reference.texts)} prompts of `{FILE}`, asked {asked}; target in "
             f"{reference.dtype}. An engine that is asked the same reaches the same: "
             "`./launch.sh doctor checkpoint=path/to/this/folder target.path=path/to/target url=http://...` compares, "
-            "and says what is wrong where it does not.",
+            "and says what is wrong where it does not.\n",
         ]
     )
 
@@ -210,37 +212,22 @@ def hub_name(text: str) -> str | None:
     return text if named and not Path(text).exists() else None
 
 
-def use(engines: list[str], reading: ConfigReading, drafted: int, target: str) -> str:
-    """Return how to serve the target with this drafter, which drafts so many tokens a round: with the engines that
-    would load it, and with ours."""
-    here, parts = "path/to/this/folder", []
+def use(engines: list[str], reading: ConfigReading, drafted: int, target: str) -> list[str]:
+    """Return how each of the engines that would load this drafter, which drafts so many tokens a round, serves the
+    target with it."""
+    here, block = "path/to/this/folder", reading.options["block_size"]
     method = "dspark" if reading.own.get("markov_rank") else "dflash"  # vLLM's and SGLang's names
-    if any("vLLM" in engine for engine in engines):
-        speculative = {"method": method, "model": here, "num_speculative_tokens": drafted}
-        parts += ["With vLLM:", f"```\nvllm serve {target} --speculative-config '{json.dumps(speculative)}'\n```"]
-    if any("SGLang" in engine for engine in engines):
-        flags = f"--speculative-algorithm {method.upper()} --speculative-draft-model-path {here}"
-        flags += f" --speculative-num-draft-tokens {reading.options['block_size']}"
-        parts += ["With SGLang:", f"```\npython -m sglang.launch_server --model-path {target} {flags}\n```"]
-    if "llama.cpp" in engines:
-        flags = f"--model-draft drafter.gguf --spec-type draft-{method} --spec-draft-n-max {drafted}"
-        parts += ["With llama.cpp, the target converted too:", f"```\nllama-server --model target.gguf {flags}\n```"]
-    if any("authors" in engine for engine in engines):
-        load = f'DFlashDraftModel.from_pretrained("{here}")'
-        parts += [f"With the DFlash authors' package: `{load}`; transformers' `AutoModel` does not know this layout."]
-    if any("transformers" in engine for engine in engines):
-        parts += [
-            "With transformers 5.23 or later:",
-            "```python\nfrom transformers import AutoModel\n\n"
-            f'assistant = AutoModel.from_pretrained("{here}")\n'
-            'model.generate(**inputs, assistant_model=assistant, speculation_type="dflash")\n```',
-        ]
-    parts += ["With blockdraft, which draws trees of drafts as well:"]
-    parts += [f"```\n./launch.sh serve target.path={target} checkpoint={here}\n```"]
-    parts += [
-        "```python\nfrom infer import generate, load_drafter, load_target\n\n"
-        f'target = load_target("{target}")\n'
-        f'drafter = load_drafter("{here}").to(target.device, target.dtype)\n'
-        'print(generate(target, drafter, [{"role": "user", "content": "Hello!"}]).text)\n```'
-    ]
-    return "\n\n".join(parts)
+    told = json.dumps({"method": method, "model": here, "num_speculative_tokens": drafted})
+    ways = {  # by a word of the engine's name
+        "vLLM": f"With vLLM:\n\n```\nvllm serve {target} --speculative-config '{told}'\n```",
+        "SGLang": f"With SGLang:\n\n```\npython -m sglang.launch_server --model-path {target} --speculative-algorithm "
+        f"{method.upper()} --speculative-draft-model-path {here} --speculative-num-draft-tokens {block}\n```",
+        "llama.cpp": "With llama.cpp, the target converted too:\n\n```\nllama-server --model target.gguf --model-draft "
+        f"drafter.gguf --spec-type draft-{method} --spec-draft-n-max {drafted}\n```",
+        "authors": f"With the DFlash authors' package: `DFlashDraftModel.from_pretrained(\"{here}\")`; transformers' "
+        "`AutoModel` does not know this layout.",
+        "transformers": "With transformers 5.23 or later:\n\n```python\nfrom transformers import AutoModel\n\n"
+        f'assistant = AutoModel.from_pretrained("{here}")\n'
+        'model.generate(**inputs, assistant_model=assistant, speculation_type="dflash")\n```',
+    }
+    return [way for word, way in ways.items() if any(word in engine for engine in engines)]

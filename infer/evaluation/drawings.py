@@ -1,4 +1,5 @@
-"""Drawings in a page: line charts and a draft tree, as SVG that takes the page's colours and fits a phone."""
+"""Drawings as SVG: line charts, in a page or a file of their own, and a draft tree. In a page they take its colours and
+fit a phone."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from infer.evaluation.results import Round
 
 WIDTH, HEIGHT = 360, 240  # of a chart, CSS pixels; narrower screens scale it
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 40
+ROW = 16  # of the legend, a line each
+STYLE = "<style>text{font:12px system-ui,sans-serif}.grid{stroke:#d9d9de}.line{stroke-width:2}</style>"  # of a file
 STEP_X, STEP_Y, BOX_W, BOX_H = 74, 62, 66, 34  # of a tree
 
 
@@ -21,6 +24,21 @@ class Line:
     colour: str
     intervals: Sequence[Sequence[float] | None] = ()
     dash: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines in one drawing. A logarithmic x axis has ticks at the points' own values."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    log: bool = False
+
+    @property
+    def height(self) -> int:
+        return HEIGHT + ROW * len(self.lines)
 
 
 @dataclass(frozen=True)
@@ -38,34 +56,38 @@ class Scale:
         return self.start + (value - low) / ((high - low) or 1) * (self.end - self.start)
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], log: bool = False) -> str:
-    """Draw lines into one chart, with a legend below; bars are intervals. A logarithmic x axis has ticks at the points'
-    own values. Nothing but finite numbers may come."""
-    every = [point for line in lines for point in line.points]
-    edges = [edge for line in lines for interval in line.intervals if interval for edge in interval]
+def line_chart(chart: Chart) -> str:
+    """Draw a chart with its legend below; bars are intervals. Nothing but finite numbers may come."""
+    every = [point for line in chart.lines for point in line.points]
+    edges = [edge for line in chart.lines for interval in line.intervals if interval for edge in interval]
     values, places = [y for _, y in every] + edges, [x for x, _ in every]
-    low, high = rounded(min(values), max(values))
-    across = Scale(min(places), max(places), LEFT + 10, WIDTH - RIGHT - 10, log)
-    up = Scale(low, high, HEIGHT - BOTTOM, TOP)
-    parts = [axis(up, y_label), *(x_ticks(across, sorted(set(places)) if log else None)), x_title(x_label)]
-    parts += [draw_line(line, across, up) for line in lines]
-    figure = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" class="chart">'
-        + "".join(parts)
-        + "</svg>"
-    )
-    legend = "".join(
-        f'<li><svg viewBox="0 0 28 10" width="28" height="10" aria-hidden="true"><line x1="0" x2="28" y1="5" y2="5" '
-        f"{stroke(line)}/></svg> {escape(line.label)}</li>"
-        for line in lines
-    )
-    return f'<figure><figcaption>{escape(title)}</figcaption>{figure}<ul class="legend">{legend}</ul></figure>'
-
-
-def rounded(low: float, high: float) -> tuple[float, float]:
-    """Return limits of an axis that hold both values, with some room."""
+    low, high = min(values), max(values)
     room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    return low - room, high + room
+    across = Scale(min(places), max(places), LEFT + 10, WIDTH - RIGHT - 10, chart.log)
+    up = Scale(low - room, high + room, HEIGHT - BOTTOM, TOP)
+    parts = [y_axis(up, chart.y_label), x_axis(across, sorted(set(places)) if chart.log else None, chart.x_label)]
+    parts += [draw_line(line, across, up) for line in chart.lines]
+    for i, line in enumerate(chart.lines):
+        y = HEIGHT + ROW * i + ROW / 2
+        parts.append(f'<line x1="{LEFT}" x2="{LEFT + 28}" y1="{y}" y2="{y}" {stroke(line)}/>')
+        parts.append(f'<text x="{LEFT + 36}" y="{y + 4}">{escape(line.label)}</text>')
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {chart.height}" role="img" aria-label="{escape(chart.title)}" class="chart">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def picture(charts: Sequence[Chart]) -> str:
+    """Return the text of an SVG file with charts side by side."""
+    height = max(chart.height for chart in charts)
+    placed = [
+        line_chart(chart).replace("<svg", f'<svg x="{WIDTH * i}" width="{WIDTH}" height="{chart.height}"', 1)
+        for i, chart in enumerate(charts)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(charts)} {height}">{STYLE}'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(placed)}</svg>\n'
+    )
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -77,7 +99,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def axis(up: Scale, label: str) -> str:
+def y_axis(up: Scale, label: str) -> str:
     """Draw the y axis: lines across, numbers, and what they are."""
     parts = []
     for value in ticks(up.low, up.high):
@@ -89,15 +111,11 @@ def axis(up: Scale, label: str) -> str:
     return "".join(parts)
 
 
-def x_ticks(across: Scale, values: Sequence[float] | None) -> list[str]:
-    """Draw the numbers of the x axis."""
-    values = values or ticks(across.low, across.high)
-    y = HEIGHT - BOTTOM + 16
-    return [f'<text x="{across(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>' for value in values]
-
-
-def x_title(label: str) -> str:
-    return f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(label)}</text>'
+def x_axis(across: Scale, values: Sequence[float] | None, label: str) -> str:
+    """Draw the numbers of the x axis, and what they are."""
+    named = [(across(value), HEIGHT - BOTTOM + 16, f"{value:g}") for value in values or ticks(across.low, across.high)]
+    named.append(((LEFT + WIDTH) / 2, HEIGHT - 6, label))
+    return "".join(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{text}</text>' for x, y, text in named)
 
 
 def stroke(line: Line) -> str:

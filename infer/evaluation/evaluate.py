@@ -14,10 +14,10 @@ from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.drafters.heads.draft import behind
 from infer.engine.sequence import Sequence
-from infer.evaluation.acceptance import reference_of
+from infer.evaluation.acceptance import Prompt, reference_of
 from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
-from infer.evaluation.measuring import SLOW, Measured, Part, Progress, Prompt, decided, measure, middle, variants
+from infer.evaluation.measuring import SLOW, Measured, Part, Progress, decided, measure, middle, variants
 from infer.evaluation.others import OTHERS
 from infer.evaluation.results import OTHER_DRAFTER, Evaluation, MethodResult, PromptResult, Reference
 from infer.evaluation.ruler import by_batch, figures, rate

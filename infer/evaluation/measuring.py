@@ -4,7 +4,6 @@ import statistics
 import time
 from collections import abc
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -16,6 +15,7 @@ from infer.drafters.families import LOOKUP
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
+from infer.evaluation.acceptance import Prompt
 from infer.evaluation.others import OTHERS, decode_by_generate
 from infer.evaluation.results import PromptResult
 from infer.evaluation.ruler import DISTURBED
@@ -27,16 +27,6 @@ from infer.utils.together import agreed
 SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile", "continuity_weight")  # with DecodeOptions
 SLOW = 1.25  # plain decoders that take so many times as long as the fastest are measured on the first part alone
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
-
-
-class Prompt(Protocol):
-    """A prompt to evaluate with, such as `data.prompts.evaluation_prompts` returns."""
-
-    ids: list[int]
-    kind: str  # what it is, such as "functions"
-    beside: str | None  # what those are called that are reported beside the others; None: one of the others
-    said: str  # what a client sends for these ids; empty for those that nobody else is asked
-    chat: bool  # it is sent as a chat's question
 
 
 @dataclass(frozen=True)
@@ -64,12 +54,6 @@ class Batch:
         if not self.seconds or seconds < min(self.seconds):
             self.stages = stages
         self.seconds.append(seconds)
-
-    def replace_fastest(self, repeat: "Batch") -> None:
-        """Put what was measured again in the place of the fastest repeat, if it is faster."""
-        fastest = min(self.seconds)
-        if min(repeat.seconds) < fastest:
-            self.seconds[self.seconds.index(fastest)], self.stages = min(repeat.seconds), repeat.stages
 
 
 @dataclass
@@ -240,17 +224,17 @@ def measure(
     all that are sampled with one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
     rows = max(variant.options.rows for variant in variants)
-    longest = max(map(len, prompts), default=0)
+    capacity = max(map(len, prompts), default=0) + max(variant.options.max_new_tokens for variant in variants)
     numbers = list(range(len(prompts)) if numbers is None else numbers)
 
-    def run(part: slice, variant: Variant, options: DecodeOptions, into: Measured, batch: Batch) -> None:
+    def run(part: slice, one: Measured, batch: Batch) -> None:
+        variant, options = one.variant, one.variant.options
         own = [replace(options, seed=derived_seed(options.seed, number)) for number in numbers[part]]
         asked = [list(prompt) for prompt in prompts[part]]
         began, stages = clock(), {}
         if variant.name in OTHERS:
             texts = decode_by_generate(model, OTHERS[variant.name].row, variant.arguments, asked, own)
         else:
-            capacity = longest + variant.options.max_new_tokens
             engine = open_engine(model, variant.drafter or drafter, options, capacity, clock)
             texts = [engine.submit(prompt, each) for prompt, each in zip(asked, own, strict=True)]
             while engine.busy:
@@ -258,30 +242,27 @@ def measure(
             stages = engine.seconds
         batch.add(clock() - began, stages)
         if len(batch.seconds) == 1:
-            into.texts += texts
-            into.numbers += numbers[part]
-            into.batches.append(batch)
+            one.texts += texts
+            one.numbers += numbers[part]
+            one.batches.append(batch)
 
     parts = [slice(first, first + rows) for first in range(0, len(prompts), rows)]
     for variant in variants if prompts else ():  # warm-up: first calls pay for allocations and kernels
         tokens = variant.options.room(min(16, variant.options.max_new_tokens))
-        options = replace(variant.options, max_new_tokens=tokens)
-        run(slice(rows), variant, options, Measured(variant), Batch(0, 0))
+        short = replace(variant, options=replace(variant.options, max_new_tokens=tokens))
+        run(slice(rows), Measured(short), Batch(0, 0))
     measured = [Measured(variant) for variant in variants]
     batches = [[Batch(numbers[part.start], len(numbers[part])) for part in parts] for _ in variants]
     for repeat in range(repeats):
         for i, part in enumerate(parts):
             for turn in range(len(variants)):
                 which = (turn + i + repeat) % len(variants)
-                one = measured[which]
-                run(part, one.variant, one.variant.options, one, batches[which][i])
+                run(part, measured[which], batches[which][i])
             done = repeat * len(prompts) + min(part.stop, len(prompts))
             progress(done, repeats * len(prompts))
     for one in measured:
         for i in decided(model, disturbed(one)):
-            batch = Batch(0, 0)
-            run(parts[i], one.variant, one.variant.options, Measured(one.variant), batch)
-            one.batches[i].replace_fastest(batch)
+            run(parts[i], one, one.batches[i])
             one.again += 1
     return measured
 

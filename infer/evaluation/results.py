@@ -5,10 +5,10 @@ A field that is None is left out of the JSON, and a key that no field has is ign
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from infer.evaluation.others import OTHERS
 from infer.trees.methods import ALONE, OLD_NAMES, TREES, TreeMethod
@@ -173,11 +173,8 @@ class MethodResult:
     @property
     def tree(self) -> TreeMethod:
         """The method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
-        if self.name in OTHERS:
-            return OTHERS[self.name].row
-        if self.name == ALONE.name:
-            return ALONE
-        return TREES.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
+        rows = TREES | {ALONE.name: ALONE} | {name: other.row for name, other in OTHERS.items()}
+        return rows.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
 
     @property
     def label(self) -> str:
@@ -307,24 +304,8 @@ class SuiteResult:
     sets: list[SetResult]
 
 
-PARTS = {
-    "methods": MethodResult,
-    "prompts": PromptResult,
-    "samples": Sample,
-    "example": Round,
-    "nodes": RoundNode,
-    "masked": MaskedDetails,
-    "beside": Evaluation,
-    "result": Evaluation,
-    "sets": SetResult,
-    "reference": Reference,
-    "acceptance": Acceptance,
-    "texts": KnownText,
-}
-
-
 def write_result(path: Path, result: object) -> None:
-    """Write one of these dataclasses, or a dictionary of them, as JSON."""
+    """Write one of these dataclasses as JSON."""
     write_json(path, to_json(result))
 
 
@@ -336,47 +317,24 @@ def read_result(path: Path, kind: type[Result]) -> Result:
         raise ValueError(f"{path} holds no {kind.__name__}: {error}") from error
 
 
-def to_json(value: object) -> object:
+def to_json(result: object) -> dict[str, object]:
     """Return dictionaries and lists for dataclasses, at any depth."""
-    if is_dataclass(value):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
-        known = {name: to_json(item) for name, item in named.items() if item is not None or name == "step"}
-        return known | (masked_keys(value) if named.get("masked") else {})
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    return [to_json(item) for item in value] if isinstance(value, list) else value
+    return asdict(result, dict_factory=lambda pairs: {key: x for key, x in pairs if x is not None or key == "step"})
 
 
 def from_json(data: dict, kind: type[Result]) -> Result:
     """Return the dataclass that `to_json` made these dictionaries of."""
-    values = {field.name: data[field.name] for field in fields(kind) if field.name in data}
-    for name in values.keys() & PARTS.keys():
-        part = values[name]
-        many = isinstance(part, list)
-        if many or isinstance(part, dict):  # Evaluation.prompts is a number
-            values[name] = [from_json(item, PARTS[name]) for item in part] if many else from_json(part, PARTS[name])
+    values = {name: with_parts(data[name], hint) for name, hint in get_type_hints(kind).items() if name in data}
     if kind is MethodResult and "name" in values:
         values["name"] = OLD_NAMES.get(values["name"], values["name"])
     return kind(**values)
 
 
-def masked_keys(evaluation: Evaluation) -> dict[str, object]:
-    """Return the other names under which the JSON of a masked model's evaluation has always held its figures."""
-    plain = evaluation.methods[0]
-    ways = [
-        to_json(method)
-        | {
-            "passes": method.rounds,
-            "step_reduction": evaluation.step_reduction(method),
-            "differ": evaluation.prompts - method.same,
-        }
-        for method in evaluation.methods[1:]
-    ]
-    return to_json(evaluation.masked) | {
-        "model": evaluation.target,
-        "length": evaluation.max_new_tokens,
-        "steps": plain.rounds,
-        "valid": plain.tokens,
-        "tokens_per_second": plain.tokens_per_second,
-        "ways": ways,
-    }
+def with_parts(value: object, hint: object) -> object:
+    """Return a field's value with the dataclasses in it, as its annotation has them: list[Sample], Round | None."""
+    parts = [part for part in get_args(hint) if is_dataclass(part) or get_args(part)]
+    if value is not None and is_dataclass(hint):
+        return from_json(value, hint)
+    if value is None or not parts:
+        return value
+    return [with_parts(item, parts[0]) for item in value] if get_origin(hint) is list else with_parts(value, parts[0])

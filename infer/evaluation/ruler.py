@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infer.evaluation.results import Evaluation, MethodResult, PromptResult
+from infer.evaluation.results import Evaluation, PromptResult
 
 SAMPLES = 2000  # of the bootstrap
 LEVEL = 95.0  # per cent
@@ -73,11 +73,6 @@ def interval(figure: Callable[[np.ndarray], np.ndarray], count: int) -> list[flo
     drawn = np.random.default_rng(0).integers(count, size=(SAMPLES, count))
     outside = (100 - LEVEL) / 2
     return np.percentile(figure(drawn), [outside, 100 - outside]).tolist()
-
-
-def of_prompts(method: MethodResult, plain: MethodResult, wanted: Callable[[PromptResult], bool]) -> Figures:
-    """Return a method's figures over some of the prompts."""
-    return figures([one for one in method.prompts if wanted(one)], [one for one in plain.prompts if wanted(one)])
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:

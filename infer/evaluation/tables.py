@@ -11,6 +11,7 @@ from infer.trees.methods import TREES
 
 Figures = Sequence[float | None]
 DASH = "-"
+COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
 ENGINES = "vLLM, SGLang, llama.cpp and transformers"
 VAGUE = "±"
 MARKS = {"undecided": "~", "impossible": "!"}  # by what a speedup shows, see MethodResult.finding
@@ -108,17 +109,15 @@ def table(evaluation: Evaluation) -> str:
     """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts beside."""
     if evaluation.masked is not None:
         return masked_table(evaluation)
-    spans = any(method.tau_interval for method in evaluation.methods)
-    rows = [["method", "nodes", "τ", "95 %", "rounds", "tokens/s", "speedup", "95 %", "", "same output as plain"]]
+    rows = [["method", "nodes", "τ [95 %]", "rounds", "tokens/s", "speedup [95 %]", "", "same output as plain"]]
     for method in evaluation.methods:
         why = f" ({method.ties} prompts at ties, {method.defects} by defects)" if method.ties is not None else ""
         other = method.identical is False and method.name not in OTHERS
         same = {True: "yes", False: "NO" if other else "no", None: DASH}[method.identical]
-        figures = [f"{method.tau:.2f}", between(method.tau_interval), str(method.rounds)]
-        figures += [f"{method.tokens_per_second:.1f}", f"{method.speedup:.2f}x", between(method.speedup_interval)]
-        rows.append([method.name, str(method.budget or DASH), *figures, mark(method), same + why])
-    if not spans:
-        rows = [row[:3] + row[4:7] + row[9:] for row in rows]
+        tau, faster = span(method.tau_interval), span(method.speedup_interval)
+        figures = [f"{method.tau:.2f}{tau}", str(method.rounds), f"{method.tokens_per_second:.1f}"]
+        figures += [f"{method.speedup:.2f}x{faster}", mark(method)]
+        rows.append([method.name, str(method.budget or DASH), *figures, same + why])
     groups = kinds_of(evaluation)
     methods = [[m.name + (f" {m.budget}" if m.budget else ""), *cells] for m, cells in beside(evaluation, groups)]
     marked = [cell for _, *cells in methods for cell in cells if len(groups) > 1]
@@ -170,11 +169,6 @@ def of_kind(method: MethodResult, plain: MethodResult, kind: str) -> MethodResul
     return replace(method, prompts=prompts, **asdict(figures(prompts, theirs)))
 
 
-def between(interval: list[float] | None) -> str:
-    """Return an interval as a cell."""
-    return span(interval).strip(" []").replace(", ", "-")
-
-
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Return rows as lines of columns, two spaces apart: those of `left` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -214,19 +208,20 @@ def masked_table(evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
+def method_cells(method: MethodResult) -> list[str]:
+    """Return a method's row under COLUMNS."""
+    return [
+        method.label,
+        f"{method.tau:.2f}{span(method.tau_interval)}",
+        f"{method.tokens_per_second:.1f}",
+        speed(method, interval=True),
+        {True: "yes", False: "no", None: DASH}[method.identical],
+    ]
+
+
 def method_table(evaluation: Evaluation) -> str:
     """Return the evaluation in Markdown, one row a method, and what the marks in it mean."""
-    rows = [
-        [
-            method.label,
-            f"{method.tau:.2f}{span(method.tau_interval)}",
-            f"{method.tokens_per_second:.1f}",
-            speed(method, interval=True),
-            {True: "yes", False: "no", None: DASH}[method.identical],
-        ]
-        for method in evaluation.methods
-    ]
-    text = markdown(["method", "tokens per round (τ)", "tokens/s", "speedup", "same output"], rows, last="---")
+    text = markdown(COLUMNS, list(map(method_cells, evaluation.methods)), last="---")
     return "\n\n".join([text, *legend(evaluation.methods)])
 
 
@@ -237,9 +232,9 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
         for method in evaluation.methods:
             other = " (other output)" * (method.identical is False)
             name, nodes = method.tree.label, str(method.budget) if method.tree.by_budget else DASH
-            cells = [f"{method.tau:.2f}{span(method.tau_interval)}", f"{method.tokens_per_second:.0f}"]
+            _, tau, rate, faster, _ = method_cells(method)
             row = rows.setdefault((name, nodes), [DASH] * 3 * len(evaluations))
-            row[3 * i : 3 * i + 3] = [*cells, speed(method, interval=True) + other]
+            row[3 * i : 3 * i + 3] = [tau, rate, faster + other]
     heads = [head for name in evaluations for head in (f"{name} τ", "tokens/s", "speedup")]
     text = markdown(["tree", "nodes", *heads], [[*key, *cells] for key, cells in rows.items()])
     return "\n\n".join([text, *legend(method for one in evaluations.values() for method in one.methods)])

@@ -45,8 +45,7 @@ def small(tmp_path, small_options):
 @pytest.fixture
 def run_here(monkeypatch):
     """`train.loop.train`, which leaves environment and signals to the next test as they were; the process group stays,
-    DeepSpeed can found none anew. Pictures are not drawn, and held-out prompts are read once."""
-    import infer.evaluation.report
+    DeepSpeed can found none anew. Held-out prompts are read once."""
     import train.run.hooks as hooks
     from train.loop import train
 
@@ -59,7 +58,6 @@ def run_here(monkeypatch):
         return PROMPTS[key]
 
     monkeypatch.setattr(hooks, "evaluation_prompts", prompts)
-    monkeypatch.setattr(infer.evaluation.report, "_png", lambda figure: b"a picture")
 
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}

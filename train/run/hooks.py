@@ -300,7 +300,6 @@ def finish_report(run: Path, tracker: Tracker) -> None:
     print(f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
     print(f"{table(best)}\n\n{headline(best)}")
     print(f"\nreport      {page}")
-    print(f"pictures    {', '.join(str(path) for path in sorted(page.parent.glob('*.png')))}")
     print(f"drafter     {run / 'checkpoints' / 'best' / 'drafter'}")
     print(f"metrics     {run / 'metrics.jsonl'}", flush=True)
     wrong = [str(result.step) for result in evaluations if is_wrong(result)]

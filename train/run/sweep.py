@@ -99,9 +99,8 @@ def await_run(run: subprocess.Popen) -> int:
 
 
 def compare(runs: dict[str, Path], folder: Path) -> None:
-    """Print and draw every run's best checkpoint side by side, with accuracy by position on held-out text and
-    acceptance lengths: runs/<name>/sweep.md and sweep.png."""
-    from infer.evaluation.figures import sweep_figure
+    """Print every run's best checkpoint side by side, with accuracy by position on held-out text and acceptance
+    lengths: runs/<name>/sweep.md."""
     from infer.evaluation.ruler import best_of
     from infer.evaluation.tables import markdown, speed
     from train.run.hooks import evaluations_of
@@ -112,14 +111,12 @@ def compare(runs: dict[str, Path], folder: Path) -> None:
     names = [method.label for method in next(iter(best.values())).drafting]
     shown = range(min(6, *(len(result.accuracy) for result in best.values())))
     heads = [f"α-{i + 1}" for i in shown] + [f"τ {name}" for name in names]  # α: DART table 4's accuracy by position
-    rows, taus = [], {}
+    rows = []
     for name, result in sorted(best.items(), key=lambda item: -item[1].best_tau):
         found = {method.label: method.tau for method in result.methods}
-        taus[name] = [found.get(method, float("nan")) for method in names]
         cells = [name, str(result.step), *(f"{100 * result.accuracy[i]:.1f}%" for i in shown)]
-        cells += [f"{tau:.2f}" for tau in taus[name]]
+        cells += [f"{found.get(method, float('nan')):.2f}" for method in names]
         rows.append([*cells, speed(result.fastest), "yes" if result.same_output else "no"])
     table = markdown(["run", "step", *heads, "best speedup", "same output"], rows, last="---")
     atomic_write(folder / "sweep.md", table + "\n")
-    sweep_figure(names, taus).savefig(folder / "sweep.png")
-    print(f"\n{table}\n\ntable    {folder / 'sweep.md'}\npicture  {folder / 'sweep.png'}")
+    print(f"\n{table}\n\ntable    {folder / 'sweep.md'}")

@@ -111,7 +111,7 @@ class Tracker:
             self.board = None
 
     def report(self, folder: Path, evaluation: Evaluation) -> None:
-        """Upload the report: its page and pictures, the table of methods, and the samples."""
+        """Upload the report: its page, the table of methods, and the samples."""
         if self.board is not None:
             self.board.add_text("methods", method_table(evaluation), evaluation.step)
             for i, sample in enumerate(evaluation.samples):
@@ -124,8 +124,7 @@ class Tracker:
             columns = ["name", "budget", "tau", "tau_interval", "tokens_per_second", "speedup", "speedup_interval"]
             rows = [[str(getattr(method, column)) for column in columns] for method in evaluation.methods]
             texts = [[sample.prompt, sample.completion, str(sample.accepted)] for sample in evaluation.samples]
-            logged = {path.stem: wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
-            logged["methods"] = wandb.Table(columns=columns, data=rows)
+            logged = {"methods": wandb.Table(columns=columns, data=rows)}
             logged["samples"] = wandb.Table(columns=["prompt", "completion", "tokens by round"], data=texts)
             logged["report"] = wandb.Html((folder / "report.html").read_text(encoding="utf-8"), inject=False)
             run.log(logged)

@@ -99,7 +99,7 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
         ]
     ]
     assert all(line.count("|") == 15 for line in table[:11])
-    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "comparison.svg").read_text().startswith("<svg xmlns")
     results = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert list(results) == ["dflash", "dart", "texts.ngrams", "lookup"]
     for result in results.values():

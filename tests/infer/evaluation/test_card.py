@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict, replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -57,7 +58,8 @@ def exported(checkpoint, folder):
 
 def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoint, tmp_path):
     path = write_card(checkpoint, exported(checkpoint, tmp_path / "new"), "Apache-2.0", "Qwen/Qwen3-4B")
-    assert path == tmp_path / "new" / "README.md" and (path.parent / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert path == tmp_path / "new" / "README.md"
+    assert ElementTree.parse(path.parent / PICTURE).getroot().tag.endswith("svg")
     card = ModelCard.load(path)
     validate_repo_id(card.data.base_model)
     assert card.data.to_dict() == {
@@ -117,7 +119,7 @@ def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
     alone = exported(checkpoint, tmp_path / "alone")
     text = write_card(alone, exported(checkpoint, tmp_path / "out"), "mit", "Qwen/Qwen3-4B").read_text()
     assert "Nothing was measured with this checkpoint." in text and "How it was trained is not recorded" in text
-    assert not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".png" not in text
+    assert not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".svg" not in text
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is no drafter"):
         write_card(checkpoint, tmp_path / "empty", None, "Qwen/Qwen3-4B")

@@ -89,7 +89,7 @@ def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
     plain, _, chain, *_ = variants(target, drafter, config)
     measured = measure(target, drafter, [plain, chain], PROMPTS[:4])
     assert sorted(one.again for one in measured) == [0, 1]
-    assert all(batch.seconds == [1.0] for one in measured for batch in one.batches)
+    assert all(min(batch.seconds) == 1.0 for one in measured for batch in one.batches)
     rows = method_results(measured, {}, measured[0])
     assert [(row.tokens_per_second, row.speedup) for row in rows] == [(4.0, 1.0), (4.0, 1.0)]
     assert [row.again for row in rows].count(None) == 1

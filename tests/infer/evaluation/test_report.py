@@ -11,7 +11,7 @@ from data.prompts import Prompt
 from infer.config import EvaluationConfig
 from infer.evaluation.drawings import edge
 from infer.evaluation.evaluate import evaluate
-from infer.evaluation.report import STYLE, Run, write_report
+from infer.evaluation.report import PAGE, Run, write_report
 from infer.evaluation.results import (
     OTHER_DRAFTER,
     Evaluation,
@@ -104,17 +104,14 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
         'role="img" class="tree"'
     )
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    for said in ("drafter=dart", "optim.lr", "0.004", "stdlib", "4 minutes", "CPU, 2 threads", "An &lt;odd&gt; note."):
+    for said in ("drafter=dart", "optim.lr", "0.004", "stdlib", ">4 min<", "CPU, 2 threads", "An &lt;odd&gt; note."):
         assert said in text
     for title in ("τ during training", "Loss during training", "speed, plain decoding = 1, by node budget"):
         assert f"<figcaption>{title}" in text
     assert "http" not in text
     assert "&lt;script&gt;alert(1)" in text
     assert "runs/x/step-300" in text  # the best of the three in detail
-    for name in ("acceptance_histogram", "budget_curve", "tau_by_step", "loss"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    alone = write_report(tmp_path / "alone", [made_up(0)])
-    assert not (alone.parent / "tau_by_step.png").exists()
+    assert "τ during training" not in write_report(tmp_path / "alone", [made_up(0)]).read_text()
 
 
 def luminance(colour: str) -> float:
@@ -126,7 +123,7 @@ def luminance(colour: str) -> float:
 
 def test_every_text_has_contrast_on_its_ground_in_light_and_dark():
     """WCAG's 4.5 to 1, for the pairs of colours that the page puts on each other."""
-    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in STYLE.split("@media")[:2])
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in PAGE.split("@media")[:2])
     pairs = [(name, "paper") for name in ("ink", "soft", "ok", "no", "own")]
     pairs += [("ink", "band"), ("ok", "ok-band"), ("no", "no-band"), ("own", "own-band")]
     assert light.keys() == dark.keys()
@@ -141,7 +138,7 @@ def test_no_difference_is_in_colour_alone(tmp_path):
     text = write_report(tmp_path, [made_up(1), made_up(2)]).read_text()
     assert '<del class="rejected">&lt;c&gt;</del>' in text and '<span class="corrected">&amp;</span>' in text
     for kind, style in (("accepted", "underline"), ("corrected", "italic"), ("bonus", "700")):
-        assert re.search(rf"\.{kind}[^{{]*{{[^}}]*{style}", STYLE), kind
+        assert re.search(rf"\.{kind}[^{{]*{{[^}}]*{style}", PAGE), kind
     for sign, kind in (("✓ a", "accepted"), ("✗ &lt;x", "rejected"), ("+ &amp;", "added")):
         assert f'class="{kind} token">{sign}</text>' in text
     assert "A draft tree of 2 tokens behind &#x27;(&#x27;: accepted &#x27;a&#x27;; rejected 1" in text
@@ -227,7 +224,7 @@ def test_evaluation_adds_up(shallow_target, temperature):
     assert result.methods[1].identical is (None if temperature else True)
     assert result.plain.name in ("plain", "generate") and result.plain.speedup == 1
     for method in result.methods:
-        assert [(one.kind, len(one.seconds)) for one in method.prompts] == [("heads", 2), ("bodies", 2)]
+        assert [(one.kind, len(one.seconds) > 1) for one in method.prompts] == [("heads", True), ("bodies", True)]
         assert method.tokens == 18
         assert sum(method.histogram) == method.rounds
         assert method.tau == pytest.approx(16 / method.rounds)

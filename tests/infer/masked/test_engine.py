@@ -429,7 +429,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     assert [(way[0], way[1]) for way in ways[:4]] == [("-", "steps"), ("1", "greedy"), ("1", "mixed"), ("1", "tree")]
     assert len(ways) == 1 + 5 * 4 + 2 + 2  # and none differs from step by step
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert result["length"] == 8 and result["steps"] == 16 and len(result["ways"]) == 24
+    assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 16 and len(result["methods"]) == 25
 
 
 @pytest.mark.parametrize(

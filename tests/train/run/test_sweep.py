@@ -71,7 +71,6 @@ def test_a_sweep_ends_in_one_table(start_command, shallow, tmp_path, monkeypatch
     for gamma in ("0.5", "0.7"):
         assert any(f"| objective.gamma={gamma} | 3 |" in line for line in table)
         assert (folder / f"objective.gamma={gamma}" / "checkpoints" / "best").exists()
-    assert (folder / "sweep.png").stat().st_size > 1000
     assert table[0] in capsys.readouterr().out
 
 

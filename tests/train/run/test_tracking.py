@@ -159,14 +159,14 @@ tracker.report(write_report(Path({str(tmp_path / "report")!r}), [evaluation]).pa
 tracker.close()
 """)
     places = {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_DATA_DIR": str(tmp_path / "data")}
-    printed = start_command(str(tmp_path / "script.py"), [], pictures=True, **places, WANDB_MODE="offline").finish()
+    printed = start_command(str(tmp_path / "script.py"), [], **places, WANDB_MODE="offline").finish()
     assert "wandb stopped working" not in printed
     (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"model.safetensors" in record.read_bytes()
     assert f"to send it: wandb sync {record.parent}\n" in printed
     assert record.parent.name.endswith((tmp_path / "wandb_id").read_text())
     media = {path.parent.name: path for path in record.parent.glob("files/media/*/*")}
-    assert set(media) == {"html", "images", "table"} and "What this drafter gains" in media["html"].read_text()
+    assert set(media) == {"html", "table"} and "What this drafter gains" in media["html"].read_text()
 
 
 def test_a_resumed_run_is_the_same_run_there(tmp_path, monkeypatch):
