@@ -37,10 +37,10 @@ ROOMS: dict[str, set[str]] = {
     "drafters": {"utils", "ngrams", "attention", "trees", "targets"},
     "formats": _BELOW_ENGINE,
     "engine": _BELOW_ENGINE,
-    "masked": _BELOW_ENGINE | {"formats", "engine"},
-    "evaluation": _BELOW_ENGINE | {"formats", "engine", "masked", "api"},
+    "evaluation": _BELOW_ENGINE | {"formats", "engine", "api"},
+    "masked": _BELOW_ENGINE | {"formats", "engine", "evaluation"},
     "doctor": _BELOW_ENGINE | {"api", "evaluation"},
-    "serving": _BELOW_ENGINE | {"formats", "engine", "masked", "api", "evaluation"},
+    "serving": _BELOW_ENGINE | {"formats", "engine", "api", "evaluation"},
     "cli": _BELOW_ENGINE | {"formats", "engine", "masked", "api", "evaluation", "doctor", "serving"},
 }
 CODE_IN_INIT = {"infer/__init__.py", "infer/trees/__init__.py", "infer/drafters/__init__.py"}

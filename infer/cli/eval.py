@@ -49,10 +49,10 @@ def run(config: EvalCommand) -> None:
         return run_suite(config)
     from data.prompts import evaluation_prompts, few_prompts
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.masked import evaluate_masked, masked_options
     from infer.evaluation.report import write_report
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import headline, table
+    from infer.masked.evaluation import evaluate_masked, masked_options, masked_table
     from infer.masked.model import is_masked
 
     options, masked = config.evaluation, is_masked(config.target.path)
@@ -75,7 +75,7 @@ def run(config: EvalCommand) -> None:
     out = Path(own_place(config.out, config.target.tp_plan is not None))
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "evaluation.json", result)
-    print(table(result))
+    print(masked_table(result) if masked else table(result))
     if not masked:
         print(f"\n{headline(result)}")
         print(f"\nreport      {write_report(out, [result], run=run_of(config))}")
@@ -93,11 +93,11 @@ def run_of(config: EvalCommand):
 
 def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
-    from infer.evaluation.masked import masked_options
-    from infer.evaluation.masked_suite import evaluate_masked_suite, masked_suite_table
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.evaluation.tables import suite_table
+    from infer.masked.evaluation import masked_options
     from infer.masked.model import is_masked
+    from infer.masked.suite import evaluate_masked_suite, masked_suite_table
     from infer.utils.files import atomic_write
 
     def say(line: str) -> None:

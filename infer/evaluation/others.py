@@ -35,11 +35,6 @@ def _row(name: str, label: str, drafts: bool) -> TreeMethod:
     return TreeMethod(name, label, "", "#e69f00", drafts, most_nodes=lambda block_size: 0)
 
 
-def nothing(target: "Target", drafter: "Drafter") -> dict[str, object]:
-    """Return the arguments of plain decoding."""
-    return {}
-
-
 def prompt_lookup(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
     """Return the arguments of prompt lookup with blocks as long as those of our own lookup drafter."""
     return {"prompt_lookup_num_tokens": drafter.block_size - 1} if drafter.family is LOOKUP else None
@@ -65,7 +60,7 @@ def assisted(target: "Target", drafter: "Drafter") -> dict[str, object] | None:
 
 
 _ROWS = (
-    OtherDecoder(_row("generate", "transformers", drafts=False), nothing),
+    OtherDecoder(_row("generate", "transformers", drafts=False), lambda target, drafter: {}),
     OtherDecoder(_row("generate+lookup", "transformers, prompt lookup", drafts=True), prompt_lookup),
     OtherDecoder(_row("generate+assistant", "transformers, assisted", drafts=True), assisted),
 )
@@ -102,9 +97,9 @@ def decode_by_generate(
         repetition_penalty=1.0,
         **(sampled if first.temperature else {}),
     )
-    passes = PassCounter()
+    passes = []  # one entry a pass of the target
     devices = [target.device] if target.device.type == "cuda" else []
-    hook = target.body.register_forward_hook(passes)
+    hook = target.body.register_forward_hook(lambda *_: passes.append(None))
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(first.seed)
@@ -121,20 +116,10 @@ def decode_by_generate(
         text.ids = ids[:length]
         text.commits = [1] * length
         text.stats.tokens = length
-        text.stats.rounds = passes.count - 1 if row.drafts else length - 1  # the first pass is the prompt's
+        text.stats.rounds = len(passes) - 1 if row.drafts else length - 1  # the first pass is the prompt's
         text.stats.histogram = [length - 1]
         texts.append(text)
     return texts
-
-
-@dataclass
-class PassCounter:
-    """A forward hook that counts the target's passes."""
-
-    count: int = 0
-
-    def __call__(self, *arguments: object) -> None:
-        self.count += 1
 
 
 def stop_in_loops(start: int, longest: int) -> "Callable[..., torch.Tensor]":

@@ -189,7 +189,6 @@ class MaskedDetails:
     block_length: int
     cache: str
     refresh: int
-    gaps: list[float]  # the nearest that any step came to a tie: between positions, between tokens
     limits: dict[str, list[float]]  # draft length -> shares of the passes saved at most, by k likeliest tokens
 
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
-from infer.api import answer_text, positions_of
-from infer.config import EvaluationConfig
+from infer.api import AnyTarget, answer_text, positions_of
+from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import describe_device, summarise_part
-from infer.evaluation.measuring import Measured, Part, Progress, measure, variants
+from infer.evaluation.measuring import Measured, Part, Progress, Variant, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target
@@ -110,12 +110,8 @@ def evaluate_set(
 ) -> SetResult:
     """Ask one set at one temperature. For every method, also count the answers that are plain decoding's, and take the
     published measure of speed (`seconds_per_token`)."""
-    measured, left_out = ask(target, drafter, questions.chats, settings["thinking"], config, progress)
-    if not measured:
-        raise ValueError(
-            f"{questions.title}: no question and {config.max_new_tokens} new tokens fit into the target's "
-            f"{positions_of(target)} positions: lower evaluation.max_new_tokens"
-        )
+    methods = variants(target, drafter, config)
+    measured, left_out = ask(target, drafter, questions, settings["thinking"], methods, progress)
     plain = measured[0].texts
     result = summarise_part(target, drafter, Part(None, [], [], config), measured)
     methods = [
@@ -139,10 +135,17 @@ def evaluate_set(
 
 
 def ask(
-    target: Target, drafter: Drafter, chats: list[Chat], thinking: bool, config: EvaluationConfig, progress: Progress
+    target: AnyTarget,
+    drafter: Drafter | None,
+    questions: Questions,
+    thinking: bool,
+    methods: Sequence[Variant],
+    progress: Progress,
+    turns: int | None = None,
 ) -> tuple[list[Measured], int]:
-    """Return what every method answered to every turn of the chats, and how many turns were left out because they do
-    not fit into the target's positions."""
+    """Return what every method answered to every turn of the chats, or to the first `turns`, and how many turns were
+    left out because they do not fit into the target's positions. Raises ValueError where none does."""
+    chats, tokens = [chat[:turns] for chat in questions.chats], methods[0].options.max_new_tokens
     histories: list[list[dict[str, str]]] = [[] for _ in chats]
     going, left_out, shares = list(range(len(chats))), 0, []
     for turn in range(max(map(len, chats))):
@@ -152,7 +155,7 @@ def ask(
                 continue
             histories[i] += chats[i][turn]
             ids = prompt_ids(target, histories[i], thinking)
-            if len(ids) + config.max_new_tokens > positions_of(target):
+            if len(ids) + tokens > positions_of(target):
                 left_out += len(chats[i]) - turn
             else:
                 asked.append(i)
@@ -160,15 +163,20 @@ def ask(
         if not prompts:
             break
         numbers = [turn * len(chats) + i for i in asked]
-        share = measure(target, drafter, variants(target, drafter, config), prompts, progress, numbers)
+        share = measure(target, drafter, methods, prompts, progress, numbers)
         for i, text in zip(asked, share[0].texts, strict=True):
             histories[i].append({"role": "assistant", "content": answer_text(target, text.ids, text.options)})
         shares.append(share)
         going = asked
+    if not shares:
+        raise ValueError(
+            f"{questions.title}: no question and {tokens} new tokens fit into the target's {positions_of(target)} "
+            "positions: lower evaluation.max_new_tokens"
+        )
     return [Measured.joined(turns) for turns in zip(*shares, strict=True)], left_out
 
 
-def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
+def prompt_ids(target: AnyTarget, messages: list[dict[str, str]], thinking: bool) -> list[int]:
     """Return a chat's token ids, up to where the model speaks; for a target without a template its texts with an empty
     line between them."""
     tokenizer = target.tokenizer
@@ -186,7 +194,11 @@ def seconds_per_token(measured: Measured) -> float:
 
 
 def settings_of(
-    target: Target, weights: str, questions: Questions, thinking: bool, config: EvaluationConfig
+    target: AnyTarget,
+    weights: str | None,
+    questions: Questions,
+    thinking: bool,
+    config: EvaluationConfig | DecodeOptions,
 ) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
     unused = ("prompts", "outside", "prompt_tokens", "repeats", "sampled", "samples", "minutes")

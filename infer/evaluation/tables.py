@@ -107,8 +107,6 @@ def loops(evaluation: Evaluation) -> str:
 
 def table(evaluation: Evaluation) -> str:
     """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts beside."""
-    if evaluation.masked is not None:
-        return masked_table(evaluation)
     rows = [["method", "nodes", "τ [95 %]", "rounds", "tokens/s", "speedup [95 %]", "", "same output as plain"]]
     for method in evaluation.methods:
         why = f" ({method.ties} prompts at ties, {method.defects} by defects)" if method.ties is not None else ""
@@ -179,33 +177,6 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def masked_table(evaluation: Evaluation) -> str:
-    """Return the same for a masked model, then the limits (SSD's tables 3 and 2)."""
-    details, plain = evaluation.masked, evaluation.methods[0]
-    policy = "no cache" if details.cache == "none" else f"dual cache, refresh {details.refresh}"
-    lines = [
-        f"{evaluation.device}, {evaluation.dtype}: {evaluation.prompts} prompts, {evaluation.rows} at a time, "
-        f"{evaluation.max_new_tokens} tokens each, {plain.tokens / evaluation.prompts:.1f} of them before an end",
-        f"blocks of {details.block_length}, {policy}, temperature {evaluation.temperature:g}",
-        "",
-        "drafts  order      states  passes  step reduction  tokens/s  speedup  differ",
-    ]
-    for method in evaluation.methods:
-        lines.append(
-            f"{method.draft_length or DASH!s:<8}{method.name:<10}{method.states:>7.1f}{method.rounds:>8}"
-            f"{evaluation.step_reduction(method):>16.1%}{method.tokens_per_second:>10.0f}{method.speedup:>8.2f}x"
-            f"{evaluation.prompts - method.same:>8}"
-        )
-    lines += ["", "Limit of the step reduction when drafts are among the model's k likeliest tokens of a position:", ""]
-    ranks = range(1, 1 + max(map(len, details.limits.values()), default=0))
-    lines.append(f"{'drafts':<8}" + "".join(f"{f'k = {k}':>9}" for k in ranks) + f"{'all right':>11}")
-    for length, limits in details.limits.items():
-        bound = int(length) / (int(length) + 1)
-        lines.append(f"{length:<8}" + "".join(f"{x:>9.1%}" for x in limits) + f"{bound:>11.1%}")
-    lines += ["", "Nearest to a tie: {:.1e} between positions, {:.1e} between tokens".format(*details.gaps)]
-    return "\n".join(lines)
 
 
 def method_cells(method: MethodResult) -> list[str]:

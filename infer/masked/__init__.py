@@ -1,4 +1,4 @@
-"""Masked diffusion models that draft for themselves: loading, step-by-step decoding and self speculative decoding.
+"""Masked diffusion models that draft for themselves: decoding step by step and by self speculative decoding, measured.
 
-May import infer.engine and all that the engine may import. Start with engine.py, then drafting.py.
+May import what a table in tests/test_layout.py says; infer.api and infer.cli import it. Start with engine.py.
 """

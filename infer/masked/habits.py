@@ -36,7 +36,7 @@ class Habits:
     follows_last: Rate = field(default_factory=Rate)  # the next write stands right behind the last one
     right: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(CONTEXT + 1)])  # by length of the context
     _after: dict[tuple[int, ...], int] = field(default_factory=dict)  # the token last seen behind some tokens
-    _last: int | None = None
+    last: int | None = None  # the position of the newest token
 
     def __post_init__(self) -> None:
         for position in self.row:
@@ -48,9 +48,9 @@ class Habits:
             length, expected = self.expects(position, {})
             if length:
                 self.right[length].count(expected == token)
-            if self._last is not None and self._last + 1 not in self.row:
-                self.follows_last.count(position == self._last + 1)
-            self.row[position], self._last = token, position
+            if self.last is not None and self.last + 1 not in self.row:
+                self.follows_last.count(position == self.last + 1)
+            self.row[position], self.last = token, position
             for near in range(position, position + CONTEXT + 1):
                 self._learn(near)
 
@@ -63,11 +63,6 @@ class Habits:
             if token is not None:
                 return length, token
         return 0, 0
-
-    @property
-    def last(self) -> int | None:
-        """The position of the newest token."""
-        return self._last
 
     def _left(self, position: int, written: dict[int, int]) -> tuple[int, ...]:
         left = []

@@ -88,27 +88,21 @@ class MaskedModel:
     ) -> torch.Tensor:
         """Return logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's at minus infinity.
 
-        Every position attends to the whole row, or to what `allowed` allows, bool: (B, T) for keys (not the padding),
-        or (B, T, T) for queries (second axis) and keys (third). `at` asks for some positions only, rows (Q,) and
-        positions (Q,): (Q, V); a large head is most of a small model's time. Raises ValueError for a mask with a model
-        that takes none."""
+        Every position attends to the whole row, or to what is `allowed` (B, T) bool, not to padding. `at` asks for some
+        positions only, rows (Q,) and positions (Q,): (Q, V); a large head is most of a small model's time. Raises
+        ValueError for padding with a model that takes none."""
+        allowed = torch.ones_like(ids, dtype=torch.bool) if allowed is None else allowed
         if not self.native:
-            if allowed is not None and not bool(allowed.all()):
+            if not allowed.all():
                 raise ValueError(f"{self.name}: this kind of model takes no padding: give rows of one length")
             return self._unmasked(self._about(self.model(input_ids=ids).logits, at))
-        if allowed is None:
-            allowed = torch.ones(1, ids.shape[1], dtype=torch.bool, device=ids.device)
-        seen = allowed[:, None] if allowed.dim() == 2 else allowed  # (B, 1 or T, T)
-        mask = additive(seen[:, None].expand(-1, 1, ids.shape[1], -1), self.dtype)  # (B, 1, T, T)
+        mask = additive(allowed[:, None, None], self.dtype).expand(-1, 1, ids.shape[1], -1)  # (B, 1, T, T)
         places = torch.arange(ids.shape[1], device=ids.device)[None]
         return self.head(self._about(self.hidden(ids, places, mask), at))
 
     def _about(self, outputs: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """Select the outputs (B, T, ...) that predict every position, or those asked for."""
-        if at is None:
-            places = torch.arange(outputs.shape[1], device=outputs.device)
-            return outputs[:, (places - int(self.shifted)).clamp(min=0)]
-        rows, positions = at
+        rows, positions = at or (slice(None), torch.arange(outputs.shape[1], device=outputs.device))
         return outputs[rows, (positions - int(self.shifted)).clamp(min=0)]
 
     def hidden(

@@ -72,9 +72,7 @@ class Rows:
         rows = [row for task in tasks for row in with_writes(task.text.row, task.states)]
         ids = pad_sequence(rows, batch_first=True)  # (all states, T)
         lengths = [len(row) for row in rows]
-        allowed = None
-        if min(lengths) < max(lengths):
-            allowed = torch.arange(max(lengths), device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
+        allowed = torch.arange(max(lengths), device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
         asked = [positions for task in tasks for positions in task.asked]
         at = torch.tensor([(row, position) for row, some in enumerate(asked) for position in some], device=ids.device)
         return self.model.logits(ids, allowed, (at[:, 0], at[:, 1]))

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from data.prompts import Prompt
+from data.suites import Questions
 from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.baselines import Lookup
 from infer.engine.sampling import derived_seed
 from infer.evaluation import cost, evaluate, measuring
 from infer.evaluation.evaluate import decode_all, method_results, parts_of, summarise
-from infer.evaluation.masked import evaluate_masked
 from infer.evaluation.measuring import Part, Variant, join, measure, variants
 from infer.evaluation.suite import ask
+from infer.masked.evaluation import evaluate_masked
 from infer.ngrams.count import count_ngrams
 
 PROMPTS = [[7, 8, 9, 10]] * 6
@@ -161,7 +162,8 @@ def test_a_suites_turns_have_noise_of_their_own(shallow_target, make_tiny):
     drafter.initialize(shallow_target, torch.Generator().manual_seed(0), warm=True)
     turn = [{"role": "user", "content": "x = "}]
     config = EvaluationConfig(max_new_tokens=6, budgets=[3], temperature=1.0, seed=5, rows=2)
-    measured, left_out = ask(shallow_target, drafter, [[turn, turn], [turn, turn]], False, config, lambda *_: None)
+    questions, methods = Questions("", "", [[turn, turn], [turn, turn]]), variants(shallow_target, drafter, config)
+    measured, left_out = ask(shallow_target, drafter, questions, False, methods, lambda *_: None)
     seeds = [text.options.seed for text in measured[0].texts]
     assert left_out == 0 and sorted(seeds) == sorted(derived_seed(5, number) for number in range(4))
 

@@ -4,7 +4,6 @@ Every number comes from decoding. Step-by-step decoding is the first method; its
 save.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -13,7 +12,8 @@ from infer.engine.sampling import derived_seed
 from infer.evaluation.evaluate import describe_device, method_result
 from infer.evaluation.measuring import Measured, Progress, Variant, measure
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
-from infer.masked.drafting import Guesses, Plan
+from infer.evaluation.tables import DASH
+from infer.masked.drafting import Guesses
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedSequence
@@ -67,14 +67,15 @@ def evaluate_masked(
         ]
         for length in lengths
     }
-    details = MaskedDetails(
-        options.block_length, options.cache, options.refresh, smallest_gaps(traces, options), limits
-    )
-    return masked_evaluation(model, len(prompts), options, measured, details)
+    return masked_evaluation(model, len(prompts), options, measured, limits)
 
 
 def masked_evaluation(
-    model: MaskedModel, prompts: int, options: DecodeOptions, measured: Sequence[Measured], details: MaskedDetails
+    model: MaskedModel,
+    prompts: int,
+    options: DecodeOptions,
+    measured: Sequence[Measured],
+    limits: dict[str, list[float]],
 ) -> Evaluation:
     """Return what was measured on so many prompts, the first method the one that the others are compared with."""
     return Evaluation(
@@ -88,7 +89,7 @@ def masked_evaluation(
         accuracy=[],
         methods=[masked_result(one, measured[0]) for one in measured],
         samples=[],
-        masked=details,
+        masked=MaskedDetails(options.block_length, options.cache, options.refresh, limits),
     )
 
 
@@ -169,17 +170,31 @@ def fewest_passes(steps: Trace, options: DecodeOptions, draft_length: int, ranks
     return passes[0]
 
 
-def smallest_gaps(traces: Sequence[Trace], options: DecodeOptions) -> list[float]:
-    """Return how near a step ever came to a tie: between the two surest positions of a block (log-odds), and between
-    the two likeliest tokens of a position (log-probability). Rounding in another batch shape must stay below these."""
-    positions, tokens = math.inf, math.inf
-    for one in traces:
-        start = len(one.text.prompt)
-        left = list(range(start, start + options.max_new_tokens))
-        for guesses, (position, _) in zip(one.guesses, one.text.writes, strict=True):
-            open_ = [guesses[place] for place in Plan(left, start, options.block_length, 0).open(frozenset())]
-            tokens = min(tokens, *(guess.log_shares[0] - guess.log_shares[1] for guess in open_))
-            surest = sorted((guess.confidence for guess in open_), reverse=True)
-            positions = min([positions, *(a - b for a, b in zip(surest[:1], surest[1:], strict=False))])
-            left.remove(start + position)
-    return [positions, tokens]
+def masked_table(evaluation: Evaluation) -> str:
+    """Return the evaluation for a terminal: one line a method, then the limits (SSD's tables 3 and 2)."""
+    details, plain = evaluation.masked, evaluation.methods[0]
+    lines = [
+        f"{evaluation.device}, {evaluation.dtype}: {evaluation.prompts} prompts, {evaluation.rows} at a time, "
+        f"{evaluation.max_new_tokens} tokens each, {plain.tokens / evaluation.prompts:.1f} of them before an end",
+        f"{how_cached(details)}, temperature {evaluation.temperature:g}",
+        "",
+        "drafts  order      states  passes  step reduction  tokens/s  speedup  differ",
+    ]
+    for method in evaluation.methods:
+        lines.append(
+            f"{method.draft_length or DASH!s:<8}{method.name:<10}{method.states:>7.1f}{method.rounds:>8}"
+            f"{evaluation.step_reduction(method):>16.1%}{method.tokens_per_second:>10.0f}{method.speedup:>8.2f}x"
+            f"{evaluation.prompts - method.same:>8}"
+        )
+    lines += ["", "Limit of the step reduction when drafts are among the model's k likeliest tokens of a position:", ""]
+    lines.append(f"{'drafts':<8}" + "".join(f"{f'k = {k}':>9}" for k in range(1, RANKS + 1)) + f"{'all right':>11}")
+    for length, limits in details.limits.items():
+        bound = int(length) / (int(length) + 1)
+        lines.append(f"{length:<8}" + "".join(f"{x:>9.1%}" for x in limits) + f"{bound:>11.1%}")
+    return "\n".join(lines)
+
+
+def how_cached(details: MaskedDetails) -> str:
+    """Return the blocks and what is kept of keys and values, in words."""
+    policy = "no cache" if details.cache == "none" else f"dual cache, refresh {details.refresh}"
+    return f"blocks of {details.block_length}, {policy}"
