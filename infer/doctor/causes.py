@@ -131,9 +131,7 @@ def taps_of(drafter: Drafter) -> list[Tap]:
 def altered(drafter: Drafter, own: dict | None = None, **keys: object) -> Drafter:
     """Return the drafter with some keys of its config.json changed, `own`: of its family's part; the same weights."""
     config = deepcopy(drafter.config)
-    getattr(config, drafter.family.config_key).update(own or {})
-    for key, value in keys.items():
-        setattr(config, key, value)
+    config.update({drafter.family.config_key: drafter.own | (own or {})} | keys)
     other = type(drafter)(config)
     other.load_state_dict(drafter.state_dict())
     return other.to(drafter.norm.weight.device, drafter.norm.weight.dtype).eval().requires_grad_(False)
@@ -284,7 +282,7 @@ def clean(text: str) -> str:
 def show_thinking(case: Case) -> str | None:
     if not read_otherwise(case, chat=True):
         return None
-    names = sorted(set(re.findall(THINKING, str(getattr(case.target.tokenizer, "chat_template", "")))))
+    names = sorted(set(re.findall(THINKING, str(case.target.tokenizer.chat_template))))
     for told in ({name: value} for name in names for value in (True, False)):
         if not read_otherwise(case, chat=True, told=told):
             return f"its prompts are those of chat_template_kwargs {told}"
