@@ -15,10 +15,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from infer import DFlash, Engine, Target
+from infer import DFlash, Target
 from infer.config import DrafterConfig, HeadConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.heads.table import RECURRENT_KINDS
+from infer.engine.runner import Runner
 
 try:
     import nullgpu
@@ -74,14 +75,13 @@ def pretend() -> None:
         return finite(tensor) if tensor.ndim else torch.tensor(finite(tensor).item() or True)
 
     torch.isfinite = asked
-    to_host, rounds = Engine._to_host, iter(range(1 << 60))
+    to_host, rounds = Runner._to_host, iter(range(1 << 60))
 
-    def some(engine: Engine, packet: torch.Tensor) -> list[list[int]]:
-        rows, count = to_host(engine, packet), 1 + next(rounds) % 4
-        width = engine.length + 1 if engine.drafts else 1
+    def some(runner: Runner, packet: torch.Tensor) -> list[list[float]]:
+        rows, count, width = to_host(runner, packet), 1 + next(rounds) % 4, runner.length + 1
         return [[min(count, width), 5, *([7] * (len(row) - 2))] for row in rows]
 
-    Engine._to_host = some
+    Runner._to_host = some
 
 
 def random_pair(

@@ -41,7 +41,7 @@ def write(
     texts = [engine.submit(p, TextOptions(max_new_tokens=tokens, ignore_eos=True, seed=3, **text)) for p in prompts]
     while engine.busy:
         engine.step()
-    return [text.ids for text in texts], any(engine.graphs.graphs.values())
+    return [text.ids for text in texts], any(engine.runner.graphs.graphs.values())
 
 
 def main() -> None:

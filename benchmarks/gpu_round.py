@@ -25,7 +25,9 @@ from gpu import Seen, bandwidth, check, finish, milliseconds, need_cuda, nullgpu
 from infer import Engine
 from infer.config import EngineConfig, TextOptions
 from infer.engine.capture import Graphs
-from infer.engine.choices import piece
+from infer.engine.choices import Asked, piece
+from infer.engine.proposal import propose
+from infer.engine.runner import Runner
 from infer.engine.verify import walk
 from infer.evaluation.evaluate import describe_device
 from infer.trees.tree import DraftTree, Proposal
@@ -63,15 +65,15 @@ def reserved() -> int:
     return torch.cuda.memory_reserved()
 
 
-def build(engine: Engine, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
-    tree = engine.build(proposal)
+def build(runner: Runner, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
+    tree = runner.build(proposal)
     return tree, tree.ancestors()
 
 
 @torch.inference_mode()
 def stages(engine: Engine, nodes: int) -> dict[str, float]:
     """Return milliseconds of the parts of a round, each a graph of its own."""
-    target, rows = engine.target, len(engine.writing)
+    target, rows, runner, memory = engine.target, len(engine.writing), engine.runner, engine.runner.memory
     graphs, found = Graphs(target.device), {}
 
     def timed(name: str, function) -> object:
@@ -80,13 +82,15 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         found[name] = milliseconds(lambda: graphs.run(name, function))
         return result
 
-    with engine.cache.fixed(rows):
-        proposal = Proposal(engine.bonus, None)
-        if engine.drafts:
-            with engine.state.cache.fixed(rows):
-                proposal = timed("draft", lambda: engine._propose([], engine.bonus, None, None, nodes))
-        tree, ancestors = timed("tree", lambda: build(engine, proposal))
-        features = timed("verify", lambda: target.verify(tree, ancestors, engine.cache, engine.layers))
+    with memory.cache.fixed(rows):
+        proposal, asked = Proposal(memory.bonus, None), Asked([], memory.bonus, None, None)
+        if memory.state is not None:
+            with memory.state.cache.fixed(rows):
+                proposal = timed(
+                    "draft", lambda: propose(memory, asked, nodes, runner.method, engine.options, runner.ngram)
+                )
+        tree, ancestors = timed("tree", lambda: build(runner, proposal))
+        features = timed("verify", lambda: target.verify(tree, ancestors, memory.cache, memory.layers))
         pieces = features.last.split(piece(rows), 1)
         chosen = timed("head", lambda: torch.cat([target.head(part).argmax(-1) for part in pieces], 1))
         timed("walk", lambda: walk(tree, chosen, ancestors))
@@ -128,7 +132,8 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
 
 def warm_memory(engine: Engine, text: TextOptions) -> float:
     """Prepare rounds of such texts; return the memory of caches and graphs over that of the caches."""
-    cache, before = sum(part.cache.buffer.nbytes for part in (engine, engine.state) if part is not None), reserved()
+    memory = engine.runner.memory
+    cache, before = sum(part.cache.buffer.nbytes for part in (memory, memory.state) if part is not None), reserved()
     engine.warm(texts=[text])
     return 1 + (reserved() - before) / cache
 
@@ -185,14 +190,14 @@ def mixed(target, drafter, args, faults: list[str]) -> None:
         engine.step()
     for _ in range(24):  # a crowd with short prompts, so that all rows are soon in use
         engine.submit([2, 3, 4], TextOptions(max_new_tokens=300, ignore_eos=True))
-    before, graphs, rows = programs(), len(engine.graphs.graphs), set()
+    before, graphs, rows = programs(), len(engine.runner.graphs.graphs), set()
     with watch() as seen:
         for _ in range(args.rounds):
             if dice.random() < 0.4:
                 submit()
             engine.step()
             rows.add(len(engine.writing))
-    made = {"plans": seen.plans, "programs": programs() - before, "graphs": len(engine.graphs.graphs) - graphs}
+    made = {"plans": seen.plans, "programs": programs() - before, "graphs": len(engine.runner.graphs.graphs) - graphs}
     print(
         f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: {graphs} graphs, made anew: {made}"
     )

@@ -14,6 +14,7 @@ import statistics
 import string
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +25,7 @@ from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.base import Drafter, new_drafter
-from infer.engine.grammar import GrammarState
+from infer.engine import runner
 from infer.targets.target import Target
 
 SCHEMA = {
@@ -83,7 +84,8 @@ def write(target, drafter, prompt, options, method, budget=16, knows=True, aroun
     """Write a text; return it, and the processor seconds. knows: the tree follows the grammar."""
     engine = Engine(target, drafter, EngineConfig(method, budget, rows=1), len(prompt) + options.max_new_tokens + 1)
     if not knows:
-        engine._constrained, engine._forced = lambda tree, proposal: tree, lambda texts, nodes: []
+        engine.runner.method = replace(engine.runner.method, ranked=False)
+    follow_grammars, forced_tokens = runner.follow_grammars, runner.forced_tokens
     spent = defaultdict(float)
 
     def timed(owner: object, name: str) -> None:
@@ -99,11 +101,12 @@ def write(target, drafter, prompt, options, method, budget=16, knows=True, aroun
         setattr(owner, name, measured)
 
     text = engine.submit(prompt, options)
-    for owner, name in around:
-        timed(text.grammar if owner is GrammarState else engine, name)
+    for name in around:
+        timed({"mask": text.grammar, "round": engine.runner}.get(name, runner), name)
     began = time.thread_time()
     while engine.busy:
         engine.step()
+    runner.follow_grammars, runner.forced_tokens = follow_grammars, forced_tokens
     return text, time.thread_time() - began, spent
 
 
@@ -131,7 +134,7 @@ def gains(target, drafter, prompts, tokens) -> None:
 
 def shares(target, drafter, prompts, tokens) -> None:
     """Print the grammar's share of rounds of 64 nodes: trees under it, what it forces, masks of the target."""
-    around = ((Engine, "_round"), (Engine, "_constrained"), (Engine, "_forced"), (GrammarState, "mask"))
+    around = ("round", "follow_grammars", "forced_tokens", "mask")
     for name, shape in ASKED.items():
         total, rounds = defaultdict(float), 0
         for number, prompt in enumerate(prompts):
@@ -140,7 +143,7 @@ def shares(target, drafter, prompts, tokens) -> None:
             rounds += text.stats.rounds
             for key, seconds in spent.items():
                 total[key] += seconds
-        round_, parts = total.pop("_round"), {key.strip("_"): value for key, value in total.items()}
+        round_, parts = total.pop("round"), total
         said = ", ".join(f"{key} {1000 * value / rounds:.2f}" for key, value in parts.items())
         print(
             f"{target.name:<16}{name:<12} a round {1000 * round_ / rounds:6.1f} ms, the grammar's part "

@@ -10,7 +10,6 @@ from jinja2 import TemplateError
 
 from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
-from infer.engine.base import EngineBase
 from infer.engine.engine import Engine
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
@@ -84,7 +83,7 @@ def stream(
     return _pieces(engine, text, TextStream(target, text))
 
 
-def _pieces(engine: EngineBase, text: Sequence, pieces: "TextStream") -> abc.Iterator[str]:
+def _pieces(engine: Engine, text: Sequence, pieces: "TextStream") -> abc.Iterator[str]:
     while engine.busy:
         engine.step()
         piece = pieces.next()
@@ -98,7 +97,7 @@ def open_engine(
     options: EngineConfig,
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
-) -> EngineBase:
+) -> Engine:
     """Return the engine that decodes this kind of model. Raises ValueError where options or drafter do not fit it."""
     if not isinstance(target, MaskedModel):
         return Engine(target, drafter, options, capacity, clock)

@@ -84,7 +84,31 @@ class Plan:
     every: int  # of so many rounds one is learnt from
 
 
-class Pace:
+class Budget:
+    """The same number of nodes in every round."""
+
+    adapts = False  # to the log-probabilities of the nodes that are found
+
+    def __init__(self, most: int) -> None:
+        self.most = self.last = most  # nodes of a row's tree at most; and of the last round
+
+    def most_nodes(self, rows: int, most: int, full: int | None = None) -> int:
+        return most
+
+    def nodes(self, log_probs: torch.Tensor, most: int) -> int:
+        return most
+
+    def nodes_ahead(self, rows: int, most: int) -> int:
+        return most
+
+    def grown(self, nodes: int) -> int:
+        return nodes
+
+    def note(self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]]) -> None:
+        pass
+
+
+class BudgetController(Budget):
     """What rounds cost and commit lately, by which each round's nodes are chosen: a tree's, or none, where plain
     decoding is faster, as it is when many rows share the machine. A round of the other kind now and then keeps both
     known, and one of a size larger than seems best what that would bring.
@@ -101,7 +125,10 @@ class Pace:
     this arithmetic takes a fifth of one.
     """
 
+    adapts = True
+
     def __init__(self, rule: BudgetRule, most: int) -> None:
+        super().__init__(most)
         self.rule = rule
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
         # a size's place is its number, from 1, and that of its band; at 0 there are no nodes
@@ -119,7 +146,6 @@ class Pace:
         self._expected = [0.0]  # of the tree that was chosen last, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
         self.learns = True  # from this round
-        self.last = most  # nodes of the last round
 
     def costs(self, rows: int) -> list[float]:
         """Return the seconds of a round of so many rows, by place; without nodes nothing is drafted. A known ratio
@@ -191,13 +217,13 @@ class Pace:
         get the same size."""
         if not self.learns:
             return most
-        self._expect(log_probs)
+        self._expect(log_probs.tolist())
         return self._best(len(log_probs), most)
 
-    def _expect(self, log_probs: torch.Tensor) -> None:
+    def _expect(self, log_probs: list[list[float]]) -> None:
         """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes, from
         log-probabilities (B, M)."""
-        ranks = zip(*log_probs.tolist(), strict=True)  # few numbers: in Python alone
+        ranks = zip(*log_probs, strict=True)  # few numbers: in Python alone
         next(ranks)
         self._expected = list(accumulate((sum(map(exp, rank)) / len(rank) for rank in ranks), initial=0.0))
 
@@ -212,11 +238,6 @@ class Pace:
     def grown(self, nodes: int) -> int:
         """Return how many nodes are to be found where so many are verified: what more would be worth shows so."""
         return next((size for size in self.sizes if size >= 2 * nodes), self.sizes[-1])
-
-    def expect(self, log_probs: list[list[int]]) -> None:
-        """Take note of the log-probabilities of all nodes found, the bits of float32, a list for every row."""
-        if self.learns and len(log_probs[0]) > 1:
-            self._expect(torch.tensor(log_probs, dtype=torch.int32).view(torch.float32))
 
     def _best(self, rows: int, most: int) -> int:
         """Return the best size of at most so many nodes by what is expected of each."""
@@ -235,11 +256,16 @@ class Pace:
         ends = [self._expected[size] for size in (0, *self.sizes[:last])]
         return [after - before for before, after in pairwise(ends)]
 
-    def note(self, seconds: float, nodes: int, paths: list[list[int]]) -> None:
-        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out."""
+    def note(
+        self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
+    ) -> None:
+        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out;
+        `promised`: the log-probabilities of all nodes found, where `nodes` was not told them."""
         self.last = nodes
         if not self.learns:
             return
+        if promised and len(promised[0]) > 1:
+            self._expect(promised)
         rows, place = len(paths), self._place[nodes]
         self._note_cost(rows, place, seconds)
         if not nodes:

@@ -4,6 +4,7 @@ B rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary.
 """
 
 from collections import abc
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,17 @@ from infer.trees.tree import DraftTree
 
 PIECE = 65  # nodes of a row whose logits are in memory at a time; of many rows fewer, as many as of MANY in all
 MANY = 4  # rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the rows of a round ask of sampling."""
+
+    options: abc.Sequence[TextOptions]  # empty: all rows are greedy
+    start: torch.Tensor  # (B,) positions of the roots
+    noise: torch.Tensor | None  # (S, > max depth, V) of the sampled rows
+    seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
+    texts: abc.Sequence[Sequence] = ()  # none where the host is not asked: no processors, no grammars, no n-grams
 
 
 def piece(rows: int) -> int:
@@ -35,24 +47,22 @@ def choose_tokens(
     tree: DraftTree,
     within: SeenAt | None,
     last: torch.Tensor,
-    options: abc.Sequence[TextOptions],
-    texts: abc.Sequence[Sequence],
-    noise: torch.Tensor | None,
+    asked: Asked,
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for a `piece` of
     the nodes at a time, unless processors want to see them."""
     pieces = []
-    width = last.shape[1] if any(text.judged for text in texts) else piece(len(last))
+    width = last.shape[1] if any(text.judged for text in asked.texts) else piece(len(last))
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)
         logits = target.head(last[:, here])  # (B, n, V)
         before = within and (lambda rows, nodes, first=first: within(rows, nodes + first))
-        pieces.append(choose(logits, tree.depths[:, here], options, noise, before))
+        pieces.append(choose(logits, tree.depths[:, here], asked.options, asked.noise, before))
     chosen = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    order = sampled_rows(options)
-    for row, text in enumerate(texts):
+    order = sampled_rows(asked.options)
+    for row, text in enumerate(asked.texts):
         if text.judged:
-            own = noise[order.index(row)] if row in order else None  # (> max depth, V)
+            own = asked.noise[order.index(row)] if row in order else None  # (> max depth, V)
             prefix = within if text.options.repetition_penalty != 1 else None
             chosen[row] = choose_processed(target, tree, row, text, logits, own, prefix)
     return chosen
@@ -98,10 +108,9 @@ def logprobs_of(target: Target, last: torch.Tensor, chosen: torch.Tensor, most: 
     return torch.cat([log_probs.gather(2, chosen[..., None]), top, ids.double()], -1)
 
 
-def note_logprobs(numbers: list[list[list[float]]], lengths: list[int], texts: list[Sequence]) -> None:
-    """Give the texts that ask for them the `logprobs_of` their committed tokens."""
-    for row, text in enumerate(texts):
-        for of_chosen, *likeliest in numbers[row][: lengths[row]] if text.options.logprobs is not None else ():
-            half = len(likeliest) // 2
-            ranked = zip(map(int, likeliest[half:]), likeliest[:half], strict=True)
-            text.logprobs.append(TokenLogprob(of_chosen, list(ranked)[: text.options.logprobs]))
+def note_logprobs(text: Sequence, places: list[list[float]]) -> None:
+    """Give a text that asks for them the `logprobs_of` its committed tokens."""
+    for of_chosen, *likeliest in places if text.options.logprobs is not None else ():
+        half = len(likeliest) // 2
+        ranked = zip(map(int, likeliest[half:]), likeliest[:half], strict=True)
+        text.logprobs.append(TokenLogprob(of_chosen, list(ranked)[: text.options.logprobs]))

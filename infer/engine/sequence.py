@@ -31,6 +31,25 @@ class Model(Protocol):
         """Tokens that end a text."""
 
 
+class Stopwatch:
+    """Seconds of the stages of rounds. On CUDA `clock` is to synchronise."""
+
+    def __init__(self, clock: abc.Callable[[], float]) -> None:
+        self.clock, self.mark = clock, 0.0
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def start(self) -> float:
+        """Begin a stage; return the time."""
+        self.mark = self.clock()
+        return self.mark
+
+    def lap(self, stage: str) -> None:
+        """End a stage, and begin the next."""
+        now = self.clock()
+        self.seconds[stage] += now - self.mark
+        self.mark = now
+
+
 @dataclass
 class DecodeStats:
     """What decoding one text took. A round commits the accepted drafts and the next bonus token; the prefill yields the
@@ -81,6 +100,7 @@ class Sequence:
     rejected: list[list[int]] = field(default_factory=list)  # round by round, if the options ask for a trace
     finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
     cancelled: bool = False
+    began: tuple[float, dict[str, float]] | None = None  # time and the stages' seconds at admission
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
     kept: list[Block] = field(default_factory=list)  # what is there of them, until it is given to the text's row

@@ -68,13 +68,13 @@ def example_round(target: Target, drafter: Drafter, text: Text, options: DecodeO
     budget = min(options.budget, ROUND_NODES)
     options = replace(options, budget=budget)
     engine = open_engine(target, drafter, options, len(text.prompt) + options.max_new_tokens)
-    build, trees, rounds = engine.build, [], []
+    build, trees, rounds = engine.runner.build, [], []
 
     def keep(proposal):
         trees.append(build(proposal))
         return trees[-1]
 
-    engine.build = keep
+    engine.runner.build = keep
     most = min(options.max_new_tokens, ROUND_TOKENS)
     text = engine.submit(text.prompt, replace(text.options, max_new_tokens=most))
     while engine.busy:

@@ -14,16 +14,18 @@ from collections import abc
 import torch
 
 from infer.config import MASKED_METHODS, EngineConfig, TextOptions, check_masked_text
-from infer.engine.base import EngineBase
+from infer.engine.budget import Budget
+from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
-from infer.engine.sequence import Processor
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Processor, Stopwatch
 from infer.masked.drafting import Guesses, as_guesses, follow_steps, pick_states, summarize
 from infer.masked.model import MaskedModel
 from infer.masked.passes import DualCache, Rows, Task
 from infer.masked.sequence import MaskedSequence
 
 
-class MaskedEngine(EngineBase):
+class MaskedEngine(Engine):
     """Decodes with a masked model: every row with its own drafts.
 
     An answer's last block may go beyond `capacity`. A text does not depend on what is written beside it, nor on
@@ -39,49 +41,65 @@ class MaskedEngine(EngineBase):
         clock: abc.Callable[[], float] = time.perf_counter,
         ranks: int = 2,
     ) -> None:
-        super().__init__(model, options, capacity, clock)
+        EngineConfig.check(options)
         if options.method not in MASKED_METHODS:
             raise ValueError(
                 f"{model.name} is a masked diffusion model, which method={options.method} cannot decode: use "
                 f"method={' or '.join(MASKED_METHODS)}"
             )
+        runner = MaskedRunner(model, options, capacity, Stopwatch(clock), ranks)
+        self._assemble(runner, Scheduler(model, options.rows, options.positions, Budget(0)))
+
+    def check_text(self, options: TextOptions) -> None:
+        super().check_text(options)
+        check_masked_text(options)
+
+
+class MaskedRunner:
+    """Runs what a `Scheduler` decides, as `infer.engine.runner.Runner` does with a causal target."""
+
+    def __init__(self, model: MaskedModel, options: EngineConfig, capacity: int, watch: Stopwatch, ranks: int) -> None:
+        self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
         self.ranks = ranks
         self.reset()
 
     def reset(self) -> None:
-        super().reset()
-        options, self.passes = self.options, None  # the old memory goes first
+        """Make all memory anew; the old one is freed before."""
+        options, self.passes = self.options, None
         spare = options.room(1) - 1
         self.passes = (
             Rows(self.target, options)
             if options.cache == "none"
             else DualCache(self.target, options, options.rows, self.capacity + spare)
         )
-        self.free = list(range(options.rows))
+        self.free_rows = list(range(options.rows))
 
-    def check_text(self, options: TextOptions) -> None:
-        super().check_text(options)
-        check_masked_text(options)
-
-    def _new_sequence(
-        self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]
-    ) -> MaskedSequence:
+    def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor]) -> MaskedSequence:
+        """Return a text to be queued. Raises ValueError for what it cannot follow."""
         if processors:
             raise ValueError("logits processors: masked diffusion decoding has no prefixes that they could see")
         return MaskedSequence(prompt, options)
 
-    def _prefill(self, width: int) -> int:
-        """Lay the texts out; prompts are computed with their answers."""
-        for text in self.entering:
-            text.slot = self.free.pop()
-            text.begin(self.target, self.options.room(text.options.max_new_tokens))
-        self.writing, self.entering = self.writing + self.entering, []
+    def weights_changed(self, enters: bool) -> bool:
+        return False  # there are no copies of them
+
+    def warm(self, report: abc.Callable[[int, int], None], texts: abc.Sequence[TextOptions]) -> None:
+        """Do nothing: there are no graphs."""
+
+    def prefill(self, texts: list[MaskedSequence], done: int, width: int) -> int:
+        """Compute nothing: prompts are computed with their answers."""
         return 0
 
-    def _round(self) -> None:
+    def begin(self, texts: list[MaskedSequence]) -> None:
+        """Lay the texts out."""
+        for text in texts:
+            text.slot = self.free_rows.pop()
+            text.begin(self.target, self.options.room(text.options.max_new_tokens))
+
+    def round(self, texts: list[MaskedSequence], most: int, full: int) -> None:
         """Run one pass over the states of all texts, or one for each kind of step."""
         options, tasks = self.options, []
-        for text in self.writing:
+        for text in texts:
             plan, states = self.passes.plan(text), [frozenset()]
             if options.method == "ssd":
                 drafting = options.order, options.draft_length, options.nodes
@@ -122,10 +140,11 @@ class MaskedEngine(EngineBase):
         text.drafted.append(len(task.states) - 1)
         text.write(steps.writes, self.target)
 
-    def _free(self, finished: list[MaskedSequence]) -> None:
-        for text in finished:
-            ends = (at for at, token in enumerate(text.ids) if token in self.target.end_ids)
-            text.stats.valid = next(ends, len(text.ids))
-            text.row = None
-            self.free.append(text.slot)
-        self.writing = [text for text in self.writing if text.finish is None]
+    def free(self, texts: list[MaskedSequence], entering: list[MaskedSequence], order: list[int]) -> None:
+        """Give up the rows of finished texts."""
+        for text in texts:
+            if text.finish is not None:
+                ends = (at for at, token in enumerate(text.ids) if token in self.target.end_ids)
+                text.stats.valid = next(ends, len(text.ids))
+                text.row = None
+                self.free_rows.append(text.slot)

@@ -49,6 +49,11 @@ class MaskedSequence(Sequence):
     def __post_init__(self) -> None:
         self.stats = MaskedStats(len(self.prompt), histogram=[0] * (LONGEST + 1))
 
+    @property
+    def known(self) -> list[int]:
+        """Nothing is to be computed before the text is written."""
+        return []
+
     def begin(self, model: MaskedModel, length: int) -> None:
         """Lay out the row, with `length` masks. A text that was begun before begins again: with a cache of keys and
         values, what is written depends on where they were computed anew."""

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.api import Prompt, TextStream, encode
 from infer.config import TextOptions
-from infer.engine.base import EngineBase
+from infer.engine.engine import Engine
 from infer.engine.grammar import asked_grammar, serialised_tokenizer
 from infer.engine.sequence import Sequence
 from infer.engine.trial import Trial
@@ -108,7 +108,7 @@ class Worker(threading.Thread):
     told, and `on_failure` is called.
     """
 
-    def __init__(self, engine: EngineBase, metrics: Metrics, verify: float) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, verify: float) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine, self.metrics = engine, metrics
         self.checker = OutputChecker(engine.target, verify, self._checked)
@@ -239,7 +239,7 @@ class Worker(threading.Thread):
 class Service:
     """The event loop's side: the texts of all requests that have not ended."""
 
-    def __init__(self, engine: EngineBase, options: ServerConfig) -> None:
+    def __init__(self, engine: Engine, options: ServerConfig) -> None:
         self.engine, self.options = engine, options
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.reading = reading_of(self.target.tokenizer)
@@ -407,7 +407,7 @@ class Stream(StreamingResponse):
             self.after()
 
 
-def create_app(engine: EngineBase, options: ServerConfig) -> FastAPI:
+def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     """Return the application around an engine; its start and stop start and end the engine's thread."""
     service = Service(engine, options)
     began = int(time.time())
@@ -513,7 +513,7 @@ class Server(uvicorn.Server):
             self.on_bound()
 
 
-def serve(engine: EngineBase, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
+def serve(engine: Engine, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
     """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine cannot go on, so
     that the process ends with an exit code that a supervisor sees."""
     app = create_app(engine, options)

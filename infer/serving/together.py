@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from infer.config import TextOptions
-from infer.engine.base import EngineBase
+from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
 from infer.utils.together import agreed
 
@@ -13,7 +13,7 @@ class LeadingEngine:
     """The first process's engine: before each step it says which texts came and which were given up. A step that fails
     cannot be repeated, since the others may have taken it."""
 
-    engine: EngineBase
+    engine: Engine
     new: list[tuple[list[int], TextOptions]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> object:
@@ -40,7 +40,7 @@ class LeadingEngine:
         agreed(None)
 
 
-def follow(engine: EngineBase) -> None:
+def follow(engine: Engine) -> None:
     """Take the steps of the first process's engine, until it dismisses this one."""
     texts: dict[int, Sequence] = {}
     while (said := agreed(None)) is not None:

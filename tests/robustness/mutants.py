@@ -250,8 +250,8 @@ MUTANTS = [
     ),
     (
         "old caches stay while new ones come",
-        "infer/engine/engine.py",
-        ("self.cache = self.state = self.prefill = None", "pass"),
+        "infer/engine/runner.py",
+        ("self.memory = self.prompts = None\n        self.memory = Memory", "self.memory = Memory"),
         FAILURES + " -k old_caches",
     ),
     (
@@ -277,14 +277,14 @@ MUTANTS = [
     ),
     (
         "all prompts are computed before the next round",
-        "infer/engine/base.py",
-        ("if self.writing and self.options.positions is not None:", "if False:"),
+        "infer/engine/scheduler.py",
+        ("if writing and self.positions is not None:", "if False:"),
         ADMISSION + " -k few_positions",
     ),
     (
         "contexts cost nothing",
-        "infer/engine/base.py",
-        ("return 1 + round(2 * context / self.target.context_reach) / 2", "return 1"),
+        "infer/engine/scheduler.py",
+        ("return 1 + round(2 * context / self.model.context_reach) / 2", "return 1"),
         ADMISSION,
     ),
     (

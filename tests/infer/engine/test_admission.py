@@ -103,7 +103,7 @@ def test_a_text_that_is_given_up_while_it_enters_leaves_nothing(tiny):
         writing.cancelled = len(writing.ids) > 20  # the row below the entering one is given up
     for text, prompt in zip(texts, prompts, strict=True):
         assert text.ids == alone(target, prompt, TextOptions(max_new_tokens=12))
-    assert engine.cache.lengths == [] and not engine._began
+    assert engine.runner.memory.cache.lengths == []
 
 
 def test_an_engine_that_starts_again_keeps_what_waits(tiny):
@@ -135,14 +135,14 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny, room):
         return 9 if text.options.logprobs is not None else 3 if text.options.temperature else 1
 
     engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=4), 40)
-    commit, failures, given_up = engine._commit, 0, []
+    to_host, failures, given_up = engine.runner._to_host, 0, []
 
     def tight(*args):
         if sum(map(cost, engine.writing)) > room:
             raise RuntimeError("out of memory")
-        return commit(*args)
+        return to_host(*args)
 
-    engine._commit = tight
+    engine.runner._to_host = tight
     texts = [engine.submit([i + 1, 2], each) for i, each in enumerate(options)]
     while engine.busy:
         try:
@@ -157,7 +157,7 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny, room):
         if cost(text) < 9:
             assert text.ids == alone(target, [i + 1, 2], each) and sum(text.commits) == len(text.ids)
             assert sum(text.stats.histogram) == text.stats.rounds
-    assert engine.most == 4 and not engine._began
+    assert engine.scheduler.most == 4
 
 
 def test_rows_share_what_the_target_computes(tiny):

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten
 
 from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
-from infer.engine import engine as engine_module
+from infer.engine import runner
 from infer.engine.capture import Graphs
 from infer.engine.controls import Kind
 from infer.trees import compiled
@@ -60,7 +60,7 @@ class Recording:
 @pytest.fixture
 def graphs(monkeypatch):
     """Engines make recorded graphs; tree building stays in tensors."""
-    monkeypatch.setattr(engine_module, "Graphs", RecordedGraphs)
+    monkeypatch.setattr(runner, "Graphs", RecordedGraphs)
     monkeypatch.setattr(compiled, "available", lambda tensor: False)
 
 
@@ -99,10 +99,10 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
     for compile in (False, True):
         config = EngineConfig(method, budget, rows=3, positions=None, compile=compile)
         engine = Engine(target, drafter, config, 90)
-        engine.captures = compile
+        engine.runner.captures = compile
         expected = [TextOptions(**each) for each in options]
         engine.warm(texts=expected)
-        prepared, texts[compile] = set(engine.graphs.graphs), []
+        prepared, texts[compile] = set(engine.runner.graphs.graphs), []
         for i, prompt in enumerate(prompts):
             asked = TextOptions(max_new_tokens=8 + 5 * i, **options[i % len(options)])
             texts[compile].append(engine.submit(prompt, asked))
@@ -114,10 +114,10 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
         for ours, theirs in zip(replayed.logprobs, eager.logprobs, strict=True):
             assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    assert engine.graphs.replays > (10 if options is MIXED else 20) and engine.graphs.works
-    kinds = {Kind.of(beside, engine.columns.vocabulary) for beside in (*([text] for text in expected), expected)}
+    assert engine.runner.graphs.replays > (10 if options is MIXED else 20) and engine.runner.graphs.works
+    kinds = {Kind.of(beside, engine.runner.columns.vocabulary) for beside in (*([text] for text in expected), expected)}
     assert {rows for rows, *_ in prepared} == {1, 2, 3} and kinds == {kind for *_, kind in prepared}
     assert budget == "auto" or len(prepared) == 3 * len(kinds)
-    used = set(engine.graphs.graphs)
+    used = set(engine.runner.graphs.graphs)
     assert {key[:2] for key in used} == {key[:2] for key in prepared} and (options is MIXED or used == prepared)
     assert options is GREEDY or len({kind for *_, kind in used}) > 3

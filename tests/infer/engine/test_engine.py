@@ -17,8 +17,14 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, HeadConfig, TextOptions
+<<<<<<< HEAD
 from infer.drafters.baselines import Bigram, Lookup
 from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
+=======
+from infer.drafters.bigram import Bigram
+from infer.drafters.lookup import Lookup
+from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetController, BudgetRule, calibrate
+>>>>>>> d81ad39 (Engine: a scheduler, a round in one file, and a runner)
 from infer.engine.sampling import adjust
 from infer.engine.sequence import Sequence
 from infer.ngrams.model import NGram
@@ -64,7 +70,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured):
         expected.append(text.ids)
 
     engine = Engine(target, drafter, EngineConfig(method, 11, rows=rows), 80)
-    engine.captures = captured  # rounds of greedy texts have the shapes of CUDA graphs
+    engine.runner.captures = captured  # rounds of greedy texts have the shapes of CUDA graphs
     dice, texts, given_up = random.Random(1), [], set()
     while len(texts) < len(everything) or engine.busy:
         for _ in range(dice.randrange(3)):
@@ -84,7 +90,7 @@ def test_rows_come_and_go_and_every_text_is_its_own(tiny, method, captured):
         else:
             assert text.finish == "length" and text.ids == ids
             assert sum(text.commits) == len(text.ids) == text.stats.tokens
-    assert engine.cache.lengths == [] and not engine.cache.ends.any()
+    assert engine.runner.memory.cache.lengths == [] and not engine.runner.memory.cache.ends.any()
 
 
 def test_trees_search_the_end_of_a_text(tiny):
@@ -109,7 +115,7 @@ def test_compile_changes_nothing_on_the_cpu(tiny, monkeypatch):
     engine.submit([1, 2, 3], TextOptions(max_new_tokens=20))
     while engine.busy:
         engine.step()
-    assert not engine.captures and not engine.graphs.graphs
+    assert not engine.runner.captures and not engine.runner.graphs.graphs
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -188,7 +194,7 @@ def test_a_budget_rule_takes_the_best_expected_speed():
     rule = BudgetRule(positions=(1, 9, 17, 65, 257), seconds=(1.0, 1.1, 1.3, 3.0, 9.0), other=0.5)
     assert rule.cost(17) == pytest.approx(1.8) and rule.cost(41) == pytest.approx(0.5 + 1.3 + 1.7 * 24 / 48)
     assert rule.cost(513) == pytest.approx(0.5 + 9 + 6 * 256 / 192)
-    pace = Pace(rule, SIZES[-1])
+    pace = BudgetController(rule, SIZES[-1])
     for spread in (0.3, 1.0, 4.0):
         logits = torch.randn(1, 7, 60, generator=torch.Generator().manual_seed(3)) * spread
         tree = ddtree(Proposal(torch.tensor([0]), logits.log_softmax(-1), SIZES[-1]))
@@ -220,7 +226,7 @@ def test_the_budget_follows_the_load():
         return list(range(1, 1 + next((i for i in range(min(nodes, 7)) if dice.random() > 0.7), min(nodes, 7))))
 
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 5.0, 20.0), other=2.0)
-    pace = Pace(rule, 64)
+    pace = BudgetController(rule, 64)
     for rows in (1, 64, 8, 2, 64, 1):
         spent = tokens = 0.0
         for turn in range(500):
@@ -244,7 +250,7 @@ def test_an_unlucky_first_round_is_soon_forgotten():
     times plain rounds, is not given up for it."""
     dice = random.Random(0)
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.3, 3.0, 9.0), other=0.4)
-    pace, spent, tokens = Pace(rule, 64), 0.0, 0
+    pace, spent, tokens = BudgetController(rule, 64), 0.0, 0
     for turn in range(150):
         likely, path = 0.6 if turn else 0.1, []
         if nodes := pace.most_nodes(1, 64):
@@ -268,7 +274,7 @@ def test_noise_hides_neither_the_best_size_nor_plain_decoding(kept):
     sizes, milliseconds = (0, 1, 2, 4, 8, 12, 16, 24, 32, 64), (7.4, 10.3, 10.9, 11.2, 12.4, 13.1, 14.6, 17, 19, 27)
     times = dict(zip(sizes, milliseconds, strict=True))
     chances = torch.tensor([1.0, *(0.5 / size for size in range(1, 65))])
-    pace, spent, tokens = Pace(BudgetRule((1, 9, 17, 65), (7.0, 10.0, 11.7, 24.7), 2.4), 64), 0.0, 0.0
+    pace, spent, tokens = BudgetController(BudgetRule((1, 9, 17, 65), (7.0, 10.0, 11.7, 24.7), 2.4), 64), 0.0, 0.0
     for turn in range(1000):
         hard = dice.choice([0.4, 1.0, 1.6])  # how much of its usual promise the drafter makes
         nodes = pace.most_nodes(1, 64)
@@ -289,7 +295,7 @@ def test_looking_for_the_best_size_costs_little(rows, monkeypatch):
     four nodes, at most one in 25 a size that is not worth it, and the rule is asked now and then."""
     rule = BudgetRule((1, 5 * rows, 9 * rows), (1.0, 1.0, 1.8), 0.2, row=0.1, row_drafts=0.1)
     chances = torch.tensor([1.0, 0.8, 0.7, 0.6, 0.5, *[0.05] * 60]).log().expand(rows, -1)
-    dice, pace, sizes, asked, cost = random.Random(0), Pace(rule, 64), [], [], BudgetRule.cost
+    dice, pace, sizes, asked, cost = random.Random(0), BudgetController(rule, 64), [], [], BudgetRule.cost
     monkeypatch.setattr(BudgetRule, "cost", lambda *args: asked.append(args) or cost(*args))
     for _ in range(600):
         if nodes := pace.most_nodes(rows, 64):
@@ -308,8 +314,8 @@ def test_prompts_enter_beside_the_trees_that_are_drafted(tiny):
     for budget, nodes in ((2, 2), ("auto", 2), ("auto", 0)):
         engine = Engine(*tiny, EngineConfig("ddtree", budget, rows=8, positions=60), 200)
         if budget == "auto":
-            engine.pace.most_nodes = lambda rows, most, full, nodes=nodes: min(nodes, most)
-            engine.pace.nodes = lambda log_probs, most: most
+            engine.runner.budget.most_nodes = lambda rows, most, full, nodes=nodes: min(nodes, most)
+            engine.runner.budget.nodes = lambda log_probs, most: most
         for i in range(8):
             engine.submit([2 + i] * 24, TextOptions(max_new_tokens=160, ignore_eos=True))
             engine.step() if not i else None  # the others join one that is being written
@@ -321,7 +327,7 @@ def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
     """Where prompts enter beside many rows, a round has room for a node or two alone; plain rounds, of which nothing is
     known yet, are soon tried."""
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), other=0.5)
-    pace = Pace(rule, 64)
+    pace = BudgetController(rule, 64)
     pace.bands, pace.rounds = [Band(promised) for promised in (0.0, 0.1, 0.1, 0.6, 0.7)], TRIAL
     assert pace.most_nodes(4, 64) >= 8 and pace.most_nodes(4, 2) == 0
     assert [pace.most_nodes(4, 64) for _ in range(REFRESH)].count(0) == 1
@@ -332,22 +338,22 @@ def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 def test_rounds_that_draft_nothing_change_no_text(make_tiny, family, monkeypatch):
     """Rows come and go while drafting stops and begins again: the drafter is given what it missed."""
-    monkeypatch.setattr("infer.engine.engine.BEHIND", 5)
+    monkeypatch.setattr("infer.engine.memory.MAX_PENDING_ROUNDS", 5)
     target, drafter = make_tiny(seed=11, block_size=6, **({"family": "dart", "layers": 1} if family == "dart" else {}))
     texts = [TextOptions(max_new_tokens=length) for length in (40, 12, 33, 25)]
     contexts, dice = [], random.Random(2)
     for auto in (False, True):
         engine = Engine(target, drafter, EngineConfig("ddtree", "auto" if auto else 9, rows=2), 80)
         if auto:
-            monkeypatch.setattr(engine.pace, "most_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9]))
+            monkeypatch.setattr(engine.runner.budget, "most_nodes", lambda *_: dice.choice([0, 0, 0, 0, 9]))
         written = [engine.submit(prompt, options) for prompt, options in zip(prompts(4), texts, strict=True)]
         while engine.busy:
             engine.step()
             if len(written[0].ids) >= 20 and len(contexts) == auto:
                 with torch.inference_mode():
-                    engine._update_context()
+                    engine.runner.memory.tell_drafter()
                 length = len(written[0].prompt) + 15
-                contexts.append(engine.state.cache.buffer[:, :length].clone())
+                contexts.append(engine.runner.memory.state.cache.buffer[:, :length].clone())
         if not auto:
             expected = [text.ids for text in written]
     assert [text.ids for text in written] == expected
@@ -443,7 +449,7 @@ def test_noise_that_steers_the_tree_is_worth_it(embedded):
     settings = {"temperature": 1.0, "max_new_tokens": 60, "budget": 12, "seed": 1}
     texts = ["import os\n", "class A:\n    def ", "def main(", "# The"]
     with_noise = generate(embedded, drafter, texts, **settings)
-    with patch("infer.engine.engine.condition_on_noise", lambda marginals, *_: marginals):
+    with patch("infer.engine.proposal.condition_on_noise", lambda marginals, *_: marginals):
         without = generate(embedded, drafter, texts, **settings)
     assert [answer.ids for answer in with_noise] == [answer.ids for answer in without]
     rounds = [sum(answer.stats.rounds for answer in answers) for answers in (with_noise, without)]

@@ -104,13 +104,13 @@ def test_a_text_under_a_grammar_is_checked_under_it(embedded, drafter, temperatu
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_what_a_grammar_forces_costs_no_draft(embedded, drafter, temperature):
+def test_what_a_grammar_forces_costs_no_draft(embedded, drafter, temperature, monkeypatch):
     """A stretch longer than a draft is verified whole, without the drafter; the text stays the target's."""
     forced = "the quick brown fox jumps over the lazy dog"
     options = {"regex": f"[ab]{forced}[ab]", "max_new_tokens": 50, "temperature": temperature}
     engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=1), 80)
-    drafts, propose = [], engine._propose
-    engine._propose = lambda *a, **k: drafts.append(1) or propose(*a, **k)
+    drafts, draft = [], drafter.draft_block
+    monkeypatch.setattr(drafter, "draft_block", lambda *each: drafts.append(1) or draft(*each))
     ids = embedded.tokenizer(PROMPTS[0])["input_ids"]
     text = engine.submit(ids, TextOptions(**options))
     while engine.busy:

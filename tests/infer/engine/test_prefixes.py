@@ -39,8 +39,8 @@ def drafters(target, drafter):
 def write(target, drafter, prompts, memory, rows=1, together=False):
     """Decode prompts one after the other, or together; return the texts, and how many positions were computed."""
     engine = Engine(target, drafter, EngineConfig("ddtree", 8, rows=rows, prefix_memory=memory), 420)
-    computed, run = [], engine._prefill
-    engine._prefill = lambda width: computed.append(run(width)) or computed[-1]
+    computed, run = [], engine.runner.prefill
+    engine.runner.prefill = lambda *piece: computed.append(run(*piece)) or computed[-1]
     texts = []
     for prompt in prompts:
         texts.append(engine.submit(prompt, OPTIONS))

@@ -10,7 +10,6 @@ import torch
 
 from infer import DecodeOptions, Engine, generate
 from infer.config import EngineConfig, TextOptions
-from infer.engine.base import EngineBase
 from infer.serving.hf import speculative
 from infer.targets.target import Target
 
@@ -122,7 +121,7 @@ def test_a_drafter_drafts_with_its_new_weights(make_tiny):
     target, drafter = make_tiny(seed=4)
     engine = Engine(target, drafter, EngineConfig(budget=6), 256)
 
-    def commits(engine: EngineBase) -> list[int]:
+    def commits(engine: Engine) -> list[int]:
         text = engine.submit(PROMPT, TextOptions(max_new_tokens=TOKENS))
         while engine.busy:
             engine.step()

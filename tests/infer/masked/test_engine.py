@@ -38,7 +38,7 @@ def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: Engin
         engine.step()
     while engine.busy:
         engine.step()
-    assert not engine.writing and sorted(engine.free) == list(range(engine.options.rows))
+    assert not engine.writing and sorted(engine.runner.free_rows) == list(range(engine.options.rows))
     return done
 
 
@@ -109,7 +109,7 @@ def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
     engine.submit(PROMPTS[0], TextOptions(max_new_tokens=24))
     engine.step()
     engine.reset()
-    assert not engine.busy and engine.free == [0]
+    assert not engine.busy and engine.runner.free_rows == [0]
 
 
 def test_answers_are_regenerated_with_a_masked_model(folder):
@@ -236,7 +236,7 @@ def test_a_crowd_gets_its_own_texts(idle, served):
             await asyncio.gather(*(one(http, number) for number in range(18)))
 
     asyncio.run(crowd())
-    assert idle(service) and len(service.engine.free) == 3
+    assert idle(service) and len(service.engine.runner.free_rows) == 3
 
 
 BODY = """

@@ -58,16 +58,16 @@ def inject(step: str, engine: Engine, service, patch, times: int = 1) -> None:
     place, name = {
         "take": (engine, "submit"),
         "admit": (engine.target, "extend"),
-        "enter": (engine, "_begin_writing"),
-        "draft": (engine.drafter, "draft"),
+        "enter": (engine.runner, "begin"),
+        "draft": (engine.runner.drafter, "draft"),
         "verify": (engine.target, "verify"),
-        "commit": (engine, "_commit"),
-        "free": (engine, "_free"),
+        "commit": (engine.runner, "_to_host"),
+        "free": (engine.runner, "free"),
         "tell": (service.worker, "_tell"),
         "reset": (engine.target, "cache"),
     }[step]
     if step == "reset":
-        patch.setattr(engine, "_round", failing(engine._round))
+        patch.setattr(engine.runner, "round", failing(engine.runner.round))
     patch.setattr(place, name, failing(getattr(place, name), times))
 
 
@@ -90,7 +90,7 @@ def test_an_error_in_any_step_costs_its_text_and_nothing_else(running, idle, eng
             assert answer.status_code == 500 or answer.json()["choices"][0]["text"] == text
         for prompt, text in [*right.items()][:4]:
             assert ask(prompt).json()["choices"][0]["text"] == text
-        assert idle(service) and not engine._began and engine.cache.lengths == []
+        assert idle(service) and engine.runner.memory.cache.lengths == []
 
 
 def test_a_stream_goes_on_after_a_round_that_failed(running, engine, monkeypatch):
@@ -111,16 +111,16 @@ def test_a_stream_goes_on_after_a_round_that_failed(running, engine, monkeypatch
 
         text, tokens, logprobs = told()
         assert len(tokens) == len(logprobs) == 40
-        calls, commit = [], engine._commit
+        calls, to_host = [], engine.runner._to_host
 
         def fails(*args):
             both = len(engine.writing) == 2  # one that fails alone would be given up
             calls.append(both)
             if both and calls.count(True) == 3:
                 raise RuntimeError("out of memory")
-            return commit(*args)
+            return to_host(*args)
 
-        monkeypatch.setattr(engine, "_commit", fails)
+        monkeypatch.setattr(engine.runner, "_to_host", fails)
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(client.post, "/v1/completions", json=BODY | {"prompt": "x", "max_tokens": 50})
             again = told()
@@ -134,12 +134,12 @@ def test_the_old_caches_go_before_the_new_ones_come(engine, monkeypatch):
     cache = engine.target.cache
 
     def looking(*sizes):
-        assert engine.cache is None and engine.state is None and engine.prefill is None
+        assert engine.runner.memory is None and engine.runner.prompts is None
         return cache(*sizes)
 
     monkeypatch.setattr(engine.target, "cache", looking)
     engine.reset()
-    assert engine.cache is not None
+    assert engine.runner.memory is not None
 
 
 def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(pair, monkeypatch, free_port):
@@ -158,7 +158,7 @@ def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(pair,
     thread.start()
     assert bound.wait(60)
     url = f"http://127.0.0.1:{free_port}/v1/completions"
-    monkeypatch.setattr(engine, "_round", failing(engine._round, 99))
+    monkeypatch.setattr(engine.runner, "round", failing(engine.runner.round, 99))
     monkeypatch.setattr(engine.target, "cache", failing(engine.target.cache, 99))
     with ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(lambda i: httpx.post(url, json=BODY | {"prompt": f"x{i}"}, timeout=60), range(5)))

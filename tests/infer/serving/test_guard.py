@@ -138,7 +138,7 @@ def test_finished_texts_are_checked_again(fuzzer, monkeypatch, caplog):
             return (choose_tokens(*arguments) + 1) % service.target.head_weight.shape[0]
 
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr("infer.engine.engine.choose_tokens", wrong)
+            patch.setattr("infer.engine.round.choose_tokens", wrong)
             assert write(2) == {"same": 4, "tie": 0, "defect": 2}
         assert "is not the target's own: token 0 is" in caplog.text
         assert 'checked_texts_total{outcome="defect"} 2.0' in httpx.get(f"{url}/metrics").text

@@ -231,7 +231,7 @@ def test_a_hundred_clients(idle, served, shallow_target):
     asyncio.run(crowd())
     assert complete == 48
     assert idle(service)
-    assert service.engine.cache.lengths == [] and not service.engine._began
+    assert service.engine.runner.memory.cache.lengths == []
     # 48 complete texts, and of the 36 abandoned ones less than half of what they asked for
     written = service.metrics.tokens._value.get() - before
     assert written < sum(lengths[number % 12] for number in range(96)) + 36 * 100

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
-from infer.engine import base
+from infer.engine import scheduler
 from infer.serving.hf import speculative
 from infer.targets.layers import UnknownLayer, lean_decoder
 from infer.targets.lean import LeanDecoder
@@ -563,7 +563,7 @@ def test_large_trees_behind_long_prompts(tiny, name):
 @pytest.mark.parametrize("name", ISSUE)
 def test_long_texts_are_plain_ones(tiny, name, scripted_drafter, hugging_face, monkeypatch):
     """Greedy texts of 64 tokens are `generate`'s, sampled ones plain decoding's; prompts enter in many passes."""
-    monkeypatch.setattr(base, "PREFILL_CHUNK", 48)
+    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 48)
     target, texts, taus = tiny(name), prompts(149, 5, 67), {}
     options = DecodeOptions(64, rows=2, ignore_eos=True, budget=12, seed=5)
     for temperature, methods in ((0.0, ("chain", "ddtree", "static")), (0.8, ("chain", "ddtree"))):

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from infer.api import decode
 from infer.config import DecodeOptions
-from infer.engine import base
+from infer.engine import scheduler
 from infer.targets.recurrent import PIECE, Lineage, Piece, recur
 from infer.targets.target import Target
 from infer.trees.tree import root_only
@@ -123,7 +123,7 @@ def test_packed_documents_do_not_see_each_others_states(target, leaking, monkeyp
 
 @pytest.mark.parametrize(("temperature", "methods"), [(0.8, ("chain", "ddtree")), (0.0, ("chain", "static"))])
 def test_texts_are_plain_ones(target, scripted_drafter, temperature, methods, monkeypatch):
-    monkeypatch.setattr(base, "PREFILL_CHUNK", 20)  # prompts enter over several passes
+    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 20)  # prompts enter over several passes
     texts = prompts(47, 12, 30)
     options = DecodeOptions(20, temperature=temperature, seed=3, method="plain", rows=2, ignore_eos=True)
     plain = [text.ids for text in decode(target, None, texts, options)]

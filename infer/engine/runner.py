@@ -1,0 +1,342 @@
+"""Prompts and rounds of a causal target: the same round eager, or captured as a CUDA graph in fixed shapes.
+
+B rows, M tree nodes, W = max depth + 1, V vocabulary.
+"""
+
+from collections import abc
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
+from infer.drafters.base import Drafter
+from infer.engine.budget import SIZES, Budget, BudgetController, rule_of
+from infer.engine.capture import Graphs
+from infer.engine.choices import Asked, held_tokens, logprobs_of, note_logprobs
+from infer.engine.controls import Columns, FixedRows, Kind, most_logprobs
+from infer.engine.grammar import asked_grammar
+from infer.engine.memory import Memory, Prefill
+from infer.engine.packet import pack, rejected_path, unpack
+from infer.engine.prefixes import BLOCK, Prefixes
+from infer.engine.proposal import follow_grammars, forced_tokens, propose
+from infer.engine.round import Method, Round, commit, follow_target, run_round
+from infer.engine.sampling import round_noise
+from infer.engine.sequence import Processor, Sequence, Stopwatch
+from infer.ngrams.model import NGram
+from infer.targets.target import Target
+from infer.targets.watch import Watch
+from infer.trees.constrained import forced_chains
+from infer.trees.tree import DraftTree, Proposal, plain, root_only
+
+
+class Size(NamedTuple):
+    """What a captured round is for; each is a graph of its own."""
+
+    rows: int
+    nodes: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Done:
+    """A round that was run."""
+
+    tree: DraftTree
+    packet: torch.Tensor  # (B, n) for the host, see `pack`
+    width: int  # W of the paths in it
+    promised: int = 0  # nodes found whose log-probabilities are in it
+    found: Round | None = None  # None: it is committed
+    forced: bool = False  # by grammars: nothing was drafted
+
+
+class Runner:
+    """Runs what a `Scheduler` decides. A text does not depend on what is written beside it (float32; lower precisions
+    round differently in other batch shapes). The drafter may be None for methods that draft nothing. On CUDA, rounds of
+    texts without logits processors are graphs, one for every power of two of rows, every number of nodes and every
+    `Kind` of sampling; the first two rounds of each take longer. Raises ValueError where options do not fit."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, watch: Stopwatch
+    ) -> None:
+        asked, options = options.continuity, options.beside(None if drafter is None else drafter.ngrams)
+        self.target, self.options, self.capacity, self.watch = target, options, capacity, watch
+        self.drafter, self.method = drafter if options.drafts else None, options.tree
+        check_drafter(target, drafter, options)
+        self.changes = target.follow_weights()
+        self.weights = Watch(drafter or nn.Module())
+        self.build = self.method.load()
+        self.ngram = ngrams_of(target, options, asked) if self.method.ngrams else None
+        self.length, nodes = 0, 0  # L drafted positions
+        if self.drafter is not None:
+            self.length, auto = drafter.block_size - 1, options.budget == "auto"
+            nodes = SIZES[-1] if auto else options.budget
+            if self.method.most_nodes is not None:
+                nodes = min(nodes, self.method.most_nodes(drafter.block_size))
+        self.budget = Budget(nodes)
+        if self.drafter is not None and auto:
+            self.budget = BudgetController(rule_of(target, drafter, watch.clock, options.rows), nodes)
+        # a round of texts without processors asks the host for nothing between its start and its end
+        on_device = self.drafter is None or drafter.family.on_device
+        on_device = on_device and not self.method.ngrams and target.lean
+        self.captures = target.device.type == "cuda" and options.compile is not False and on_device
+        self.reset()
+
+    def reset(self) -> None:
+        """Make all memory anew; the old one is freed before."""
+        rows, device = self.options.rows, self.target.device
+        self.memory = self.prompts = None
+        self.memory = Memory(self.target, self.drafter, rows, self.capacity, self.budget.most)
+        self.prompts: Prefill | None = None
+        self.graphs = Graphs(device)  # the old ones work on memory that is gone
+        self.columns = Columns(rows, self.target.head_weight.shape[0], device)
+        self.tokens_seen: torch.Tensor | None = None  # (rows, V) of captured rounds of texts with a penalty
+        self.noted: list[tuple[Sequence, int]] = []  # texts, and how long they were, that the device knows as they are
+        megabytes = self.options.prefix_memory
+        self.prefixes = Prefixes(megabytes * 2**20) if megabytes else None
+
+    def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
+        """Return a text to be queued. Raises ValueError for what it cannot follow."""
+        judged = processors or asked_grammar(options) is not None
+        if judged and self.method.draws and options.temperature > 0:
+            raise ValueError(
+                f"logits processors and grammars: a sampled {self.method.label} tree needs whole distributions; use "
+                "another method"
+            )
+        return Sequence(prompt, options, processors)
+
+    def weights_changed(self, enters: bool) -> bool:
+        """Return whether weights are others than those that all memory was computed with. Weights that were written to
+        in a way that PyTorch does not see are looked at where a text `enters`."""
+        if not (enters or self.target.watch.written() or self.weights.written() or self.changes != self.target.changes):
+            return False
+        before, self.changes = self.changes, self.target.follow_weights()
+        return self.weights.changed() or self.changes != before
+
+    def find_prefix(self, text: Sequence) -> object | None:
+        """Note what is kept of a text's prompt, see `Scheduler`."""
+        if self.prefixes is None:
+            return None
+        known, found = text.known, self.prefixes.find(text.known)
+        text.kept = found.with_states() if self.target.recurrent else found.blocks
+        text.reused = BLOCK * len(text.kept)
+        if self.target.recurrent:  # where its own blocks end, and where it leaves what others share
+            shared, whole = BLOCK * len(found.blocks), (len(known) - 1) // BLOCK * BLOCK
+            text.borders = frozenset({shared, whole} - set(range(text.reused + 1)))
+        return found.next_key
+
+    def prefill(self, texts: list[Sequence], done: int, width: int) -> int:
+        """Compute the next `width` positions of prompts; return how many there were, padding included."""
+        self.prompts = self.prompts or Prefill(self.memory, texts)
+        return self.prompts.run(done, width)
+
+    def begin(self, texts: list[Sequence]) -> None:
+        """Take the rows into use whose prompts are computed: their last positions yield the first bonus tokens."""
+        memory, last = self.memory, self.prompts.finish()
+        self.prompts, rows = None, range(len(memory.cache.lengths) - len(texts), len(memory.cache.lengths))
+        for row, text in zip(rows, texts, strict=True):
+            self._keep_prefix(row, text)
+            text.stats.reused = min(text.reused, len(text.prompt))
+        start = torch.tensor([len(text.known) - 1 for text in texts], device=last.device)
+        tree = root_only(torch.tensor([text.known[-1] for text in texts], device=last.device))
+        asked = self._ask([text.options for text in texts], start, 1, held_tokens(self.target, texts), texts)
+        accepted, chosen = follow_target(self.target, tree, tree.ancestors(), last, asked)
+        if (most := most_logprobs(asked.options)) is not None:
+            places = logprobs_of(self.target, last, chosen, most).tolist()
+            for text, place in zip(texts, places, strict=True):
+                note_logprobs(text, place)
+        memory.bonuses[rows.start : rows.stop] = accepted.bonus
+        for text, token in zip(texts, accepted.bonus.tolist(), strict=True):
+            text.append([token], self.target)
+            if len(text.commits) > 1:  # entered before, and waited after a step that raised
+                text.commits[0] += text.commits.pop()
+
+    def round(self, texts: list[Sequence], most: int, full: int) -> None:
+        """Run a round with trees of `most` nodes at most; `full`: see `BudgetController.most_nodes`."""
+        began, memory = self.watch.start(), self.memory
+        nodes = self.budget.most_nodes(len(texts), most, full)
+        captured = self.captures and not any(text.judged for text in texts)
+        if nodes or captured:
+            memory.tell_drafter()
+        done = self._replay(texts, nodes) if captured else self._launch(texts, nodes, most)
+        self.watch.lap("verify")
+        told = [unpack(row, done.width, done.promised) for row in self._to_host(done.packet[: len(texts)])]
+        lengths = [len(row.tokens) for row in told]
+        if done.found is None:
+            memory.count(lengths)
+        else:
+            commit(memory, done.found, done.found.accepted.path[:, : max(lengths)], lengths)
+        for row, (text, found) in enumerate(zip(texts, told, strict=True)):
+            note_logprobs(text, found.logprobs)
+            text.append(found.tokens, self.target)
+            text.drafted.append(done.tree.budget)
+            text.accepted.append(len(found.path))
+            text.stats.rounds += 1
+            if text.options.trace:
+                text.rejected.append(rejected_path(done.tree, row, [0, *found.path][-1]))
+        self.noted = [(text, len(text.ids)) for text in texts] if captured else []
+        if not done.forced:
+            seconds, promised = self.watch.clock() - began, [row.log_probs for row in told]
+            self.budget.note(seconds, done.tree.budget, [row.path for row in told], promised)
+        self.watch.lap("commit")
+
+    def _to_host(self, packet: torch.Tensor) -> list[list[float]]:
+        return packet.tolist()
+
+    def _launch(self, texts: list[Sequence], nodes: int, most: int) -> Done:
+        """Run a round that nothing of is committed yet."""
+        memory, options = self.memory, [text.options for text in texts]
+        forced = forced_tokens(texts, most, self.length) if self.method.ranked and most else []
+        depth = max(self.length, *map(len, forced), 0)
+        asked = self._ask(options, memory.cache.ends_of(len(texts)), depth + 1, held_tokens(self.target, texts), texts)
+        method = self._method(asked, nodes, nodes, lambda tree: self.budget.nodes(tree.log_probs, nodes))
+        if forced:
+            method = Method(partial(Proposal, memory.bonus, None), partial(forced_chains, forced), as_it_is)
+        found = run_round(memory, asked, method, self.watch.lap)
+        packet = pack(self.target, found, options, promises=False)
+        return Done(found.tree, packet, found.accepted.path.shape[1], found=found, forced=bool(forced))
+
+    def _replay(self, texts: list[Sequence], nodes: int) -> Done:
+        """Run a round that is committed on the device already, in a graph of the next larger size."""
+        rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
+        kind = Kind.of([text.options for text in texts], self.columns.vocabulary)
+        size = Size(rows, self._graph_size(self.budget.nodes_ahead(len(texts), nodes) if nodes else 0), kind)
+        if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:
+            self.columns.write([text.options for text in texts])
+            if kind.penalised:
+                self._seen_rows(len(texts)).copy_(held_tokens(self.target, texts))
+        return self.graphs.run(size, partial(self._captured, size))
+
+    def _captured(self, size: Size) -> Done:
+        """Compute and commit a round on the device alone, in shapes that depend on nothing but its size, of whose rows
+        the used ones are the first: what a CUDA graph can hold."""
+        memory = self.memory
+        with ExitStack() as fixed:
+            fixed.enter_context(memory.cache.fixed(size.rows))
+            if memory.state is not None:
+                fixed.enter_context(memory.state.cache.fixed(size.rows))
+            options = [] if size.kind == Kind() else FixedRows(size.rows, size.kind, self.columns)
+            seen = self._seen_rows(size.rows) if size.kind.penalised else None
+            asked = self._ask(options, memory.cache.ends_of(size.rows), self.length + 1, seen)
+            method = self._method(asked, size.nodes, self.budget.grown(size.nodes), lambda tree: size.nodes)
+            found = run_round(memory, asked, method)
+            accepted, promised = found.accepted, found.whole.budget + 1 if self.budget.adapts else 0
+            packet = pack(self.target, found, options, promised > 0)
+            if seen is not None:
+                seen.scatter_(1, found.tree.tokens.gather(1, accepted.path), True)
+                seen.scatter_(1, accepted.bonus[:, None], True)
+            commit(memory, found, accepted.path, None)
+            memory.tell_drafter()
+        return Done(found.tree, packet, accepted.path.shape[1], promised)
+
+    def _ask(
+        self,
+        options: abc.Sequence[TextOptions],
+        start: torch.Tensor,
+        steps: int,
+        seen: torch.Tensor | None,
+        texts: abc.Sequence[Sequence] = (),
+    ) -> Asked:
+        """Return what rows ask, with the noise of so many positions behind their roots at start (B,)."""
+        return Asked(options, start, round_noise(options, start, steps, self.columns.vocabulary), seen, texts)
+
+    def _method(self, asked: Asked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
+        """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to `size`."""
+        if not nodes:
+            return Method(partial(Proposal, self.memory.bonus, None), plain, as_it_is)
+
+        def build(proposal: Proposal) -> DraftTree:
+            return follow_grammars(self.build(proposal), proposal, asked.texts, self.method)
+
+        def cut(tree: DraftTree) -> DraftTree:
+            count = min(size(tree), tree.budget)
+            return tree if count == tree.budget else tree.first(count)
+
+        return Method(partial(propose, self.memory, asked, found, self.method, self.options, self.ngram), build, cut)
+
+    def _seen_rows(self, rows: int) -> torch.Tensor:
+        """Return the memory of captured rounds for which tokens the first rows hold, (rows, V) bool."""
+        if self.tokens_seen is None:
+            shape = self.options.rows, self.columns.vocabulary
+            self.tokens_seen = torch.zeros(shape, dtype=torch.bool, device=self.target.device)
+        return self.tokens_seen[:rows]
+
+    def warm(self, report: abc.Callable[[int, int], None], texts: abc.Sequence[TextOptions]) -> None:
+        """Capture rounds, see `Engine.warm`, the largest first. Changes no memory of texts, but writes over the last
+        tokens."""
+        if not self.captures:
+            return
+        for width in (1, min(32, self.capacity)):  # prompts, for the kernels that they need
+            with self.memory.cache.add(1) as row:
+                self.target.extend([[0] * width], row, self.memory.layers)
+            self.memory.cache.keep([])
+        most = self.options.rows
+        buckets = sorted({min(1 << bits, most) for bits in range(most.bit_length() + 1)}, reverse=True)
+        together = (*([text] for text in texts), texts)
+        kinds = dict.fromkeys(Kind.of(beside, self.columns.vocabulary) for beside in together)
+        sizes = [Size(rows, nodes, kind) for rows in buckets for nodes in self._sizes(rows) for kind in kinds]
+        for done, size in enumerate(sizes):
+            report(done, len(sizes))
+            for _ in range(2):
+                self.graphs.run(size, partial(self._captured, size))
+        report(len(sizes), len(sizes))
+
+    def _sizes(self, rows: int) -> list[int]:
+        """Return the node counts that rounds of so many rows, a power of two, may have, the largest first."""
+        most, limited = self.budget.most, self.options.positions is not None and not self.method.draws
+        if not most or not (limited or self.budget.adapts):
+            return [most]
+        if limited:
+            most = min(most, max(2, max(self.options.positions, most + 1) >> (rows - 1).bit_length()) - 1)
+        none = {0} if self.budget.adapts else set()
+        return sorted(none | {self._graph_size(nodes) for nodes in range(1, most + 1)}, reverse=True)
+
+    def _graph_size(self, nodes: int) -> int:
+        """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all there may be."""
+        return nodes if nodes in (0, self.budget.most) else max(size for size in SIZES if size <= nodes)
+
+    def free(self, texts: list[Sequence], entering: list[Sequence], order: list[int]) -> None:
+        """Give up the rows of finished texts: row i becomes what row order[i] was."""
+        if not entering:
+            self.prompts = None
+        self.memory.tell_drafter()
+        for row, text in enumerate(texts):
+            if text.finish is not None:
+                self._keep_prefix(row, text)
+                text.stats.histogram = [0] * max(self.length + 1, *text.commits[1:], 0)
+                for commit in text.commits[1:]:
+                    text.stats.histogram[commit - 1] += 1
+        self.memory.keep(order)
+
+    def _keep_prefix(self, row: int, text: Sequence) -> None:
+        """Keep what a used row holds of its text for texts to come."""
+        if self.prefixes is not None:
+            # the last token's position may be there or not, and a drafter's item there waits for the next one
+            ids = text.known[: self.memory.cache.lengths[row]]
+            self.prefixes.keep(ids, partial(self.memory.read, row), text.states)
+            text.states = {}
+
+
+def as_it_is(tree: DraftTree) -> DraftTree:
+    return tree
+
+
+def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
+    """Raise ValueError where there is no drafter, or one of another dtype."""
+    if options.drafts and drafter is None:
+        raise ValueError(f"method={options.method} needs a drafter: load one with load_drafter, or use method=plain")
+    if drafter is not None and drafter.dtype not in (None, target.dtype):
+        mine, theirs = (str(dtype).removeprefix("torch.") for dtype in (drafter.dtype, target.dtype))
+        raise ValueError(f"the drafter's weights are {mine}, the target's {theirs}: load_drafter(folder, target.dtype)")
+
+
+def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram:
+    """Return the n-grams that trees ask beside the text's own: those of the file that a user `asked` for, none where
+    the text's are to do, else the drafter's."""
+    if asked == TEXT_NGRAMS:
+        return NGram.uniform(target.head_weight.shape[0])
+    # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
+    return NGram.open(options.continuity, target.tokenizer_digest if asked else None)
