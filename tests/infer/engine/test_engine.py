@@ -17,14 +17,8 @@ from transformers import (
 
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, HeadConfig, TextOptions
-<<<<<<< HEAD
 from infer.drafters.baselines import Bigram, Lookup
-from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetRule, Pace, calibrate
-=======
-from infer.drafters.bigram import Bigram
-from infer.drafters.lookup import Lookup
 from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetController, BudgetRule, calibrate
->>>>>>> d81ad39 (Engine: a scheduler, a round in one file, and a runner)
 from infer.engine.sampling import adjust
 from infer.engine.sequence import Sequence
 from infer.ngrams.model import NGram

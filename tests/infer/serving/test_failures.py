@@ -59,7 +59,7 @@ def inject(step: str, engine: Engine, service, patch, times: int = 1) -> None:
         "take": (engine, "submit"),
         "admit": (engine.target, "extend"),
         "enter": (engine.runner, "begin"),
-        "draft": (engine.runner.drafter, "draft"),
+        "draft": (engine.runner.drafter, "draft_block"),
         "verify": (engine.target, "verify"),
         "commit": (engine.runner, "_to_host"),
         "free": (engine.runner, "free"),
