@@ -83,18 +83,20 @@ class Columns:
     """Device memory for what rows ask: written when other texts come into the rows, read by captured rounds."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self.vocabulary = vocabulary
+        self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the rows hold
         neutral = TextOptions()
         self.values = {
             name: to_device([value(neutral)], device).repeat(rows) for name, value in VALUES.items()
         }  # (rows,) each
 
-    def write(self, rows: Sequence[TextOptions]) -> None:
-        """Note what the first rows ask."""
+    def write(self, rows: Sequence[TextOptions], seen: torch.Tensor | None) -> None:
+        """Note what the first rows ask, and the tokens (B, V) that they hold, needed for a penalty only."""
+        if seen is not None:
+            self.seen[: len(rows)] = seen
         for name, value in VALUES.items():
             found = [value(row) for row in rows]
             if name == "top_k":
-                found = [k if k < self.vocabulary else 0 for k in found]
+                found = [k if k < self.seen.shape[1] else 0 for k in found]
             self.values[name][: len(rows)] = to_device(found, self.values[name].device)
 
 

@@ -122,7 +122,7 @@ class Engine:
         computed = self.runner.prefill(texts, scheduler.done, width)
         if scheduler.note_piece(width, computed):
             self.runner.begin(texts)
-            scheduler.begin_writing()
+            scheduler.writing, scheduler.entering = scheduler.writing + texts, []
         self.runner.watch.lap("prefill")
         self._release()
 

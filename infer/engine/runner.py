@@ -5,7 +5,7 @@ B rows, M tree nodes, W = max depth + 1, V vocabulary.
 
 from collections import abc
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,18 +16,17 @@ from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.budget import SIZES, Budget, BudgetController, rule_of
 from infer.engine.capture import Graphs
-from infer.engine.choices import Asked, held_tokens, logprobs_of, note_logprobs
-from infer.engine.controls import Columns, FixedRows, Kind, most_logprobs
+from infer.engine.choices import Asked, ask, held_tokens, note_logprobs
+from infer.engine.controls import Columns, FixedRows, Kind
 from infer.engine.grammar import asked_grammar
 from infer.engine.memory import Memory, Prefill
 from infer.engine.packet import pack, rejected_path, unpack
 from infer.engine.prefixes import BLOCK, Prefixes
 from infer.engine.proposal import follow_grammars, forced_tokens, propose
 from infer.engine.round import Method, Round, commit, follow_target, run_round
-from infer.engine.sampling import round_noise
 from infer.engine.sequence import Processor, Sequence, Stopwatch
 from infer.ngrams.model import NGram
-from infer.targets.target import Target
+from infer.targets.target import Features, Target
 from infer.targets.watch import Watch
 from infer.trees.constrained import forced_chains
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
@@ -45,11 +44,8 @@ class Size(NamedTuple):
 class Done:
     """A round that was run."""
 
-    tree: DraftTree
+    found: Round
     packet: torch.Tensor  # (B, n) for the host, see `pack`
-    width: int  # W of the paths in it
-    promised: int = 0  # nodes found whose log-probabilities are in it
-    found: Round | None = None  # None: it is committed
     forced: bool = False  # by grammars: nothing was drafted
 
 
@@ -64,6 +60,7 @@ class Runner:
     ) -> None:
         asked, options = options.continuity, options.beside(None if drafter is None else drafter.ngrams)
         self.target, self.options, self.capacity, self.watch = target, options, capacity, watch
+        self.vocabulary = target.head_weight.shape[0]
         self.drafter, self.method = drafter if options.drafts else None, options.tree
         check_drafter(target, drafter, options)
         self.changes = target.follow_weights()
@@ -92,8 +89,7 @@ class Runner:
         self.memory = Memory(self.target, self.drafter, rows, self.capacity, self.budget.most)
         self.prompts: Prefill | None = None
         self.graphs = Graphs(device)  # the old ones work on memory that is gone
-        self.columns = Columns(rows, self.target.head_weight.shape[0], device)
-        self.tokens_seen: torch.Tensor | None = None  # (rows, V) of captured rounds of texts with a penalty
+        self.columns = Columns(rows, self.vocabulary, device)
         self.noted: list[tuple[Sequence, int]] = []  # texts, and how long they were, that the device knows as they are
         megabytes = self.options.prefix_memory
         self.prefixes = Prefixes(megabytes * 2**20) if megabytes else None
@@ -142,15 +138,15 @@ class Runner:
             text.stats.reused = min(text.reused, len(text.prompt))
         start = torch.tensor([len(text.known) - 1 for text in texts], device=last.device)
         tree = root_only(torch.tensor([text.known[-1] for text in texts], device=last.device))
-        asked = self._ask([text.options for text in texts], start, 1, held_tokens(self.target, texts), texts)
+        options, seen = [text.options for text in texts], held_tokens(self.target, texts)
+        asked = ask(options, start, 1, self.vocabulary, seen, texts)
         accepted, chosen = follow_target(self.target, tree, tree.ancestors(), last, asked)
-        if (most := most_logprobs(asked.options)) is not None:
-            places = logprobs_of(self.target, last, chosen, most).tolist()
-            for text, place in zip(texts, places, strict=True):
-                note_logprobs(text, place)
         memory.bonuses[rows.start : rows.stop] = accepted.bonus
-        for text, token in zip(texts, accepted.bonus.tolist(), strict=True):
-            text.append([token], self.target)
+        found = Round(tree, tree, Features(None, last), chosen, accepted)
+        for text, row in zip(texts, pack(self.target, found, options, promises=False).tolist(), strict=True):
+            told = unpack(row, 1, 0)
+            note_logprobs(text, told.logprobs)
+            text.append(told.tokens, self.target)
             if len(text.commits) > 1:  # entered before, and waited after a step that raised
                 text.commits[0] += text.commits.pop()
 
@@ -163,24 +159,26 @@ class Runner:
             memory.tell_drafter()
         done = self._replay(texts, nodes) if captured else self._launch(texts, nodes, most)
         self.watch.lap("verify")
-        told = [unpack(row, done.width, done.promised) for row in self._to_host(done.packet[: len(texts)])]
+        found, path = done.found, done.found.accepted.path
+        promised = found.whole.budget + 1 if captured and self.budget.adapts else 0
+        told = [unpack(row, path.shape[1], promised) for row in self._to_host(done.packet[: len(texts)])]
         lengths = [len(row.tokens) for row in told]
-        if done.found is None:
+        if captured:
             memory.count(lengths)
         else:
-            commit(memory, done.found, done.found.accepted.path[:, : max(lengths)], lengths)
-        for row, (text, found) in enumerate(zip(texts, told, strict=True)):
-            note_logprobs(text, found.logprobs)
-            text.append(found.tokens, self.target)
-            text.drafted.append(done.tree.budget)
-            text.accepted.append(len(found.path))
+            commit(memory, found, path[:, : max(lengths)], lengths)
+        for number, (text, row) in enumerate(zip(texts, told, strict=True)):
+            note_logprobs(text, row.logprobs)
+            text.append(row.tokens, self.target)
+            text.drafted.append(found.tree.budget)
+            text.accepted.append(len(row.path))
             text.stats.rounds += 1
             if text.options.trace:
-                text.rejected.append(rejected_path(done.tree, row, [0, *found.path][-1]))
+                text.rejected.append(rejected_path(found.tree, number, [0, *row.path][-1]))
         self.noted = [(text, len(text.ids)) for text in texts] if captured else []
         if not done.forced:
-            seconds, promised = self.watch.clock() - began, [row.log_probs for row in told]
-            self.budget.note(seconds, done.tree.budget, [row.path for row in told], promised)
+            seconds, paths = self.watch.clock() - began, [row.path for row in told]
+            self.budget.note(seconds, found.tree.budget, paths, [row.log_probs for row in told])
         self.watch.lap("commit")
 
     def _to_host(self, packet: torch.Tensor) -> list[list[float]]:
@@ -191,23 +189,21 @@ class Runner:
         memory, options = self.memory, [text.options for text in texts]
         forced = forced_tokens(texts, most, self.length) if self.method.ranked and most else []
         depth = max(self.length, *map(len, forced), 0)
-        asked = self._ask(options, memory.cache.ends_of(len(texts)), depth + 1, held_tokens(self.target, texts), texts)
+        start, seen = memory.cache.ends_of(len(texts)), held_tokens(self.target, texts)
+        asked = ask(options, start, depth + 1, self.vocabulary, seen, texts)
         method = self._method(asked, nodes, nodes, lambda tree: self.budget.nodes(tree.log_probs, nodes))
         if forced:
             method = Method(partial(Proposal, memory.bonus, None), partial(forced_chains, forced), as_it_is)
         found = run_round(memory, asked, method, self.watch.lap)
-        packet = pack(self.target, found, options, promises=False)
-        return Done(found.tree, packet, found.accepted.path.shape[1], found=found, forced=bool(forced))
+        return Done(found, pack(self.target, found, options, promises=False), bool(forced))
 
     def _replay(self, texts: list[Sequence], nodes: int) -> Done:
         """Run a round that is committed on the device already, in a graph of the next larger size."""
         rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
-        kind = Kind.of([text.options for text in texts], self.columns.vocabulary)
+        kind = Kind.of([text.options for text in texts], self.vocabulary)
         size = Size(rows, self._graph_size(self.budget.nodes_ahead(len(texts), nodes) if nodes else 0), kind)
         if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:
-            self.columns.write([text.options for text in texts])
-            if kind.penalised:
-                self._seen_rows(len(texts)).copy_(held_tokens(self.target, texts))
+            self.columns.write([text.options for text in texts], held_tokens(self.target, texts))
         return self.graphs.run(size, partial(self._captured, size))
 
     def _captured(self, size: Size) -> Done:
@@ -219,29 +215,17 @@ class Runner:
             if memory.state is not None:
                 fixed.enter_context(memory.state.cache.fixed(size.rows))
             options = [] if size.kind == Kind() else FixedRows(size.rows, size.kind, self.columns)
-            seen = self._seen_rows(size.rows) if size.kind.penalised else None
-            asked = self._ask(options, memory.cache.ends_of(size.rows), self.length + 1, seen)
+            seen = self.columns.seen[: size.rows] if size.kind.penalised else None
+            asked = ask(options, memory.cache.ends_of(size.rows), self.length + 1, self.vocabulary, seen)
             method = self._method(asked, size.nodes, self.budget.grown(size.nodes), lambda tree: size.nodes)
             found = run_round(memory, asked, method)
-            accepted, promised = found.accepted, found.whole.budget + 1 if self.budget.adapts else 0
-            packet = pack(self.target, found, options, promised > 0)
+            accepted, packet = found.accepted, pack(self.target, found, options, self.budget.adapts)
             if seen is not None:
                 seen.scatter_(1, found.tree.tokens.gather(1, accepted.path), True)
                 seen.scatter_(1, accepted.bonus[:, None], True)
             commit(memory, found, accepted.path, None)
             memory.tell_drafter()
-        return Done(found.tree, packet, accepted.path.shape[1], promised)
-
-    def _ask(
-        self,
-        options: abc.Sequence[TextOptions],
-        start: torch.Tensor,
-        steps: int,
-        seen: torch.Tensor | None,
-        texts: abc.Sequence[Sequence] = (),
-    ) -> Asked:
-        """Return what rows ask, with the noise of so many positions behind their roots at start (B,)."""
-        return Asked(options, start, round_noise(options, start, steps, self.columns.vocabulary), seen, texts)
+        return Done(replace(found, features=None, chosen=None), packet)  # a graph keeps the memory of its results
 
     def _method(self, asked: Asked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
         """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to `size`."""
@@ -257,13 +241,6 @@ class Runner:
 
         return Method(partial(propose, self.memory, asked, found, self.method, self.options, self.ngram), build, cut)
 
-    def _seen_rows(self, rows: int) -> torch.Tensor:
-        """Return the memory of captured rounds for which tokens the first rows hold, (rows, V) bool."""
-        if self.tokens_seen is None:
-            shape = self.options.rows, self.columns.vocabulary
-            self.tokens_seen = torch.zeros(shape, dtype=torch.bool, device=self.target.device)
-        return self.tokens_seen[:rows]
-
     def warm(self, report: abc.Callable[[int, int], None], texts: abc.Sequence[TextOptions]) -> None:
         """Capture rounds, see `Engine.warm`, the largest first. Changes no memory of texts, but writes over the last
         tokens."""
@@ -276,7 +253,7 @@ class Runner:
         most = self.options.rows
         buckets = sorted({min(1 << bits, most) for bits in range(most.bit_length() + 1)}, reverse=True)
         together = (*([text] for text in texts), texts)
-        kinds = dict.fromkeys(Kind.of(beside, self.columns.vocabulary) for beside in together)
+        kinds = dict.fromkeys(Kind.of(beside, self.vocabulary) for beside in together)
         sizes = [Size(rows, nodes, kind) for rows in buckets for nodes in self._sizes(rows) for kind in kinds]
         for done, size in enumerate(sizes):
             report(done, len(sizes))

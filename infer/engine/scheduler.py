@@ -91,10 +91,6 @@ class Scheduler:
         self.room, self.computed = self.room - cost, self.computed + cost
         return self.done >= max(len(text.known) - text.reused for text in self.entering)
 
-    def begin_writing(self) -> None:
-        """Take the texts of `entering` in."""
-        self.writing, self.entering = self.writing + self.entering, []
-
     def tree_positions(self, writing: list[Sequence], prompts: float) -> int:
         """Return how many positions a row's tree may take, its root included, in a round before which prompts of this
         cost are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of two: rounds

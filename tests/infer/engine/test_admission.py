@@ -106,6 +106,22 @@ def test_a_text_that_is_given_up_while_it_enters_leaves_nothing(tiny):
     assert engine.runner.memory.cache.lengths == []
 
 
+def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
+    """Two prompts enter together, over several rounds as each is long; one is given up in between."""
+    target, drafter = tiny
+    engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=4, positions=144), 128)
+    engine.submit([1, 2, 3], TextOptions(max_new_tokens=60))
+    engine.step()
+    prompts = [[7] * 45, list(range(44))]
+    given_up, text = (engine.submit(prompt, TextOptions(max_new_tokens=9)) for prompt in prompts)
+    engine.step()
+    assert engine.entering == [given_up, text] and not text.ids
+    given_up.cancelled = True
+    while engine.busy:
+        engine.step()
+    assert given_up.finish == "cancelled" and text.ids == alone(target, prompts[1], TextOptions(max_new_tokens=9))
+
+
 def test_an_engine_that_starts_again_keeps_what_waits(tiny):
     target, drafter = tiny
     engine = Engine(target, drafter, EngineConfig("ddtree", 7, rows=2, positions=16), 128)

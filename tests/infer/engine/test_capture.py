@@ -115,7 +115,7 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
             assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert engine.runner.graphs.replays > (10 if options is MIXED else 20) and engine.runner.graphs.works
-    kinds = {Kind.of(beside, engine.runner.columns.vocabulary) for beside in (*([text] for text in expected), expected)}
+    kinds = {Kind.of(beside, engine.runner.vocabulary) for beside in (*([text] for text in expected), expected)}
     assert {rows for rows, *_ in prepared} == {1, 2, 3} and kinds == {kind for *_, kind in prepared}
     assert budget == "auto" or len(prepared) == 3 * len(kinds)
     used = set(engine.runner.graphs.graphs)

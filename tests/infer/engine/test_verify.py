@@ -1,9 +1,13 @@
 """The walk against a plain one, and the target's choice of tokens against probabilities."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from infer.config import TextOptions
+from infer.engine import round as round_module
 from infer.engine.sampling import choose, gumbel_noise, round_noise
 from infer.engine.verify import walk
 from infer.trees import compiled
@@ -117,3 +121,12 @@ def test_noise_of_a_node_is_that_of_its_position():
 def test_bad_temperature_is_refused():
     with pytest.raises(ValueError, match="temperature=-0.5"):
         TextOptions(temperature=-0.5).check()
+
+
+def test_the_page_quotes_the_round():
+    """A file of at most 100 lines; every step that docs/how-it-works.md names stands in it, in this order."""
+    code = Path(round_module.__file__).read_text()
+    page = (Path(__file__).parents[3] / "docs/how-it-works.md").read_text()
+    quoted = re.findall(r"\| `([^`]{20,})` \|", page)
+    places = [code.index(line) for line in quoted]
+    assert len(quoted) == 5 and places == sorted(places) and len(code.splitlines()) <= 100
