@@ -25,7 +25,7 @@ from gpu import Seen, bandwidth, check, finish, milliseconds, need_cuda, nullgpu
 from infer import Engine
 from infer.config import EngineConfig, TextOptions
 from infer.engine.capture import Graphs
-from infer.engine.choices import Asked, piece
+from infer.engine.choices import RowsAsked, piece
 from infer.engine.proposal import propose
 from infer.engine.runner import Runner
 from infer.engine.verify import walk
@@ -83,7 +83,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         return result
 
     with memory.cache.fixed(rows):
-        proposal, asked = Proposal(memory.bonus, None), Asked([], memory.bonus, None, None)
+        proposal, asked = Proposal(memory.bonus, None), RowsAsked([], memory.bonus, None, None)
         if memory.state is not None:
             with memory.state.cache.fixed(rows):
                 proposal = timed(

@@ -74,7 +74,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BudgetPlan:
     """What rounds do until costs are looked at again."""
 
     best: int  # place of the best size of a tree
@@ -140,7 +140,7 @@ class BudgetController(Budget):
         nodes = np.log2([1, *(size + 1 for size in self.sizes)])
         self._near = float(NEAR) ** -abs(nodes[:, None] - nodes)  # (S + 1, S + 1) weight of a size for another
         self._costs: dict[int, list[float]] = {}  # rows -> seconds of a round, by place
-        self._plans: dict[tuple[int, int, int], Plan] = {}  # rows, largest place, rows without drafts
+        self._plans: dict[tuple[int, int, int], BudgetPlan] = {}  # rows, largest place, rows without drafts
         self.bands = [Band()]  # by place, as far as was found
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
         self._expected = [0.0]  # of the tree that was chosen last, by nodes: tokens beside the bonus token
@@ -186,7 +186,7 @@ class BudgetController(Budget):
             return 0
         return self.sizes[min(plan.best + self._looks, last) - 1]
 
-    def _plan(self, rows: int, last: int, full: int) -> Plan:
+    def _plan(self, rows: int, last: int, full: int) -> BudgetPlan:
         """Return what rounds of so many rows, with trees up to a place, do best."""
         costs = self.costs(rows)
         lengths = list(accumulate((band.trust * band.promised for band in self.bands[: last + 1]), initial=1.0))[1:]
@@ -196,7 +196,7 @@ class BudgetController(Budget):
         gain = rows * drafting * self.costs(full)[0] / full  # over drafting nothing
         patience = self._patience(rows, gain, costs[0] / costs[best])
         every = 1 if self.known[rows.bit_length()].sum() < SETTLED else EVERY
-        return Plan(best, max(plain, drafting), gain > 1, patience, every)
+        return BudgetPlan(best, max(plain, drafting), gain > 1, patience, every)
 
     @property
     def _looks(self) -> bool:

@@ -19,7 +19,7 @@ MANY = 4  # rows
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowsAsked:
     """What the rows of a round ask of sampling."""
 
     options: abc.Sequence[TextOptions]  # empty: all rows are greedy
@@ -36,9 +36,9 @@ def ask(
     vocabulary: int,
     seen: torch.Tensor | None,
     texts: abc.Sequence[Sequence] = (),
-) -> Asked:
+) -> RowsAsked:
     """Return what rows ask, with the noise of `steps` positions behind their roots."""
-    return Asked(options, start, round_noise(options, start, steps, vocabulary), seen, texts)
+    return RowsAsked(options, start, round_noise(options, start, steps, vocabulary), seen, texts)
 
 
 def piece(rows: int) -> int:
@@ -59,7 +59,7 @@ def choose_tokens(
     tree: DraftTree,
     within: SeenAt | None,
     last: torch.Tensor,
-    asked: Asked,
+    asked: RowsAsked,
 ) -> torch.Tensor:
     """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for a `piece` of
     the nodes at a time, unless processors want to see them."""

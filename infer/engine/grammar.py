@@ -30,14 +30,9 @@ def asked_grammar(options: TextOptions) -> tuple[str, str] | None:
     return next(((kind, text) for kind in GRAMMARS if (text := getattr(options, kind)) is not None), None)
 
 
-def check_grammar(options: TextOptions, model) -> None:
-    """Raise ValueError, with the reason, for a grammar that cannot be followed. `model`: a Target."""
-    if (asked := asked_grammar(options)) is not None:
-        compile_grammar(*asked, _tokenizer(model))
-
-
 def follow(options: TextOptions, model) -> "GrammarState | None":
-    """Return what holds a text to the grammar of its options, None if they ask for none."""
+    """Return what holds a text to the grammar of its options, None if they ask for none. `model`: a Target. Raises
+    ValueError, with the reason, for a grammar that cannot be followed."""
     asked = asked_grammar(options)
     if asked is None:
         return None

@@ -11,7 +11,7 @@ import torch
 from infer.config import TextOptions
 from infer.engine.choices import logprobs_of
 from infer.engine.controls import most_logprobs
-from infer.engine.round import Round
+from infer.engine.round import RoundResult
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -26,7 +26,7 @@ class Told:
     logprobs: list[list[float]]  # of every committed token, see `logprobs_of`, if a row asks for them
 
 
-def pack(target: Target, found: Round, options: Sequence[TextOptions], promises: bool) -> torch.Tensor:
+def pack(target: Target, found: RoundResult, options: Sequence[TextOptions], promises: bool) -> torch.Tensor:
     """Return a round as numbers (B, n) float64, which holds token ids as they are: lengths, bonus tokens, tokens and
     nodes of the paths; `promises`: log-probabilities of all nodes found; the target's, where a text asks for them."""
     accepted = found.accepted

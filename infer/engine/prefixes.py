@@ -18,7 +18,7 @@ Part = list[torch.Tensor]  # of every buffer, (n, BLOCK, width)
 
 
 @dataclass(eq=False)
-class Block:
+class PrefixBlock:
     """BLOCK positions behind the positions of the blocks before."""
 
     number: int
@@ -35,10 +35,10 @@ class Block:
 class Found(NamedTuple):
     """What is kept of a text."""
 
-    blocks: list[Block]
+    blocks: list[PrefixBlock]
     next_key: Key | None  # of the first block that is not kept; None: it has no further whole one
 
-    def with_states(self) -> list[Block]:
+    def with_states(self) -> list[PrefixBlock]:
         """Return the blocks up to the last that has the states of a recurrent target."""
         ends = [i + 1 for i, block in enumerate(self.blocks) if block.states is not None]
         return self.blocks[: max(ends, default=0)]
@@ -50,7 +50,7 @@ class Prefixes:
 
     def __init__(self, memory: int) -> None:
         self.memory, self.bytes, self.made = memory, 0, 0
-        self.blocks: OrderedDict[Key, Block] = OrderedDict()  # no block stands behind the one that it follows
+        self.blocks: OrderedDict[Key, PrefixBlock] = OrderedDict()  # no block stands behind the one that it follows
 
     def find(self, ids: list[int]) -> Found:
         """Return the blocks that a text begins with; a token at least is left to be computed."""
@@ -69,7 +69,7 @@ class Prefixes:
             self._add_states(self.blocks[key], states.get((at + 1) * BLOCK), own)
         while (key := self._key(ids, len(path), number)) is not None:
             self.made += 1
-            block = Block(self.made, *read(len(path) * BLOCK), states.get((len(path) + 1) * BLOCK))
+            block = PrefixBlock(self.made, *read(len(path) * BLOCK), states.get((len(path) + 1) * BLOCK))
             if not self._make_room(block.bytes, own):
                 break
             self.blocks[key], number = block, block.number
@@ -79,7 +79,7 @@ class Prefixes:
         for key in reversed(path):
             self.blocks.move_to_end(key)
 
-    def _add_states(self, block: Block, states: Part | None, own: set[Key]) -> None:
+    def _add_states(self, block: PrefixBlock, states: Part | None, own: set[Key]) -> None:
         if block.states is None and states is not None:
             size = sum(part.nbytes for part in states)
             if self._make_room(size, own):

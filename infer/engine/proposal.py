@@ -9,7 +9,7 @@ from functools import partial
 
 from infer.config import EngineConfig
 from infer.drafters.heads.draft import ConditionalDraft
-from infer.engine.choices import Asked
+from infer.engine.choices import RowsAsked
 from infer.engine.memory import Memory
 from infer.engine.rejection import children_noise
 from infer.engine.sampling import adjust, condition_on_noise, judge_on_noise
@@ -24,7 +24,7 @@ FEW = 16  # candidates of a position that small trees consider; larger ones two 
 
 
 def propose(
-    memory: Memory, asked: Asked, nodes: int, method: TreeMethod, options: EngineConfig, ngram: NGram | None
+    memory: Memory, asked: RowsAsked, nodes: int, method: TreeMethod, options: EngineConfig, ngram: NGram | None
 ) -> Proposal:
     """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at most."""
     target, drafter = memory.target, memory.drafter

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from infer.engine.choices import Asked, choose_tokens
+from infer.engine.choices import RowsAsked, choose_tokens
 from infer.engine.memory import Committed, Memory
 from infer.engine.rejection import decide
 from infer.engine.sampling import seen_at_nodes
@@ -31,7 +31,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """What a round finds before anything is committed."""
 
     whole: DraftTree  # as it was built
@@ -41,7 +41,7 @@ class Round:
     accepted: Accepted
 
 
-def run_round(memory: Memory, asked: Asked, method: Method, lap: Callable[[str], None] = lambda stage: None) -> Round:
+def run_round(memory: Memory, asked: RowsAsked, method: Method, lap: Callable[[str], None] = lambda stage: None) -> RoundResult:
     """Draft behind the bonus tokens, build trees, verify them in one pass of the target, and walk."""
     proposal = method.draft()
     lap("draft")
@@ -52,11 +52,11 @@ def run_round(memory: Memory, asked: Asked, method: Method, lap: Callable[[str],
     lap("build")
     features = memory.target.verify(tree, ancestors, memory.cache, memory.layers)
     accepted, chosen = follow_target(memory.target, tree, ancestors, features.last, asked)
-    return Round(whole, tree, features, chosen, accepted)
+    return RoundResult(whole, tree, features, chosen, accepted)
 
 
 def follow_target(
-    target: Target, tree: DraftTree, ancestors: torch.Tensor, last: torch.Tensor, asked: Asked
+    target: Target, tree: DraftTree, ancestors: torch.Tensor, last: torch.Tensor, asked: RowsAsked
 ) -> tuple[Accepted, torch.Tensor]:
     """Return the path that the target takes by final states (B, M, D), and its token after every node, (B, M)."""
     within = None if asked.seen is None else partial(seen_at_nodes, asked.seen, tree.tokens, ancestors)
@@ -66,7 +66,7 @@ def follow_target(
     return walk(tree, chosen, ancestors), chosen
 
 
-def commit(memory: Memory, found: Round, path: torch.Tensor, counts: list[int] | None) -> None:
+def commit(memory: Memory, found: RoundResult, path: torch.Tensor, counts: list[int] | None) -> None:
     """Keep the first counts[b] nodes of a path (B, W) in the cache, note them for the drafter, and begin the next round
     with the target's token behind them. counts None: the device alone knows them."""
     accepted = found.accepted

@@ -16,14 +16,14 @@ from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.budget import SIZES, Budget, BudgetController, rule_of
 from infer.engine.capture import Graphs
-from infer.engine.choices import Asked, ask, held_tokens, note_logprobs
+from infer.engine.choices import RowsAsked, ask, held_tokens, note_logprobs
 from infer.engine.controls import Columns, FixedRows, Kind
 from infer.engine.grammar import asked_grammar
 from infer.engine.memory import Memory, Prefill
 from infer.engine.packet import pack, rejected_path, unpack
 from infer.engine.prefixes import BLOCK, Prefixes
 from infer.engine.proposal import follow_grammars, forced_tokens, propose
-from infer.engine.round import Method, Round, commit, follow_target, run_round
+from infer.engine.round import Method, RoundResult, commit, follow_target, run_round
 from infer.engine.sequence import Processor, Sequence, Stopwatch
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target
@@ -44,7 +44,7 @@ class Size(NamedTuple):
 class Done:
     """A round that was run."""
 
-    found: Round
+    found: RoundResult
     packet: torch.Tensor  # (B, n) for the host, see `pack`
     forced: bool = False  # by grammars: nothing was drafted
 
@@ -142,7 +142,7 @@ class Runner:
         asked = ask(options, start, 1, self.vocabulary, seen, texts)
         accepted, chosen = follow_target(self.target, tree, tree.ancestors(), last, asked)
         memory.bonuses[rows.start : rows.stop] = accepted.bonus
-        found = Round(tree, tree, Features(None, last), chosen, accepted)
+        found = RoundResult(tree, tree, Features(None, last), chosen, accepted)
         for text, row in zip(texts, pack(self.target, found, options, promises=False).tolist(), strict=True):
             told = unpack(row, 1, 0)
             note_logprobs(text, told.logprobs)
@@ -227,7 +227,7 @@ class Runner:
             memory.tell_drafter()
         return Done(replace(found, features=None, chosen=None), packet)  # a graph keeps the memory of its results
 
-    def _method(self, asked: Asked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
+    def _method(self, asked: RowsAsked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
         """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to `size`."""
         if not nodes:
             return Method(partial(Proposal, self.memory.bonus, None), plain, as_it_is)

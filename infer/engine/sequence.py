@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from infer.config import TextOptions
-from infer.engine.grammar import GrammarState, check_grammar
+from infer.engine.grammar import GrammarState, follow
 from infer.engine.loops import loop_period
-from infer.engine.prefixes import Block
+from infer.engine.prefixes import PrefixBlock
 from infer.engine.words import reaches_stop
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
@@ -103,7 +103,7 @@ class Sequence:
     began: tuple[float, dict[str, float]] | None = None  # time and the stages' seconds at admission
     number: int = 0  # of the texts that an engine was given
     reused: int = 0  # positions that need not be computed before it is written on
-    kept: list[Block] = field(default_factory=list)  # what is there of them, until it is given to the text's row
+    kept: list[PrefixBlock] = field(default_factory=list)  # what is there of them, until it is given to the text's row
     searched: np.ndarray | None = None  # the end of prompt and ids, int64, once a tree has asked for it
     noted: int = 0  # tokens of ids that are in it
     borders: frozenset[int] = frozenset()  # positions of the prompt behind which a recurrent target's states are kept
@@ -145,7 +145,7 @@ def check_text(options: TextOptions, target: Model) -> None:
     options.check()
     if options.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer: load the target with load_target")
-    check_grammar(options, target)
+    follow(options, target)
 
 
 def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabulary: int) -> None:
