@@ -6,12 +6,11 @@ B rows, M tree nodes.
 
 import statistics
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from math import exp, inf
+from math import exp
 
 import numpy as np
 import torch
@@ -32,12 +31,10 @@ TRIAL = 8  # rounds that draft before it is asked whether to
 OTHER = 300  # of rounds of the kind that seems slower, what is lost is one in so many
 SOON = 4  # rounds between two of that kind at least
 BESIDE = 32  # rounds between two whose trees are a size larger than seems best
-DOUBT = 4  # promised tokens of a band that count as much as what is known of the one before it
+DOUBT = 4  # promised tokens that count as kept before any is known
 SHARE = 0.05  # of a round in its cost, once there are enough
 PAUSE = 1.5  # times what was thought that a round counts as at most: it may have waited for what is made once
 MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
-SETTLED = 40  # rounds of about so many rows that are all learnt from
-EVERY = 4  # after them one in so many is: it takes time
 REFRESH = 16  # rounds until a new plan, and between two of a kind of which nothing is known at most
 NEAR = 16  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
 
@@ -62,17 +59,6 @@ class BudgetRule:
         return seconds + (self.other + self.row_drafts * (rows - 1) if drafts else 0.0)
 
 
-@dataclass
-class Band:
-    """The nodes of trees behind those of one size, up to those of the next."""
-
-    promised: float = 0.0  # tokens that a row expected of them on average
-    found: float = 0.0  # rows that this is of
-    kept: float = 0.0  # such tokens committed
-    verified: float = 0.0  # and expected in the same rounds
-    trust: float = 1.0  # what is committed for every token that is expected
-
-
 @dataclass(frozen=True)
 class BudgetPlan:
     """What rounds do until costs are looked at again."""
@@ -81,7 +67,6 @@ class BudgetPlan:
     rate: float  # tokens a second that a row commits
     drafts: bool  # better than drafting nothing
     patience: float  # rounds between two of the kind that seems slower
-    every: int  # of so many rounds one is learnt from
 
 
 class Budget:
@@ -113,16 +98,13 @@ class BudgetController(Budget):
     decoding is faster, as it is when many rows share the machine. A round of the other kind now and then keeps both
     known, and one of a size larger than seems best what that would bring.
 
-    A node commits what the drafter promises, its probability, times how much of such promises was kept: by nodes' place
-    in their trees, in bands from one size to the next, so that every round says something of all smaller sizes, and of
-    a band that was hardly seen is thought as of the one before it. Among the sizes of a tree that is there, the next
-    nodes are worth their time where they commit more than rounds do in that time on average: as many as possible a
-    second over all rounds, not in each by itself.
+    A node commits what the drafter promises, its probability, times how much of such promises was kept. Among the sizes
+    of a tree that is there, the next nodes are worth their time where they commit more than rounds do in that time on
+    average: as many as possible a second over all rounds, not in each by itself.
 
     Averages are exponential, over about `MEMORY` rows of drafting rounds, costs over 1 / SHARE rounds. Costs are ratios
     to the rule's, by rows (to the next power of two) and nodes; those of like rows and nodes lean on each other. What
-    follows from them is kept for `REFRESH` rounds, and not every round is learnt from: behind a pass of milliseconds
-    this arithmetic takes a fifth of one.
+    follows from them is kept for `REFRESH` rounds.
     """
 
     adapts = True
@@ -131,9 +113,8 @@ class BudgetController(Budget):
         super().__init__(most)
         self.rule = rule
         self.sizes = sorted({size for size in SIZES if size < most} | {most})
-        # a size's place is its number, from 1, and that of its band; at 0 there are no nodes
+        # a size's place is its number, from 1; at 0 there are no nodes
         self._place = [bisect_right(self.sizes, nodes) for nodes in range(most + 1)]  # of the largest size within
-        self._band = [bisect_left(self.sizes, node) + 1 for node in range(most + 1)]  # of the smallest size with it
         # by bits of rows and place (32, S + 1): seconds over the rule's
         self.ratios = np.ones((32, len(self.sizes) + 1))
         self.known = np.zeros_like(self.ratios)  # how many rounds these are of
@@ -141,11 +122,17 @@ class BudgetController(Budget):
         self._near = float(NEAR) ** -abs(nodes[:, None] - nodes)  # (S + 1, S + 1) weight of a size for another
         self._costs: dict[int, list[float]] = {}  # rows -> seconds of a round, by place
         self._plans: dict[tuple[int, int, int], BudgetPlan] = {}  # rows, largest place, rows without drafts
-        self.bands = [Band()]  # by place, as far as was found
+        self.promised: list[float] = []  # tokens that a row expected of a size's nodes behind the size before, averages
+        self.found: list[float] = []  # rows that these are of
+        self.kept = self.verified = 0.0  # tokens committed beside bonus tokens, and expected in the same rounds
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
         self._expected = [0.0]  # of the tree that was chosen last, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
-        self.learns = True  # from this round
+
+    @property
+    def trust(self) -> float:
+        """What is committed for every token that is expected."""
+        return (self.kept + DOUBT) / (self.verified + DOUBT)
 
     def costs(self, rows: int) -> list[float]:
         """Return the seconds of a round of so many rows, by place; without nodes nothing is drafted. A known ratio
@@ -172,7 +159,7 @@ class BudgetController(Budget):
             self._costs.clear()
             self._plans.clear()
         last = self._place[max(1, min(most, POSITIONS // rows - 1))]
-        if self.rounds <= TRIAL or len(self.bands) == 1:
+        if self.rounds <= TRIAL or not self.promised:
             return min(self.sizes[last - 1], FIRST)
         key = rows, last, full or rows
         if key not in self._plans:
@@ -181,22 +168,17 @@ class BudgetController(Budget):
         self.rate = plan.rate
         other = self.alike >= plan.patience
         self.alike = 0 if other else self.alike + 1
-        self.learns = other or self._looks or self.rounds % plan.every == 0
-        if plan.drafts == other:
-            return 0
-        return self.sizes[min(plan.best + self._looks, last) - 1]
+        return 0 if plan.drafts == other else self.sizes[min(plan.best + self._looks, last) - 1]
 
     def _plan(self, rows: int, last: int, full: int) -> BudgetPlan:
         """Return what rounds of so many rows, with trees up to a place, do best."""
-        costs = self.costs(rows)
-        lengths = list(accumulate((band.trust * band.promised for band in self.bands[: last + 1]), initial=1.0))[1:]
+        costs, trust = self.costs(rows), self.trust
+        lengths = accumulate((trust * promised for promised in self.promised[:last]), initial=1.0)
         plain, *rates = (length / cost for length, cost in zip(lengths, costs, strict=False))
         drafting = max(rates)
         best = 1 + rates.index(drafting)
         gain = rows * drafting * self.costs(full)[0] / full  # over drafting nothing
-        patience = self._patience(rows, gain, costs[0] / costs[best])
-        every = 1 if self.known[rows.bit_length()].sum() < SETTLED else EVERY
-        return BudgetPlan(best, max(plain, drafting), gain > 1, patience, every)
+        return BudgetPlan(best, max(plain, drafting), gain > 1, self._patience(rows, gain, costs[0] / costs[best]))
 
     @property
     def _looks(self) -> bool:
@@ -215,8 +197,6 @@ class BudgetController(Budget):
         with log-probabilities (B, M): the first n nodes are the best tree of n, whose expected acceptance length is the
         sum of their probabilities (DDTree proposition 1), which is corrected by how right they were lately. All rows
         get the same size."""
-        if not self.learns:
-            return most
         self._expect(log_probs.tolist())
         return self._best(len(log_probs), most)
 
@@ -231,9 +211,7 @@ class BudgetController(Budget):
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
         were those of the last ones."""
         known = len(self._expected) - 1
-        if not known:
-            return min(most, FIRST)
-        return self._best(rows, min(most, known)) if self.learns else most
+        return self._best(rows, min(most, known)) if known else min(most, FIRST)
 
     def grown(self, nodes: int) -> int:
         """Return how many nodes are to be found where so many are verified: what more would be worth shows so."""
@@ -244,17 +222,9 @@ class BudgetController(Budget):
         last = self._place[min(most, len(self._expected) - 1)]
         if self._looks:
             return self.sizes[last - 1]
-        costs, best, worth, most_worth = self.costs(rows), 1, 0.0, -inf
-        for place, promised in enumerate(self._promised(last), 1):
-            worth += self.bands[min(place, len(self.bands) - 1)].trust * promised
-            if worth - self.rate * costs[place] > most_worth:
-                best, most_worth = place, worth - self.rate * costs[place]
-        return self.sizes[best - 1]
-
-    def _promised(self, last: int) -> list[float]:
-        """Return what is expected of the nodes of every band up to this one."""
-        ends = [self._expected[size] for size in (0, *self.sizes[:last])]
-        return [after - before for before, after in pairwise(ends)]
+        costs, trust = self.costs(rows), self.trust
+        worth = [trust * self._expected[size] - self.rate * costs[i] for i, size in enumerate(self.sizes[:last], 1)]
+        return self.sizes[worth.index(max(worth))]
 
     def note(
         self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
@@ -262,27 +232,23 @@ class BudgetController(Budget):
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out;
         `promised`: the log-probabilities of all nodes found, where `nodes` was not told them."""
         self.last = nodes
-        if not self.learns:
-            return
         if promised and len(promised[0]) > 1:
             self._expect(promised)
-        rows, place = len(paths), self._place[nodes]
-        self._note_cost(rows, place, seconds)
+        rows = len(paths)
+        self._note_cost(rows, self._place[nodes], seconds)
         if not nodes:
             return
-        found = self._promised(self._place[min(len(self._expected) - 1, self.sizes[-1])])
-        self.bands += [Band() for _ in range(len(found) + 1 - len(self.bands))]
-        committed = Counter(self._band[node] for path in paths for node in path)
-        keep, trust = MEMORY / (rows + MEMORY), 1.0
-        for number, band in enumerate(self.bands[1:], 1):
-            if number <= len(found):
-                promised = found[number - 1]
-                band.found = keep * band.found + rows
-                band.promised += rows / band.found * (promised - band.promised)
-                if number <= place:
-                    band.kept = keep * band.kept + committed[number]
-                    band.verified = keep * band.verified + rows * promised
-            band.trust = trust = (band.kept + DOUBT * trust) / (band.verified + DOUBT)
+        found = self._place[min(len(self._expected) - 1, self.most)]
+        more = [0.0] * (found - len(self.found))
+        self.promised, self.found = self.promised + more, self.found + more
+        keep = MEMORY / (rows + MEMORY)
+        for i, (before, size) in enumerate(pairwise((0, *self.sizes[:found]))):
+            self.found[i] = keep * self.found[i] + rows
+            self.promised[i] += (
+                rows / self.found[i] * (self._expected[size] - self._expected[before] - self.promised[i])
+            )
+        self.kept = keep * self.kept + sum(map(len, paths))
+        self.verified = keep * self.verified + rows * self._expected[min(nodes, len(self._expected) - 1)]
 
     def _note_cost(self, rows: int, place: int, seconds: float) -> None:
         """Take note of what a round took."""

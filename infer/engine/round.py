@@ -41,7 +41,9 @@ class RoundResult:
     accepted: Accepted
 
 
-def run_round(memory: Memory, asked: RowsAsked, method: Method, lap: Callable[[str], None] = lambda stage: None) -> RoundResult:
+def run_round(
+    memory: Memory, asked: RowsAsked, method: Method, lap: Callable[[str], None] = lambda stage: None
+) -> RoundResult:
     """Draft behind the bonus tokens, build trees, verify them in one pass of the target, and walk."""
     proposal = method.draft()
     lap("draft")

@@ -18,7 +18,7 @@ from transformers import (
 from infer import Engine, generate, stream
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.drafters.baselines import Bigram, Lookup
-from infer.engine.budget import REFRESH, SIZES, TRIAL, Band, BudgetController, BudgetRule, calibrate
+from infer.engine.budget import REFRESH, SIZES, TRIAL, BudgetController, BudgetRule, calibrate
 from infer.engine.sampling import adjust
 from infer.engine.sequence import Sequence
 from infer.ngrams.model import NGram
@@ -322,7 +322,7 @@ def test_a_small_tree_is_not_drafted_for_what_a_large_one_is_worth():
     known yet, are soon tried."""
     rule = BudgetRule(positions=(1, 9, 65, 257), seconds=(1.0, 1.0, 1.0, 1.0), other=0.5)
     pace = BudgetController(rule, 64)
-    pace.bands, pace.rounds = [Band(promised) for promised in (0.0, 0.1, 0.1, 0.6, 0.7)], TRIAL
+    pace.promised, pace.rounds = [0.1, 0.1, 0.6, 0.7], TRIAL
     assert pace.most_nodes(4, 64) >= 8 and pace.most_nodes(4, 2) == 0
     assert [pace.most_nodes(4, 64) for _ in range(REFRESH)].count(0) == 1
     # where texts wait for rows, plain rounds would soon have all of them
