@@ -23,7 +23,7 @@ import time
 
 import torch
 
-from infer.attention.masks import block_ranges, dense
+from infer.attention.masks import block_mask
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
@@ -106,8 +106,7 @@ def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
     features = torch.cat([out.hidden_states[layer + 1] for layer in drafter.layer_ids], dim=-1)
     embedded, block_positions = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     slots = blocks.anchors.shape[1]
-    queries = slots * drafter.block_size
-    allowed = dense(block_ranges(blocks.anchors, rows["documents"], drafter.block_size), length + queries)
+    allowed = block_mask(blocks.anchors, rows["documents"], drafter.block_size).dense
     hidden = drafter(features.float(), rows["positions"], embedded, block_positions, allowed)
     hidden = hidden.unflatten(1, (slots, drafter.block_size))[:, :, 1:]
     log_q = target.head(hidden.to(target.dtype)).float().log_softmax(-1)  # (B, N, L, V)

@@ -4,14 +4,8 @@ B rows, T packed length, N anchor slots, K block size, L = K - 1 drafted positio
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-from infer.attention.masks import PieceMask, block_ranges, range_mask
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -125,12 +119,3 @@ def lay_out(
         supervised=supervised,
         teacher_rows=row * length + safe - 1,
     )
-
-
-def block_mask(
-    starts: torch.Tensor, documents: torch.Tensor, width: int, causal: bool = False, window: int | None = None
-) -> "PieceMask | BlockMask":
-    """Return the prefix-shared mask of blocks of `width`, which see the context before their starts (B, N): from
-    queries N*width to keys T + N*width (`infer.attention.masks.block_ranges`)."""
-    keys = documents.shape[1] + starts.shape[1] * width
-    return range_mask(block_ranges(starts, documents, width, causal, window), keys)

@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from infer.attention.masks import block_mask
 from infer.drafters.base import Drafter, head_weight
 from infer.drafters.families import FAMILIES
 from infer.drafters.heads.draft import teach
-from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype
+from infer.targets.loading import load_config, load_target, resolve_device, resolve_dtype, spread
 from infer.targets.target import Features, Target
 from infer.utils.interrupts import INTERRUPTED
 from infer.utils.progress import HEARTBEAT
 from train.batches import Prefetch, StepRows, prepared_rows
-from train.blocks import Blocks, block_mask
+from train.blocks import Blocks
 from train.config import TrainConfig, check_head_training
 from train.engine import (
     build_engine,
@@ -272,7 +273,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
         print(*said, recompute, sep="\n", flush=True)
     if config.target.shard:
-        target.shard(device)
+        spread(target, device)
     if stored is not None:
         target.body.layers.to("meta")
     checkpoint, notes = newest(folder)

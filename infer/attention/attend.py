@@ -1,64 +1,117 @@
-"""Attention while decoding: by a Triton kernel where there is CUDA, by SDPA elsewhere.
+"""Attention under one kind of mask (`infer.attention.masks.Mask`), by what suits the device and the mask.
 
-B rows, H query heads, K key heads, G = H / K, Q new positions, S cached positions, E head size.
+B rows, H query heads, K key heads, G = H / K, Q queries, S keys, E head size.
 """
 
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from infer.attention.masks import PieceMask, TreeMask, attend_pieces, flex_attention
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from infer.attention.masks import Mask, Piece, tree_mask
 
 
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: "torch.Tensor | TreeMask | PieceMask | BlockMask | None",
-    scale: float,
+    mask: Mask | torch.Tensor | None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention (B, K, G Q, E) of queries packed by the key head they share over keys and values (B, K, S,
-    E), under a mask for them, additive or bool, (B, 1, G Q, S), or one of the Q positions that is evaluated here."""
-    if isinstance(mask, TreeMask):
+    """Return the attention (B, H, Q, E) of queries over keys and values (B, K, S, E), grouped heads included. Queries
+    may also be packed by the key head they share, (B, K, G Q, E): the same numbers in the same order.
+
+    A mask of ranges alone goes through FlexAttention on CUDA and in pieces elsewhere (torch has no backward of
+    FlexAttention on the CPU); one of a cache through a Triton kernel on CUDA and densely elsewhere. A tensor (B, 1, Q,
+    S), bool or additive, goes to SDPA as it is."""
+    if not isinstance(mask, Mask):
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(queries.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    rows, heads, _, size = keys.shape
+    if mask.inside is None:
+        apart = queries.reshape(rows, -1, mask.ranges[0][0].shape[1], size)  # (B, H, Q, E)
+        run = attend_tiles if queries.device.type == "cuda" else attend_pieces
+        return run(apart, keys, values, mask, scale).reshape(queries.shape)
+    packed = queries.reshape(rows, heads, -1, size)  # (B, K, G Q, E)
+    if has_kernel(queries.device):
         from infer.attention.tree_kernel import tree_attention
 
-        return tree_attention(queries, keys, values, mask, scale)
-    if mask is not None and not isinstance(mask, torch.Tensor):
-        return attend_packed(queries, keys, values, mask, scale)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        return tree_attention(packed, keys, values, mask, size**-0.5 if scale is None else scale).view(queries.shape)
+    seen = mask.for_packed(packed.shape[2] // mask.inside.shape[-1], queries.dtype)
+    return F.scaled_dot_product_attention(packed, keys, values, attn_mask=seen, scale=scale).reshape(queries.shape)
 
 
-def attend_packed(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: "PieceMask | BlockMask", scale: float
+class _PieceAttention(torch.autograd.Function):
+    """Attention under a mask in pieces. Nothing is kept of a piece: its backward pass computes its weights again."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, pieces: list[Piece], scale: float):
+        mixed = torch.empty_like(q)  # (B, H, Q, E)
+        for piece in pieces:
+            here = slice(piece.row, piece.row + 1), slice(None), piece.queries
+            both = (piece.seen(states)[None] for states in (k, v))
+            mixed[here] = F.scaled_dot_product_attention(
+                q[here], *both, attn_mask=piece.mask.to(q.dtype), scale=scale, enable_gqa=True
+            )
+        ctx.save_for_backward(q, k, v, mixed)
+        ctx.pieces, ctx.scale = pieces, scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        q, k, v, mixed = ctx.saved_tensors
+        of_q, of_k, of_v = (torch.zeros_like(states) for states in (q, k, v))
+        inner, heads = (upstream * mixed).sum(-1, keepdim=True), (k.shape[1], -1)
+        for piece in ctx.pieces:
+            keys, values = piece.seen(k), piece.seen(v)  # (K, keys, E)
+            packed = (
+                states[piece.row, :, piece.queries].unflatten(0, heads).flatten(1, 2) for states in (q, upstream, inner)
+            )
+            queries, above, mean = packed  # (K, G n, E), the same, (K, G n, 1)
+            scores = (queries @ keys.mT).mul_(ctx.scale)  # (K, G n, keys)
+            scores.unflatten(1, (-1, len(piece.mask))).add_(piece.mask)
+            weights = torch.softmax(scores, -1, out=scores)
+            change = (above @ values.mT).sub_(mean).mul_(weights)  # with respect to the scores
+            piece.add(of_v, weights.mT @ above)
+            piece.add(of_k, change.mT @ queries)
+            of_q[piece.row, :, piece.queries] = (change @ keys).unflatten(1, (-1, len(piece.mask))).flatten(0, 1)
+        gradients = of_q.mul_(ctx.scale), of_k.mul_(ctx.scale), of_v, None, None
+        return gradients
+
+
+def attend_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None = None
 ) -> torch.Tensor:
-    """Return `attend`'s result for packed rows, S = Q: in pieces, or by FlexAttention."""
-    heads = queries.unflatten(2, (-1, keys.shape[2])).flatten(1, 2)  # (B, H, Q, E)
-    run = attend_pieces if isinstance(mask, PieceMask) else flex_attention
-    return run(heads, keys, values, mask, scale).unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    """Attention of queries (B, H, Q, E) piece by piece; in float32 where these are less, which takes no longer on a
+    CPU. The result has the values' dtype."""
+    wide = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
+    return _PieceAttention.apply(*wide, mask.pieces, q.shape[-1] ** -0.5 if scale is None else scale).to(v.dtype)
 
 
-def attend_grouped(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | TreeMask
+def attend_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None = None
 ) -> torch.Tensor:
-    """Return the attention (B, H, Q, E) of query heads that are not packed over keys and values (B, K, S, E), under a
-    mask of `attend`'s kinds, dense ones (B, 1, Q, S)."""
-    if not isinstance(mask, TreeMask):
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    packed = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-    found = attend(packed, keys, values, mask, queries.shape[-1] ** -0.5)
-    return found.unflatten(2, (-1, queries.shape[2])).flatten(1, 2)
+    """Attention of queries (B, H, Q, E) by FlexAttention. Autocast leaves queries and keys, which come out of norms, in
+    float32, and does not cast for it."""
+    return _flex()(q.to(v.dtype), k.to(v.dtype), v, block_mask=mask.tiles, scale=scale, enable_gqa=True)
+
+
+@cache
+def _flex():
+    """FlexAttention, compiled once per shape."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
 
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether attention on a device takes a `TreeMask`: CUDA with Triton, whose kernel is compared with the
+    """Return whether there is the Triton kernel on a device: CUDA with Triton, whose kernel is compared with the
     reference first."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
@@ -74,13 +127,14 @@ def has_kernel(device: torch.device) -> bool:
 
 def kernel_error(device: torch.device, dtype: torch.dtype = torch.float32, window: int | None = 9) -> float:
     """Return the greatest difference between the kernel and its reference over a small cache of random numbers."""
+    from infer.attention.tree_kernel import tree_attention
+
     generator = torch.Generator().manual_seed(0)
     queries, both = (
         torch.randn(shape, generator=generator).to(device, dtype) for shape in ((2, 2, 18, 24), (2, 2, 2, 90, 24))
     )
     inside = torch.eye(6, dtype=torch.bool).logical_or(torch.rand(2, 6, 6, generator=generator) < 0.5).tril().to(device)
     ends = torch.tensor([75, 3], device=device)
-    mask = TreeMask(ends, inside, ends[:, None] + torch.tensor([0, 1, 1, 2, 3, 3], device=device), window)
-    seen = mask.dense(both.shape[3]).repeat(1, 1, 3, 1)
-    expected = F.scaled_dot_product_attention(queries, *both, attn_mask=seen, scale=0.2)
-    return float((attend(queries, *both, mask, 0.2) - expected).abs().max())
+    mask = tree_mask(ends, ends[:, None] + torch.tensor([0, 1, 1, 2, 3, 3], device=device), inside, 90, window)
+    expected = F.scaled_dot_product_attention(queries, *both, attn_mask=mask.for_packed(3, dtype), scale=0.2)
+    return float((tree_attention(queries, *both, mask, 0.2) - expected).abs().max())

@@ -1,4 +1,4 @@
-"""The key/value cache of target and drafter: one preallocated buffer, rows of their own lengths.
+"""The key/value cache of target and drafter: preallocated buffers, rows of their own lengths.
 
 Packed rows, which need no cache, go by the same interface.
 
@@ -11,6 +11,8 @@ from copy import copy
 from dataclasses import dataclass
 
 import torch
+
+Heads = tuple[int, int]  # how many, and their size
 
 
 @dataclass
@@ -31,46 +33,68 @@ class LayerWindow:
 
     def write(self, new: torch.Tensor) -> None:
         """Write the new positions: keys and values of all heads, (B Q, 2 H, E)."""
-        write(self.buffer, 2 * self.index, self.slots, new.view(new.shape[0], 2, -1).transpose(0, 1))
+        planes = self.buffer[2 * self.index : 2 * self.index + 2]
+        planes.index_copy_(1, self.slots, new.view(new.shape[0], 2, -1).transpose(0, 1))
 
 
-def write(buffer: torch.Tensor, first: int, slots: torch.Tensor, new: torch.Tensor) -> None:
-    """Write new (n, N, H * E) to the slots (N,) of n planes of a buffer (planes, rows * S, H * E), from `first` on."""
-    buffer[first : first + new.shape[0]].index_copy_(1, slots, new)
+class Stateful:
+    """The part of a Hugging Face cache that recurrent layers call: they see no state of their own, and hand new inputs
+    on as they are to the functions of its `states` (`infer.targets.recurrent.States`)."""
+
+    def get_conv_state(self, *_: object, **__: object) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, *_: object, **__: object) -> bool:
+        return False
+
+    def update_conv_state(self, inputs: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return inputs
+
+    update_recurrent_state = update_conv_state
 
 
 @dataclass
-class Window:
+class Window(Stateful):
     """One forward pass's view of a cache: new positions are written to `slots`, and the first `extent` positions of
     every row are visible. Duck-typed as a Hugging Face cache: attention layers call `update(keys, values, layer)`.
 
     `slots` may have more rows than are in use; the extra rows are written and never read.
     """
 
-    buffer: torch.Tensor  # (2 * layers, rows * S, H * E)
+    cache: "KVCache"
     slots: torch.Tensor  # (B, Q) int64, flat: row * S + position
     extent: int
-    capacity: int
-    heads: int
+
+    @property
+    def capacity(self) -> int:
+        """S."""
+        return self.cache.capacity
+
+    @property
+    def states(self) -> object:
+        """The states of recurrent layers."""
+        return self.cache.states
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write Q new positions (B, H, Q, E) of one layer; return all visible keys and values, (B, H, extent, E)
         each."""
-        flat, rows = self.slots.flatten(), len(self.slots)
-        seen = []
-        for index, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            write(self.buffer, index, flat, new.transpose(1, 2).flatten(2).flatten(0, 1)[None])
-            whole = self.buffer[index, : rows * self.capacity].view(rows, self.capacity, self.heads, -1)
+        flat, rows, seen = self.slots.flatten(), len(self.slots), []
+        for (buffer, plane), new in zip(self.cache.places[layer], (keys, values), strict=True):
+            memory = self.cache.buffers[buffer][plane]
+            memory.index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
+            whole = memory[: rows * self.capacity].view(rows, self.capacity, new.shape[1], -1)
             seen.append(whole[:, : self.extent].transpose(1, 2))
         return seen[0], seen[1]
 
     def layers(self) -> list[LayerWindow]:
-        """Return the window of every layer."""
-        rows, flat = len(self.slots), self.slots.flatten()
-        seen = self.buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
-        seen = seen.unflatten(3, (self.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
+        """Return the window of every layer, of a cache whose layers are alike."""
+        rows, flat, buffer = len(self.slots), self.slots.flatten(), self.cache.buffer
+        seen = buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
+        seen = seen.unflatten(3, (self.cache.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
         pairs = zip(seen[::2], seen[1::2], strict=True)
-        return [LayerWindow(self.buffer, i, flat, *pair, self.slots.shape[1]) for i, pair in enumerate(pairs)]
+        return [LayerWindow(buffer, i, flat, *pair, self.slots.shape[1]) for i, pair in enumerate(pairs)]
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.extent - self.slots.shape[1]
@@ -104,7 +128,8 @@ class PackedRows:
 
 
 class KVCache:
-    """Keys and values of all layers, written in place.
+    """Keys and values of all layers, written in place, in a buffer for every size of them; and the states of recurrent
+    layers.
 
     A forward pass writes its Q new positions behind each row's committed length (`window`); `commit` then keeps some of
     them by moving the length, and the others are overwritten later. Nothing is concatenated or cropped. `add` takes
@@ -115,23 +140,45 @@ class KVCache:
 
     def __init__(
         self,
-        layers: int,
+        layers: dict[int, tuple[Heads, Heads]],
         rows: int,
         capacity: int,
-        heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: object | None = None,
     ) -> None:
-        self.rows, self.capacity, self.heads = rows, capacity, heads
-        # keys of layer i at 2i, values at 2i + 1; zeros, since a masked slot must still be finite
-        self.buffer = torch.zeros(2 * layers, rows * capacity, heads * head_dim, dtype=dtype, device=device)
+        """`layers`: the heads of keys and of values of every layer that keeps any; `states`: those of recurrent layers
+        (`infer.targets.recurrent.States`)."""
+        self.rows, self.capacity, self.states = rows, capacity, states
+        widths: list[int] = []  # of every plane
+        self.places: dict[int, list[tuple[int, int]]] = {}  # by layer: buffer and plane of its keys and its values
+        sizes = list(dict.fromkeys(count * size for pair in layers.values() for count, size in pair))
+        for layer, pair in layers.items():
+            self.places[layer] = []
+            for width in (count * size for count, size in pair):
+                self.places[layer].append((sizes.index(width), widths.count(width)))
+                widths.append(width)
+        self.heads = next(iter(layers.values()), ((0, 0),))[0][0]  # of all keys and values, where they are alike
+        self.buffers = [  # (planes, rows * S, width): zeros, since a masked slot must still be finite
+            torch.zeros(widths.count(width), rows * capacity, width, dtype=dtype, device=device) for width in sizes
+        ]
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
         self.ends = torch.zeros(rows, dtype=torch.long, device=device)  # the same on the device, 0 for unused rows
         self.live = torch.zeros_like(self.ends)  # 1 for used rows
         self.origins = torch.arange(rows, device=device) * capacity
         self.steps = torch.arange(capacity, device=device)
         self.fixed_rows = 0  # inside `fixed`: how many rows passes have
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The only buffer where all layers are alike, (2 * layers, rows * S, H * E): keys of layer i at 2i, values at
+        2i + 1."""
+        return self.buffers[0]
+
+    @property
+    def even(self) -> bool:
+        """Whether the host knows all rows to have the same length, so that all of a window was written."""
+        return not self.fixed_rows and len(set(self.lengths)) == 1
 
     @contextmanager
     def fixed(self, rows: int) -> Iterator[None]:
@@ -167,7 +214,8 @@ class KVCache:
         """Return the rows from `first` on as a cache over the same memory, empty."""
         part = copy(self)
         part.rows = self.rows - first
-        part.buffer = self.buffer[:, first * self.capacity :]
+        part.buffers = [buffer[:, first * self.capacity :] for buffer in self.buffers]
+        part.states = None if self.states is None else self.states.from_row(first)
         part.ends, part.origins = self.ends[first:].zero_(), self.origins[: part.rows]
         part.lengths = [0] * part.rows
         return part
@@ -184,8 +232,10 @@ class KVCache:
         """Row `source` of so many positions becomes row `to`, and is empty."""
         if source != to:
             start, begin = to * self.capacity, source * self.capacity
-            for buffer in self._buffers():
+            for buffer in self.buffers:
                 buffer[:, start : start + length] = buffer[:, begin : begin + length]
+            if self.states is not None:
+                self.states.move(source, to)
             self.ends[to] = self.ends[source]
             self.ends[source] = 0
 
@@ -197,7 +247,7 @@ class KVCache:
             rows, extent = len(self.lengths), self.extent + width
         if extent > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions a row, {extent} are needed")
-        return Window(self.buffer, self._slots(rows, width), extent, self.capacity, self.heads)
+        return Window(self, self._slots(rows, width), extent)
 
     def ends_of(self, rows: int) -> torch.Tensor:
         """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are not in use."""
@@ -210,22 +260,18 @@ class KVCache:
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return copies of `count` positions of a used row, (n, count, width) of every buffer."""
         first = row * self.capacity + start
-        return [buffer[:, first : first + count].clone() for buffer in self._buffers()]
+        return [buffer[:, first : first + count].clone() for buffer in self.buffers]
 
     def restore(self, row: int, parts: list[list[torch.Tensor]]) -> None:
         """Write positions that were read, part by part, behind an empty row's beginning, and commit them."""
         first, length = row * self.capacity, 0
         for part in parts:
             count = part[0].shape[1] if part else 0
-            for buffer, kept in zip(self._buffers(), part, strict=True):
+            for buffer, kept in zip(self.buffers, part, strict=True):
                 buffer[:, first + length : first + length + count] = kept
             length += count
         self.lengths[row] = length
         self.ends[row] = length
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Return all memory of keys and values, (n, rows * S, width) each."""
-        return [self.buffer]
 
     def _slots(self, rows: int, width: int) -> torch.Tensor:
         return self.origins[:rows, None] + self.positions(rows, width)
@@ -246,6 +292,9 @@ class KVCache:
     def commit(self, path: torch.Tensor, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
         """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end in this order,
         and commit the first `counts[b]` of them; the rest of `path` is padding (`on_device`: see `advance`)."""
+        if self.states is not None:
+            on_device = torch.tensor(counts, device=path.device) if on_device is None else on_device
+            self.states.commit(path, on_device)
         if path.shape[1] > 1:  # a root is where it belongs
             self._move_nodes(path)
         self.advance(counts, on_device)
@@ -254,7 +303,7 @@ class KVCache:
         target = self._slots(*path.shape)  # (B, W)
         source = target[:, :1] + path
         # elsewhere than on the CPU the comparison costs more
-        in_place = self.buffer.device.type == "cpu" and torch.equal(source, target)
+        in_place = path.device.type == "cpu" and torch.equal(source, target)
         if not in_place:
-            for buffer in self._buffers():
+            for buffer in self.buffers:
                 buffer.index_copy_(1, target.flatten(), buffer.index_select(1, source.flatten()))

@@ -1,4 +1,4 @@
-"""Attention of new positions over a cache whose lengths only the device knows, in Triton: the kernel of `TreeMask`.
+"""Attention of new positions over a cache whose lengths only the device knows, in Triton: the kernel of `tree_mask`.
 
 Keys and values are read once for all the query heads that share them, never repeated, and no further than a row's
 length. Of a mask only what the new positions see of each other is in memory. One program takes a tile of queries and a
@@ -12,19 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from infer.attention.masks import TreeMask
+from infer.attention.masks import Mask
 
 KEYS = 64  # keys that a program looks at together
 PROGRAMS = 264  # two for each of an H200's multiprocessors
 PARTS = 32  # of the keys, at most
 
 
-@triton.jit(do_not_specialize=["nodes", "queries", "parts", "window", "inside_stride"])
+@triton.jit(do_not_specialize=["nodes", "queries", "parts", "inside_stride"])
 def _attend(
-    query, key, value, ends, inside, positions, out, stats,
-    scale, nodes, queries, parts, window, key_heads, row_stride, head_stride, slot_stride, inside_stride,
-    E: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, key, value, ends, inside, nearest, out, stats,
+    scale, nodes, queries, parts, key_heads, row_stride, head_stride, slot_stride, inside_stride,
+    E: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, part = tl.program_id(0), tl.program_id(2)  # head: row * K + key head
     row = head // key_heads
@@ -33,10 +32,8 @@ def _attend(
     ours, real = at < queries, entry < E
     q = tl.load(query + (head * queries + at[:, None]) * E + entry, mask=ours[:, None] & real, other=0.0)
     end = tl.load(ends + row)
-    first = end * 0
-    if WINDOW:
-        place = tl.load(positions + row * nodes + node, mask=ours, other=0)
-        first = tl.maximum(end - window + 1, 0) // KEYS * KEYS
+    low = tl.load(nearest + row * nodes + node, mask=ours, other=end)
+    first = tl.maximum(tl.minimum(tl.min(low, 0), end), 0) // KEYS * KEYS
     total = end + nodes
     share = tl.cdiv(tl.cdiv(total - first, parts), KEYS) * KEYS
     first += part * share
@@ -54,10 +51,7 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         among = there & (new >= 0)
         seen = tl.load(inside + row * inside_stride + node[:, None] * nodes + new, mask=ours[:, None] & among, other=0)
-        seen = (seen != 0) | (there & (new < 0))
-        if WINDOW:
-            of_key = tl.where(new < 0, slot, tl.load(positions + row * nodes + new, mask=among, other=0))
-            seen = seen & (of_key > place[:, None] - window)
+        seen = (seen != 0) | (there & (new < 0) & (slot >= low[:, None]))
         scores = tl.where(seen, scores, -float("inf"))
         now = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
@@ -85,7 +79,7 @@ def _join(partial, stats, out, queries, parts, E: tl.constexpr, WIDE: tl.constex
 
 
 def tree_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, scale: float
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, scale: float
 ) -> torch.Tensor:
     """Return the attention (B, K, G Q, E) of packed queries (B, K, G Q, E) over keys and values (B, K, S, E), views of
     a cache, under a mask of Q new positions."""
@@ -100,11 +94,10 @@ def tree_attention(
     stats = queries.new_empty(rows * heads, parts, count, 2, dtype=torch.float32)
     wide = max(16, triton.next_power_of_2(size))
     _attend[rows * heads, tiles, parts](
-        queries, keys, values, mask.ends, mask.inside.view(torch.uint8), mask.positions, partial, stats,
-        scale, nodes, count, parts, mask.window or 0, heads, *keys.stride()[:3],
+        queries, keys, values, mask.ends, mask.inside.view(torch.uint8), mask.ranges[0][0].contiguous(), partial, stats,
+        scale, nodes, count, parts, heads, *keys.stride()[:3],
         mask.inside.stride(0) if len(mask.inside) > 1 else 0,
-        E=size, WIDE=wide, QUERIES=tile, KEYS=KEYS, WINDOW=mask.window is not None,
-        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        E=size, WIDE=wide, QUERIES=tile, KEYS=KEYS, PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     out = torch.empty_like(queries)
     _join[count, rows * heads](partial, stats, out, count, parts, E=size, WIDE=wide, PARTS=PARTS)

@@ -8,7 +8,7 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
 
 - `default_layer_ids`, `own_config`: where it taps the target, and its own part of a new drafter's config.json;
 - `read` and `writers`: its layouts of config.json, to and fro;
-- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`train.blocks.block_mask`, one for
+- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`block_mask`, one for
   each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first query stands
   `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
 - `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens of newly
@@ -28,9 +28,9 @@ from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
-from infer.attention.attend import attend_grouped, has_kernel
+from infer.attention.attend import attend
 from infer.attention.kv_cache import KVCache, Window
-from infer.attention.masks import TreeMask, block_mask, masked_attention
+from infer.attention.masks import Mask, cached_blocks
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
 from infer.drafters.heads.base import Confidence, Head, head_rows
@@ -152,11 +152,10 @@ class Place(NamedTuple):
     window: Window
 
 
-def block_sight(place: Place, width: int, pattern: tuple[bool, int | None]) -> TreeMask | torch.Tensor:
-    """Return what the `width` queries of blocks see under one of `Drafter.attention_patterns`, in the form that the
-    device's attention takes."""
-    mask = block_mask(place.ends, width, *pattern)
-    return mask if has_kernel(place.ends.device) else mask.dense(place.window.extent)
+def block_sight(place: Place, width: int, pattern: tuple[bool, int | None]) -> Mask:
+    """Return what the `width` queries of blocks see under one of `Drafter.attention_patterns`."""
+    window = place.window
+    return cached_blocks(place.ends, width, window.extent, *pattern, whole=window.cache.even)
 
 
 class DrafterLayer(nn.Module):
@@ -203,13 +202,13 @@ class DrafterLayer(nn.Module):
 def masked_attention_behind(before: tuple[torch.Tensor, torch.Tensor], mask, queries, keys, values) -> torch.Tensor:
     """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and the blocks' own."""
     keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
-    return masked_attention(queries, keys, values, mask)
+    return attend(queries, keys, values, mask)
 
 
 def attend_cached(window: Window, layer: int, mask, queries, keys, values) -> torch.Tensor:
     """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's own keys and
     values."""
-    return attend_grouped(queries, *window.update(keys, values, layer), mask)
+    return attend(queries, *window.update(keys, values, layer), mask)
 
 
 @dataclass
@@ -400,7 +399,8 @@ class Drafter(nn.Module):
         config, weight = self.config, self.norm.weight
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         capacity += self.block_size
-        cache = KVCache(layers, rows, capacity, heads, config.head_dim, weight.dtype, weight.device)
+        each = heads, config.head_dim
+        cache = KVCache(dict.fromkeys(range(layers), (each, each)), rows, capacity, weight.dtype, weight.device)
         return self.make_state(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]))
 
     def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:

@@ -13,7 +13,7 @@ features rotated.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 
 import torch
@@ -22,13 +22,10 @@ from torch.nn import functional as F
 
 from infer.attention.attend import attend
 from infer.attention.kv_cache import LayerWindow, PackedLayer, PackedRows, Window
-from infer.attention.masks import PieceMask, TreeMask
+from infer.attention.masks import Mask
 from infer.targets import loops
 
-COPIED = 1 << 20  # most numbers of a weight that is worth a copy
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
-Mask = torch.Tensor | TreeMask | PieceMask | None
-Masks = Mask | dict[str, Mask]
 
 
 @dataclass(frozen=True)
@@ -75,12 +72,6 @@ class Product:
         """Return the product of states (N, inputs) times a factor, without the bias, added to others (N, outputs)."""
         return torch.addmm(before, states, self.weight, alpha=factor)
 
-    def turned(self) -> "Product":
-        """Return the same with a copy of the weight whose outer dimension are the inputs, which takes less time for a
-        few rows, if it is a small one on a CPU."""
-        small = self.weight.device.type == "cpu" and self.weight.numel() <= COPIED
-        return replace(self, weight=self.weight.contiguous()) if small else self
-
 
 @dataclass(frozen=True)
 class Gated:
@@ -92,10 +83,6 @@ class Gated:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         gate, up = self.product(states).chunk(2, dim=-1)
         return self.activation(gate).mul_(up)
-
-    def turned(self) -> "Gated":
-        """Return the same with its product turned."""
-        return replace(self, product=self.product.turned())
 
 
 @dataclass(frozen=True)
@@ -116,11 +103,6 @@ class Layer:
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
 
-    def turned(self) -> "Layer":
-        """Return the same for passes over a few rows: `Product.turned` of its products."""
-        own = {name: part for name in ("qkv", "out", "mlp", "down") if hasattr(part := getattr(self, name), "turned")}
-        return replace(self, **{name: part.turned() for name, part in own.items()})
-
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
         """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product is to come."""
         if self.after is None and product is not None and product.bias is None:
@@ -130,9 +112,8 @@ class Layer:
         return states + (change if self.residual == 1 else change * self.residual)
 
     def run(self, states: torch.Tensor, rotation: Rotation, mask: Mask, memory: LayerWindow | PackedLayer):
-        """Return states (B Q, D) after the layer. Keys and values
-        are written to `memory`; rotation: cos and sin (B Q, 1, R) of the positions; mask (B, 1, G Q, S), additive, for
-        packed heads, or one that `attend` evaluates by itself; None: all may be seen."""
+        """Return states (B Q, D) after the layer. Keys and values are written to `memory`; rotation: cos and sin
+        (B Q, 1, R) of the positions."""
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
         parts = self.qkv(self.before[0](states)).view(count, self.heads + 2 * self.key_heads, -1)  # (B Q, H + 2 K, E)
         queries = self.place(parts, rotation, memory)
@@ -169,26 +150,21 @@ class LeanDecoder:
     rotary: nn.Module
     angles: dict[tuple[str, int], Rotation] = field(default_factory=dict)
 
-    def turned(self) -> "LeanDecoder":
-        """Return the same for passes over a few rows."""
-        return replace(self, layers=[layer.turned() for layer in self.layers])
-
     def __call__(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        mask: Masks,
+        masks: dict[str, Mask],
         window: Window | PackedRows,
         tapped: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run ids (B, Q) at positions (B, Q) under additive masks (B, 1, Q, S) or TreeMasks, one for all layers or one
-        a kind; None: every position may be seen.
+        """Run ids (B, Q) at positions (B, Q) under the masks of the kinds of layers.
 
         Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
         norm, (B, Q, D), which can be tapped too, as one layer more.
         """
         states, outputs = self.embed(ids.flatten()), {}
-        masks, rotations = self.prepare(states, positions.flatten(), mask, window.capacity)
+        rotations = self.rotations(states, positions, window.capacity)
         for index, (layer, memory) in enumerate(zip(self.layers, window.layers(), strict=True)):
             states = layer.run(states, rotations[layer.kind], masks[layer.kind], memory)
             if index in tapped:
@@ -197,17 +173,14 @@ class LeanDecoder:
         context = torch.cat([outputs[i] for i in tapped], -1) if tapped else last[..., :0]
         return context.unflatten(0, ids.shape), last.unflatten(0, ids.shape)
 
-    def prepare(
-        self, states: torch.Tensor, positions: torch.Tensor, mask: Masks, capacity: int
-    ) -> tuple[dict[str, Mask], dict[str, Rotation]]:
-        """Return by kind of layer the masks for packed heads, (B, 1, G Q, S) if dense, and cos and sin (B Q, 1, R)."""
-        groups, kinds = self.layers[0].heads // self.layers[0].key_heads, {layer.kind for layer in self.layers}
-        masks = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
-        dense = {id(seen): seen for seen in masks.values() if isinstance(seen, torch.Tensor)}
-        packed = {key: torch.cat([seen] * groups, 2) for key, seen in dense.items()}
+    def rotations(self, states: torch.Tensor, positions: torch.Tensor, capacity: int) -> dict[str, Rotation]:
+        """Return by kind of layer cos and sin (B Q, 1, R) of positions (B, Q)."""
+        tables = {layer.kind: self.angle_tables(states, capacity, layer.kind) for layer in self.layers}
         flat = positions.flatten()
-        rotations = {kind: look_up(self.angle_tables(states, capacity, kind), flat) for kind in kinds}
-        return {kind: packed.get(id(seen), seen) for kind, seen in masks.items()}, rotations
+        return {
+            kind: (cos.index_select(0, flat)[:, None], sin.index_select(0, flat)[:, None])
+            for kind, (cos, sin) in tables.items()
+        }
 
     def angle_tables(self, states: torch.Tensor, capacity: int, kind: str) -> Rotation:
         """Return cos and sin (capacity, R) of all positions of a cache, the sign of the rotation in the sines."""
@@ -217,11 +190,6 @@ class LeanDecoder:
             low, high = sin[0].chunk(2, dim=-1)
             self.angles[kind, capacity] = cos[0], torch.cat([-low, high], -1)
         return self.angles[kind, capacity]
-
-
-def look_up(tables: Rotation, positions: torch.Tensor) -> Rotation:
-    """Return cos and sin (B Q, 1, R) of positions (B Q,), from tables (capacity, R)."""
-    return tables[0].index_select(0, positions)[:, None], tables[1].index_select(0, positions)[:, None]
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
@@ -234,6 +235,27 @@ def load_target(
     if getattr(config, "quantization_config", None):
         target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
     return target
+
+
+def spread(target: Target, device: torch.device) -> None:
+    """Spread the layers over the processes of the group, each on its `device`: a pass gathers them one after the other
+    and needs all processes (FSDP without gradients, like ZeRO stage 3). Embedding, norm and head are whole in every
+    process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    target.spread, body = True, target.body
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in body.layers:
+        fully_shard(layer, mesh=mesh)
+    inside = {parameter for layer in body.layers for parameter in layer.parameters()}
+    rest = {parameter for parameter in body.parameters() if parameter not in inside}
+    fully_shard(body, mesh=mesh, ignored_params=rest)
+    for parameter in {*rest, target.head_weight}:
+        parameter.data = parameter.data.to(device)
+    for buffer in target.model.buffers():
+        buffer.data = buffer.data.to(device)
+    target.lean, target.unlike = None, "layers that are spread over processes"
 
 
 def load_model(path: str, place: torch.device, config: PretrainedConfig, options: dict) -> nn.Module:

@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from infer.attention.kv_cache import Heads, Stateful
+
 PIECE = 64  # positions of a chain that are solved together
 # what transformers' layers call for their recurrence -> the method of `States` that takes its place
 REPLACED = {
@@ -211,11 +213,6 @@ class States:
         part = ({layer: kept[first:].zero_() for layer, kept in kind.items()} for kind in (self.inputs, self.memory))
         return States(*part)
 
-    def move(self, source: int, to: int) -> None:
-        """Copy a row's states to another row."""
-        for kept in (*self.inputs.values(), *self.memory.values()):
-            kept[to] = kept[source]
-
     def read(self, row: int) -> list[torch.Tensor]:
         """Return copies of a row's states."""
         return [kept[row].clone() for kept in (*self.inputs.values(), *self.memory.values())]
@@ -224,6 +221,10 @@ class States:
         """Give a row the states that were read."""
         for kept, part in zip((*self.inputs.values(), *self.memory.values()), parts, strict=True):
             kept[row] = part
+
+    def move(self, source: int, to: int) -> None:
+        """Copy a row's states to another row."""
+        self.restore(to, self.read(source))
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """Move every row's states along the first `counts[b]` nodes of `path` (B, W) of the tree that was verified."""
@@ -344,26 +345,6 @@ class States:
         return torch.cat(results, 2).transpose(1, 2).contiguous(), state
 
 
-class Stateful:
-    """The part of a Hugging Face cache that recurrent layers call: they see no state of their own, and hand new inputs
-    on as they are to the functions of `States`."""
-
-    states: States
-
-    def get_conv_state(self, *_: object, **__: object) -> None:
-        return None
-
-    get_recurrent_state = get_conv_state
-
-    def has_previous_state(self, *_: object, **__: object) -> bool:
-        return False
-
-    def update_conv_state(self, inputs: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return inputs
-
-    update_recurrent_state = update_conv_state
-
-
 def recurrent_parts(body: nn.Module) -> list[nn.Module]:
     """Return the modules of a decoder that ask a cache for a state."""
     return [module for module in body.modules() if "get_conv_state" in called_names(type(module))]
@@ -393,6 +374,46 @@ def follow_trees(body: nn.Module) -> bool:
     for module in parts:
         module.__class__ = following(type(module))
     return any(isinstance(module, FollowsTrees) for module in body.modules())
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the layers of a target keep, by layer. Layers that share another's keys and values keep none."""
+
+    attention: dict[int, tuple[Heads, Heads]]  # of keys and values
+    states: dict[int, StateShape]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers keep keys and values of the same heads, and no states."""
+        kinds = {heads for pair in self.attention.values() for heads in pair}
+        return len(kinds) == 1 and list(self.attention) == list(range(len(self.attention))) and not self.states
+
+
+@dataclass
+class PackedWindow(Stateful):
+    """A pass over packed rows that keeps nothing, as a Hugging Face cache; notes what a cache would have to keep."""
+
+    states: States
+    attention: dict[int, tuple[Heads, Heads]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, documents: torch.Tensor) -> "PackedWindow":
+        """Return the window of a pass over packed rows, documents (B, T)."""
+        return cls(States(lineage=Lineage.packed(documents)))
+
+    @property
+    def shapes(self) -> Shapes:
+        """What the layers of the pass would have kept."""
+        return Shapes(dict(sorted(self.attention.items())), self.states.seen)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values (B, H, Q, E) as they are."""
+        self.attention[layer] = tuple((new.shape[1], new.shape[3]) for new in (keys, values))
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
 
 
 class FollowsTrees:

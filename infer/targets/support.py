@@ -58,11 +58,16 @@ class LogitScale:
 PLAIN = LogitScale()
 
 
+def setting(config: "PretrainedConfig", *names: str) -> object | None:
+    """Return what a config.json says under the first of the names that it has; None for 0, false and nothing too."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
 def logit_scale(config: "PretrainedConfig") -> LogitScale:
     """Return the scale of a target's logits."""
-    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1
-    divisor = getattr(config, "logits_scaling", None) or 1 / factor
-    return LogitScale(float(divisor), getattr(config, "final_logit_softcapping", None))
+    factor = setting(config, "logit_scale", "lm_head_multiplier") or 1
+    divisor = setting(config, "logits_scaling") or 1 / factor
+    return LogitScale(float(divisor), setting(config, "final_logit_softcapping"))
 
 
 def windows(config: "PretrainedConfig") -> dict[str, int | None]:
@@ -72,38 +77,38 @@ def windows(config: "PretrainedConfig") -> dict[str, int | None]:
     A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3) takes a single mask,
     with a window if its config has one.
     """
-    width = getattr(config, "sliding_window", None) or None
+    width = setting(config, "sliding_window")
     if config.model_type in FOLLOWED:
-        kinds = {"full_attention", *(getattr(config, "layer_types", None) or [])} & LAYERS
+        kinds = {"full_attention", *(setting(config, "layer_types") or [])} & LAYERS
         return {kind: width if kind == "sliding_attention" else None for kind in sorted(kinds)}
     if not hasattr(type(config), "layer_types") or not config.layer_types:
         return {"all": width if hasattr(type(config), "sliding_window") else None}
-    widths = {"sliding_attention": width, CHUNKED: getattr(config, "attention_chunk_size", None)}
+    widths = {"sliding_attention": width, CHUNKED: setting(config, "attention_chunk_size")}
     return {kind: widths.get(kind) for kind in sorted(set(config.layer_types))}
 
 
 def attention_layers(config: "PretrainedConfig") -> list[int]:
     """Return the numbers of the layers that attend: all but those with a state."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = setting(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     return [i for i, kind in enumerate(kinds) if kind not in STATEFUL]
 
 
 def norm_eps(config: "PretrainedConfig") -> float:
     """Return the epsilon of the target's norms, whatever its family calls it."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), 1e-6)
+    return setting(config, *names) or 1e-6
 
 
 def rope(config: "PretrainedConfig") -> dict:
     """Return the rotary parameters; of the full-attention layers, where each kind has its own (Gemma 3)."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
 def longest(config: "PretrainedConfig") -> int | None:
     """Return the longest text whose rotary angles do not depend on its length, nor its queries' scales on their place
     (Llama 4: transformers takes the place in the cache for the position); None: they never do."""
-    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+    if setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
         return config.floor_scale - 1
     parameters = rope(config)
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
@@ -111,14 +116,20 @@ def longest(config: "PretrainedConfig") -> int | None:
     return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
+def refuse_longer(config: "PretrainedConfig", length: int, remedy: str) -> None:
+    """Raise ValueError where positions up to `length` change a target's rotary angles or scales."""
+    most = longest(config)
+    if most is not None and length > most:
+        raise ValueError(
+            f"this target's rotary angles or scales change beyond {most} positions, {length} are asked for: {remedy}"
+        )
+
+
 def expert_share(config: "PretrainedConfig") -> float:
     """Return the share of a target's experts that compute a token."""
     chosen = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
     there = ("num_experts", "num_local_experts", "n_routed_experts")
-    used, all_of_them = (
-        next((size for name in names if (size := getattr(config, name, None))), 0) for names in (chosen, there)
-    )
-    return used / max(1, all_of_them)
+    return (setting(config, *chosen) or 0) / (setting(config, *there) or 1)
 
 
 def mlp_size(config: "PretrainedConfig") -> int:
@@ -130,19 +141,19 @@ def mlp_size(config: "PretrainedConfig") -> int:
 
 def first_layer(config: "PretrainedConfig") -> "PretrainedConfig":
     """Return the configuration of the first layer, where a model's layers have sizes of their own (Gemma 4)."""
-    return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+    return config.per_layer_config[0] if setting(config, "is_heterogeneous") else config
 
 
 def head_size(config: "PretrainedConfig") -> int:
     """Return E, the head size (of the first layer), from a model's config.json."""
     config = first_layer(config)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return setting(config, "head_dim") or config.hidden_size // config.num_attention_heads
 
 
 def key_heads(config: "PretrainedConfig") -> int:
     """Return H, the number of key/value heads (of the first layer), from a model's config.json."""
     config = first_layer(config)
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return setting(config, "num_key_value_heads") or config.num_attention_heads
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
@@ -151,19 +162,19 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
     def refuse(what: str) -> None:
         raise ValueError(f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it")
 
-    if getattr(config, "is_encoder_decoder", False):
+    if setting(config, "is_encoder_decoder"):
         refuse("an encoder beside its decoder")
     if getattr(config, "masked_diffusion", None) is not None:
         refuse("no order from left to right (masked_diffusion: decoding.method=ssd is for such models)")
     text = config.get_text_config()
     names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
-    kinds = set(getattr(text, "layer_types", None) or [])
+    kinds = set(setting(text, "layer_types") or [])
     followed = text.model_type in FOLLOWED
     if not followed and (kinds & {*STATEFUL} or any(name.startswith(STATES) for name in names)):
         refuse("recurrent layers of another form than those that follow trees here")
     if not followed and kinds - LAYERS:
         refuse(f"layers of another kind ({', '.join(sorted(kinds - LAYERS))})")
-    if getattr(text, "alibi", False) or not (followed or names & {"rope_parameters", "rope_theta"}):
+    if setting(text, "alibi") or not (followed or names & {"rope_parameters", "rope_theta"}):
         refuse("no rotary positions (ALiBi or learned ones, or no attention)")
     try:
         head_size(text), key_heads(text)

@@ -191,19 +191,19 @@ MUTANTS = [
     (
         "a window is one position too long",
         "infer/attention/masks.py",
-        ("positions[..., None] - window)", "positions[..., None] - window - 1)"),
+        ("else positions - width + 1", "else positions - width"),
         TARGETS,
     ),
     (
         "windows count places in the cache",
         "infer/attention/masks.py",
-        (".expand(len(ends), -1).scatter(1, new, positions)", ".expand(len(ends), -1)"),
+        ("(positions[:, None] >= near", "(ends[:, None, None] + torch.arange(inside.shape[-1]) >= near"),
         TARGETS,
     ),
     (
         "all kinds of layers get one mask",
         "infer/targets/target.py",
-        ("return masks if len(masks) > 1 else masks.popitem()[1]", "return masks.popitem()[1]"),
+        ("attention_mask=found if len(found) > 1 else found.popitem()[1]", "attention_mask=found.popitem()[1]"),
         TARGETS,
     ),
     ("logits are not capped", "infer/targets/target.py", ("return self.scale(", "return ("), TARGETS),
@@ -223,8 +223,8 @@ MUTANTS = [
         "padding behind a row's text is looked at",
         "infer/attention/masks.py",
         (
-            "before = torch.arange(extent, device=ends.device) < ends[:, None]",
-            "before = torch.arange(extent, device=ends.device) < ends.max()",
+            "ends[:, None].expand_as(near)",
+            "ends.max().expand_as(near)",
         ),
         TARGETS,
     ),
@@ -314,7 +314,7 @@ MUTANTS = [
     (
         "threads share a pass's hooks",
         "infer/targets/target.py",
-        ("with LOCKS.setdefault(self.model, threading.RLock()):", "if True:"),
+        ("return LOCKS.setdefault(model, threading.RLock())", "return threading.RLock()"),
         TARGETS + " -k threads_share",
     ),
     (

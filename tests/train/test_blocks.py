@@ -9,13 +9,14 @@ from datasets import Dataset
 from transformers import Gemma2Config
 
 from infer.attention import masks
-from infer.attention.masks import block_ranges, dense, masked_attention, packed_ranges
+from infer.attention.attend import attend
+from infer.attention.masks import block_mask, packed_mask
 from infer.config import DrafterConfig
 from infer.drafters.base import head_weight, new_drafter
 from infer.drafters.dart.model import DART
 from infer.targets.target import Target
 from train.batches import blocks_behind, draw_blocks
-from train.blocks import anchor_room, block_mask, draw_anchors, lay_out
+from train.blocks import anchor_room, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.divergences import DIVERGENCES
 from train.loop import block_loss, draft_states
@@ -409,18 +410,21 @@ def test_ranges_are_what_a_double_loop_sees(monkeypatch, causal, window):
     documents = torch.tensor([[0] * 9 + [1] * 18 + [-1] * 3, [0] * 20 + [-1] * 10])
     positions = torch.tensor([[*range(9), *range(18), *range(3)], [*range(20), *range(10)]])
     starts = torch.tensor([[0, 3, 7, 12, 22], [1, 2, 9, 18, 18]])
-    ranges = block_ranges(starts, documents, 3, causal, window)
-    mask, expected = masks.flex_mask(ranges, 45), blocks_see(starts, documents, 3, causal, window)
-    assert torch.equal(dense(ranges, 45)[:, 0], expected) and torch.equal(seen_through(mask), expected)
+    blocks, expected = (
+        block_mask(starts, documents, 3, causal, window),
+        blocks_see(starts, documents, 3, causal, window),
+    )
+    assert blocks.keys == 45
+    assert torch.equal(blocks.dense[:, 0], expected) and torch.equal(seen_through(blocks.tiles), expected)
     assert expected.any(-1).all()  # no query sees nothing, so no softmax is NaN
-    ranges = packed_ranges(positions, documents, window, chunked=causal)
-    packed_mask, places = masks.flex_mask(ranges, 30), torch.arange(30)
+    packed, places = packed_mask(positions, documents, window, chunked=causal), torch.arange(30)
     expected = (documents[:, :, None] == documents[:, None]) & (places <= places[:, None])
     if window:
-        expected &= (masks.same_chunk if causal else masks.nearby)(positions, None, 30, window)[:, 0]
-    assert torch.equal(dense(ranges, 30)[:, 0], expected) and torch.equal(seen_through(packed_mask), expected)
-    assert bool(packed_mask.full_kv_num_blocks.any()) == (window is None)
-    for one in (mask, packed_mask):
+        chunks, apart = positions // window, positions[:, :, None] - positions[:, None]
+        expected &= chunks[:, :, None] == chunks[:, None] if causal else apart < window
+    assert torch.equal(packed.dense[:, 0], expected) and torch.equal(seen_through(packed.tiles), expected)
+    assert bool(packed.tiles.full_kv_num_blocks.any()) == (window is None)
+    for one in (blocks.tiles, packed.tiles):
         kv = (one.kv_num_blocks, one.kv_indices, one.full_kv_num_blocks, one.full_kv_indices)
         theirs = type(one).from_kv_blocks(*kv, BLOCK_SIZE=8, mask_mod=one.mask_mod, seq_lengths=one.seq_lengths)
         for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
@@ -436,9 +440,9 @@ def test_flex_attention_takes_the_same_mask():
     anchors = torch.tensor([[3, 12, 25, 40]])
     q = torch.randn(1, 4, 16, 8, generator=generator)
     k, v = torch.randn(2, 1, 2, 80, 8, generator=generator)
-    mask = masks.flex_mask(block_ranges(anchors, documents, K), 80)
-    flex = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    assert torch.allclose(flex, masked_attention(q, k, v, block_mask(anchors, documents, K)), atol=1e-5)
+    mask = block_mask(anchors, documents, K)
+    flex = flex_attention(q, k, v, block_mask=mask.tiles, enable_gqa=True)
+    assert torch.allclose(flex, attend(q, k, v, mask), atol=1e-5)
 
 
 @pytest.mark.parametrize("causal, window", [(False, None), (True, None), (True, 5)])
@@ -453,7 +457,7 @@ def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
     found, seen = [], blocks_see(starts, documents, K, causal, window)
     for mask in (seen[:, None], block_mask(starts, documents, K, causal, window)):
         parts = [part.clone().requires_grad_() for part in (q, k, v)]
-        out = masked_attention(*parts, mask)
+        out = attend(*parts, mask)
         found.append([out, *torch.autograd.grad(out.square().sum(), parts)])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
@@ -472,7 +476,7 @@ def test_compiled_flex_attention_equals_the_dense_mask_on_cuda():
     outs = []
     for device in ("cpu", "cuda"):
         parts = [x.to(device).detach().requires_grad_() for x in (q, k, v)]
-        out = masked_attention(*parts, block_mask(anchors.to(device), documents.to(device), K))
+        out = attend(*parts, block_mask(anchors.to(device), documents.to(device), K))
         out.square().sum().backward()
         outs.append([x.cpu() for x in (out, *(part.grad for part in parts))])
     for dense_part, flex_part in zip(*outs, strict=True):
@@ -491,8 +495,7 @@ def test_packed_rows_give_the_target_what_single_documents_give(make_tiny):
         assert torch.allclose(together.context[:, begin : begin + length], expected, atol=1e-5)
         assert torch.allclose(target.head(together.last)[:, begin : begin + length], out.logits, atol=1e-4)
         begin += length
-    mask = dense(packed_ranges(rows["positions"], rows["documents"]), 26)
-    assert mask.any(-1).all()
+    assert packed_mask(rows["positions"], rows["documents"]).dense.any(-1).all()
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])

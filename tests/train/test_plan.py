@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from data.packing import packed_rows
-from infer.attention.masks import block_ranges, dense
+from infer.attention.masks import block_mask
 from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.base import config_for
 from infer.targets.support import refuse_unsupported
@@ -54,7 +54,7 @@ def test_operations_are_what_torch_counts(make_tiny, family):
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
         width, causal = drafter.num_queries, drafter.attention_patterns[0][0]
-        mask = dense(block_ranges(starts, rows["documents"], width, causal), 32 + 6 * width)
+        mask = block_mask(starts, rows["documents"], width, causal).dense
         inputs = drafter.inputs(target, ids, rows["positions"], blocks.anchors)
         drafter(features, rows["positions"], *inputs, mask).sum().backward()
     counted = counter.get_total_flops()

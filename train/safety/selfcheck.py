@@ -60,7 +60,7 @@ class SelfCheck:
             part = {name: rows[name][b : b + 1, begin:end] for name in rows if name.startswith(("context", "last"))}
             features = stored_features(part, target.dtype)
         else:
-            features = target.library_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids)
+            features = target.packed_features(ids, positions, torch.zeros_like(ids), drafter.layer_ids, library=True)
         anchor, kind = anchor - begin, drafter.norm.weight.dtype
         masks = [
             self.mask(max(anchor - drafter.anchor_offset, 0), end - begin, drafter.num_queries, *view)

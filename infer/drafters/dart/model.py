@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 
 from infer.attention.kv_cache import KVCache
+from infer.attention.masks import Mask
 from infer.config import DrafterConfig
 from infer.drafters.base import (
     Drafter,
@@ -45,9 +45,6 @@ from infer.drafters.warm import can_start_as, weights_of
 from infer.targets.layers import read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 class DARTLayer(DrafterLayer):
@@ -195,12 +192,12 @@ class DART(Drafter):
         positions: torch.Tensor,
         following: torch.Tensor,
         last: torch.Tensor,
-        mask: "torch.Tensor | BlockMask",
+        mask: Mask | torch.Tensor,
     ) -> torch.Tensor:
         """Training: all blocks of packed rows at once (DART section 3.3, prefix-shared).
 
         features (B, T, F), positions (B, T) and following (B, T, D) of the context's items; last (B, N): the items that
-        begin the blocks; mask: `train.blocks.block_mask`, from queries of the blocks to keys [context | blocks].
+        begin the blocks; mask: `block_mask`, from queries of the blocks to keys [context | blocks].
         Returns hidden states before the head, (B, N*W, D).
         """
         steps = torch.arange(self.num_queries, device=last.device)

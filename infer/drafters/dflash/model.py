@@ -15,15 +15,14 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, Qwen3Config
 
-from infer.attention.attend import has_kernel
 from infer.attention.kv_cache import KVCache
+from infer.attention.masks import Mask
 from infer.config import DrafterConfig
 from infer.drafters.base import (
     Drafter,
@@ -44,9 +43,6 @@ from infer.targets import lean, loops
 from infer.targets.layers import read_layer, read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
@@ -87,9 +83,9 @@ class DFlashState(DraftState):
     projection: lean.Product  # D to (layers * 2 * H * E): keys and values of all layers, that see the same context
     key_norm: lean.Norm  # weight (layers, H, E)
 
-    def pass_inputs(self, rows: int) -> tuple[list[lean.Layer], bool]:
-        """The layers, and whether all rows have the same length, and so see all of the window."""
-        return self.layers, not self.cache.fixed_rows and len(set(self.cache.lengths)) == 1
+    def pass_inputs(self, rows: int) -> tuple[list[lean.Layer]]:
+        """The layers."""
+        return (self.layers,)
 
 
 class DFlash(Drafter):
@@ -216,12 +212,12 @@ class DFlash(Drafter):
         positions: torch.Tensor,
         blocks: torch.Tensor,
         block_positions: torch.Tensor,
-        *masks: "torch.Tensor | BlockMask | None",
+        *masks: Mask | torch.Tensor | None,
     ) -> torch.Tensor:
         """Training: all blocks of packed rows at once.
 
         features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D) embedded, at
-        block_positions (B, N*K); masks: `train.blocks.block_mask` of each of the `attention_patterns`, from queries of
+        block_positions (B, N*K); masks: `block_mask` of each of the `attention_patterns`, from queries of
         the blocks to keys [context | blocks]. Returns hidden states before the head, (B, N*K, D).
         """
         context, block = self.context(features), blocks
@@ -245,9 +241,9 @@ class DFlash(Drafter):
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
         layers = [] if self.layers[0].convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
-        layers = [read_layer(layer, "", *heads).turned() for layer in layers]
+        layers = [read_layer(layer, "", *heads) for layer in layers]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
-        fc, projection = (lean.Product(weight.detach().t()).turned() for weight in (self.fc.weight, projection))
+        fc, projection = (lean.Product(weight.detach().t()) for weight in (self.fc.weight, projection))
         return DFlashState(cache, angles, layers, norm, fc, projection, lean.Norm(key_weights, eps))
 
     @torch.no_grad()
@@ -284,23 +280,16 @@ class DFlash(Drafter):
             return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 
-    def block_states(
-        self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer], alike: bool
-    ) -> torch.Tensor:
-        """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,); alike: whether all rows see all
-        of the window. What it computes is `DrafterLayer.forward`'s."""
-        ends, rotary, window = place
-        kernel, masks = has_kernel(ends.device), []
-        for pattern in self.attention_patterns:
-            everything = alike and pattern == (False, None) and not kernel
-            masks.append(None if everything else block_sight(place, self.num_queries, pattern))
+    def block_states(self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer]) -> torch.Tensor:
+        """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,). What it computes is
+        `DrafterLayer.forward`'s."""
+        _, rotary, window = place
+        masks = [block_sight(place, self.num_queries, pattern) for pattern in self.attention_patterns]
         states = self.embed(target, self.block_ids(bonus))  # (B, K, D)
         if self.layers[0].convolves:  # which the lean pass does not express
             for i, (layer, pattern) in enumerate(zip(self.layers, self.pattern_of_layer, strict=True)):
                 states = layer(states, rotary, partial(attend_cached, window, i, masks[pattern]))
             return states
-        groups = layers[0].heads // layers[0].key_heads
-        masks = [mask if kernel or mask is None else mask.repeat(1, 1, groups, 1) for mask in masks]
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in rotary)  # (B K, 1, E)
         states = states.flatten(0, 1)
         for layer, memory, pattern in zip(layers, window.layers(), self.pattern_of_layer, strict=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from infer.attention.masks import TreeMask, block_mask
+from infer.attention.masks import cached_blocks, tree_mask
 from infer.trees.tree import DraftTree
 
 
@@ -13,7 +13,7 @@ def test_a_drafters_block_sees_the_same(pattern):
     """A query sees what is cached and the block, or of that what comes before it, less than a window away."""
     causal, window = pattern
     for row, (end, found) in enumerate(
-        zip((0, 4, 9), block_mask(torch.tensor([0, 4, 9]), 6, *pattern).dense(20), strict=True)
+        zip((0, 4, 9), cached_blocks(torch.tensor([0, 4, 9]), 6, 20, *pattern).dense, strict=True)
     ):
         for query in range(6):
             last = end + query if causal else end + 5
@@ -27,7 +27,7 @@ def test_a_tree_mask_equals_a_loop():
     ancestors = DraftTree(parents, parents, depths, F.pad(depths.float(), (0, 0)), 3).ancestors()
     for window in (None, 3):
         end = torch.tensor([5])
-        found = TreeMask(end, ancestors, end[:, None] + depths, window).dense(12)[0, 0]
+        found = tree_mask(end, end[:, None] + depths, ancestors, 12, window).dense[0, 0]
         for node in range(6):
             path, at = {node}, node
             while at:

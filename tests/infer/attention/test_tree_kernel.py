@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from infer.attention.attend import attend, kernel_error
-from infer.attention.masks import TreeMask
+from infer.attention.attend import kernel_error
+from infer.attention.masks import tree_mask
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ON_GPU = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device, or Triton with TRITON_INTERPRET=1", allow_module_level=True)
+from infer.attention.tree_kernel import tree_attention  # noqa: E402
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -43,7 +44,7 @@ def test_trees_over_rows_of_all_lengths(rows, heads, groups, nodes, size, dtype)
             depths[row, node] = depths[row, parents[row, node]] + 1
     ends = torch.tensor([0, 300, 63][:rows])
     for window in (None, 40):
-        mask = TreeMask(*(part.to(DEVICE) for part in (ends, inside, ends[:, None] + depths)), window)
-        found = attend(queries, *both, mask, size**-0.5)
-        expected = F.scaled_dot_product_attention(queries, *both, attn_mask=mask.dense(400).repeat(1, 1, groups, 1))
+        mask = tree_mask(*(part.to(DEVICE) for part in (ends, ends[:, None] + depths, inside)), 400, window)
+        found = tree_attention(queries, *both, mask, size**-0.5)
+        expected = F.scaled_dot_product_attention(queries, *both, attn_mask=mask.dense.repeat(1, 1, groups, 1))
         assert (found - expected).abs().max() < (2e-5 if dtype == torch.float32 else 2e-2)

@@ -135,9 +135,9 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
     then is the target's last layer: its logits are the target's."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from infer.attention.masks import block_mask
     from infer.drafters.base import new_drafter
     from infer.targets.target import Target
-    from train.blocks import block_mask
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}

@@ -16,12 +16,12 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer import generate, load_drafter, save_drafter
+from infer.attention.masks import block_mask
 from infer.drafters.base import head_weight
 from infer.drafters.heads.draft import behind
 from infer.formats.folders import Folder
 from infer.formats.layouts import read
 from infer.targets.loading import load_config
-from train.blocks import block_mask
 
 D, V, HEADS, GROUPS, E, LAYERS = 32, 97, 4, 2, 8, 6  # of `make_tiny`'s targets
 BLOCK, MASK, TAPPED = 5, 96, [1, 4]

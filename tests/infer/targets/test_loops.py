@@ -35,7 +35,9 @@ def test_heads_on_their_way_into_attention(heads, shared, normed, rotated, monke
     found = []
     for available in (True, False):
         monkeypatch.setattr(compiled, "available", lambda tensor, here=available: here)
-        cache = KVCache(2, rows + 1, 20, shared, size, torch.float32, torch.device("cpu"))
+        cache = KVCache(
+            dict.fromkeys(range(2), ((shared, size),) * 2), rows + 1, 20, torch.float32, torch.device("cpu")
+        )
         with cache.add(2) as part:  # its memory begins in the middle of the cache's
             part.advance([5, 9])
             memory = part.window(width).layers()[1]
