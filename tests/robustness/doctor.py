@@ -2,7 +2,7 @@
 says of them; and healthy pairs. `python tests/robustness/doctor.py` prints the table of docs/results/doctor.md.
 
 The engine decodes the reference's prompts as a server does, without HTTP between (that is tested in
-tests/infer/evaluation/test_doctor.py); the doctor sees what a server tells: texts, ids, numbers of tokens, counters.
+tests/infer/doctor/test_doctor.py); the doctor sees what a server tells: texts, ids, numbers of tokens, counters.
 """
 
 import json
