@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from infer.config import TextOptions
-from infer.engine.sampling import SeenAt, adjust, choose, round_noise, sampled_rows, seen_tokens
+from infer.engine.sampling import SeenAt, adjust, choose, sampled_rows, seen_tokens
 from infer.engine.sequence import Sequence, TokenLogprob, text_end
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
@@ -27,18 +27,6 @@ class RowsAsked:
     noise: torch.Tensor | None  # (S, > max depth, V) of the sampled rows
     seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
     texts: abc.Sequence[Sequence] = ()  # none where the host is not asked: no processors, no grammars, no n-grams
-
-
-def ask(
-    options: abc.Sequence[TextOptions],
-    start: torch.Tensor,
-    steps: int,
-    vocabulary: int,
-    seen: torch.Tensor | None,
-    texts: abc.Sequence[Sequence] = (),
-) -> RowsAsked:
-    """Return what rows ask, with the noise of `steps` positions behind their roots."""
-    return RowsAsked(options, start, round_noise(options, start, steps, vocabulary), seen, texts)
 
 
 def piece(rows: int) -> int:

@@ -36,14 +36,10 @@ class Engine:
         EngineConfig.check(options)
         if options.method in MASKED_METHODS:
             raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
-        runner = Runner(target, drafter, options, capacity, Stopwatch(clock))
-        shared = not runner.method.draws  # a sampled text of drawn trees depends on them: not on the rows beside it
-        self._assemble(
-            runner, Scheduler(target, options.rows, options.positions, runner.budget, shared, runner.find_prefix)
-        )
+        self._run(Runner(target, drafter, options, capacity, Stopwatch(clock)))
 
-    def _assemble(self, runner: Runner, scheduler: Scheduler) -> None:
-        self.runner, self.scheduler = runner, scheduler
+    def _run(self, runner: Runner) -> None:
+        self.runner, self.scheduler = runner, Scheduler(runner)
         self.target, self.options, self.capacity = runner.target, runner.options, runner.capacity
         self.clock, self.seconds = runner.watch.clock, runner.watch.seconds
 

@@ -27,7 +27,7 @@ class Method:
 
     draft: Callable[[], Proposal]
     build: Callable[[Proposal], DraftTree]
-    cut: Callable[[DraftTree], DraftTree]  # to the nodes that are verified
+    cut: Callable[[DraftTree], DraftTree] = lambda tree: tree  # to the nodes that are verified
 
 
 @dataclass(frozen=True)

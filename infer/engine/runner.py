@@ -16,7 +16,7 @@ from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.budget import SIZES, Budget, BudgetController, rule_of
 from infer.engine.capture import Graphs
-from infer.engine.choices import RowsAsked, ask, held_tokens, note_logprobs
+from infer.engine.choices import RowsAsked, held_tokens, note_logprobs
 from infer.engine.controls import Columns, FixedRows, Kind
 from infer.engine.grammar import asked_grammar
 from infer.engine.memory import Memory, Prefill
@@ -24,6 +24,7 @@ from infer.engine.packet import pack, rejected_path, unpack
 from infer.engine.prefixes import BLOCK, Prefixes
 from infer.engine.proposal import follow_grammars, forced_tokens, propose
 from infer.engine.round import Method, RoundResult, commit, follow_target, run_round
+from infer.engine.sampling import round_noise
 from infer.engine.sequence import Processor, Sequence, Stopwatch
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target
@@ -66,6 +67,7 @@ class Runner:
         self.changes = target.follow_weights()
         self.weights = Watch(drafter or nn.Module())
         self.build = self.method.load()
+        self.shares = not self.method.draws  # a sampled text of drawn trees depends on them: not on the rows beside it
         self.ngram = ngrams_of(target, options, asked) if self.method.ngrams else None
         self.length, nodes = 0, 0  # L drafted positions
         if self.drafter is not None:
@@ -139,7 +141,7 @@ class Runner:
         start = torch.tensor([len(text.known) - 1 for text in texts], device=last.device)
         tree = root_only(torch.tensor([text.known[-1] for text in texts], device=last.device))
         options, seen = [text.options for text in texts], held_tokens(self.target, texts)
-        asked = ask(options, start, 1, self.vocabulary, seen, texts)
+        asked = RowsAsked(options, start, round_noise(options, start, 1, self.vocabulary), seen, texts)
         accepted, chosen = follow_target(self.target, tree, tree.ancestors(), last, asked)
         memory.bonuses[rows.start : rows.stop] = accepted.bonus
         found = RoundResult(tree, tree, Features(None, last), chosen, accepted)
@@ -190,10 +192,10 @@ class Runner:
         forced = forced_tokens(texts, most, self.length) if self.method.ranked and most else []
         depth = max(self.length, *map(len, forced), 0)
         start, seen = memory.cache.ends_of(len(texts)), held_tokens(self.target, texts)
-        asked = ask(options, start, depth + 1, self.vocabulary, seen, texts)
+        asked = RowsAsked(options, start, round_noise(options, start, depth + 1, self.vocabulary), seen, texts)
         method = self._method(asked, nodes, nodes, lambda tree: self.budget.nodes(tree.log_probs, nodes))
         if forced:
-            method = Method(partial(Proposal, memory.bonus, None), partial(forced_chains, forced), as_it_is)
+            method = Method(partial(Proposal, memory.bonus, None), partial(forced_chains, forced))
         found = run_round(memory, asked, method, self.watch.lap)
         return Done(found, pack(self.target, found, options, promises=False), bool(forced))
 
@@ -216,7 +218,8 @@ class Runner:
                 fixed.enter_context(memory.state.cache.fixed(size.rows))
             options = [] if size.kind == Kind() else FixedRows(size.rows, size.kind, self.columns)
             seen = self.columns.seen[: size.rows] if size.kind.penalised else None
-            asked = ask(options, memory.cache.ends_of(size.rows), self.length + 1, self.vocabulary, seen)
+            start = memory.cache.ends_of(size.rows)
+            asked = RowsAsked(options, start, round_noise(options, start, self.length + 1, self.vocabulary), seen)
             method = self._method(asked, size.nodes, self.budget.grown(size.nodes), lambda tree: size.nodes)
             found = run_round(memory, asked, method)
             accepted, packet = found.accepted, pack(self.target, found, options, self.budget.adapts)
@@ -230,7 +233,7 @@ class Runner:
     def _method(self, asked: RowsAsked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
         """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to `size`."""
         if not nodes:
-            return Method(partial(Proposal, self.memory.bonus, None), plain, as_it_is)
+            return Method(partial(Proposal, self.memory.bonus, None), plain)
 
         def build(proposal: Proposal) -> DraftTree:
             return follow_grammars(self.build(proposal), proposal, asked.texts, self.method)
@@ -295,10 +298,6 @@ class Runner:
             ids = text.known[: self.memory.cache.lengths[row]]
             self.prefixes.keep(ids, partial(self.memory.read, row), text.states)
             text.states = {}
-
-
-def as_it_is(tree: DraftTree) -> DraftTree:
-    return tree
 
 
 def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:

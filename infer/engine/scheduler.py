@@ -2,10 +2,13 @@
 
 import itertools
 import math
-from collections import abc, deque
+from collections import deque
+from typing import TYPE_CHECKING
 
-from infer.engine.budget import Budget
-from infer.engine.sequence import Model, Sequence
+from infer.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from infer.engine.runner import Runner
 
 PREFILL_CHUNK = 1024  # prompt positions of a row per forward pass at most, so that a long prompt's mask stays small
 
@@ -17,23 +20,15 @@ class Scheduler:
     of the prompts that enter: many rows get small trees each, which is also where a target that is short of arithmetic
     writes most. A position behind a long context counts more, see `_weight`. None: no limit.
 
-    `budget` says how many nodes trees have; `shared`: how many they have depends on the rows. `find_prefix` notes in
-    `text.reused` how many positions of a text need not be computed; it returns what the text is the first to compute
-    for others too, None for nothing.
+    The runner's `budget` says how many nodes trees have; `shares`: how many they have depends on the rows. Its
+    `find_prefix` notes in `text.reused` how many positions of a text need not be computed; it returns what the text is
+    the first to compute for others too, None for nothing.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        rows: int,
-        positions: int | None,
-        budget: Budget,
-        shared: bool = True,
-        find_prefix: abc.Callable[[Sequence], object] = lambda text: None,
-    ) -> None:
-        self.model, self.rows, self.positions = model, rows, positions
-        self.budget, self.shared, self.find_prefix = budget, shared, find_prefix
-        self.most = rows  # texts side by side: fewer after a step that raised
+    def __init__(self, runner: "Runner") -> None:
+        self.runner, self.budget = runner, runner.budget
+        self.rows, self.positions = runner.options.rows, runner.options.positions
+        self.most = self.rows  # texts side by side: fewer after a step that raised
         self.waiting: deque[Sequence] = deque()
         self._numbers = itertools.count()
         self.reset()
@@ -96,7 +91,7 @@ class Scheduler:
         cost are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of two: rounds
         have few sizes."""
         full = self.budget.most + 1
-        if self.positions is None or not self.shared:
+        if self.positions is None or not self.runner.shares:
             return full
         weight = self._weight(_context(writing))
         limit = max(self.positions, full * weight)
@@ -142,7 +137,7 @@ class Scheduler:
     def _weight(self, context: int) -> float:
         """Return what a position behind so much context costs, in positions without one. In halves, so that rounds
         have few sizes."""
-        return 1 + round(2 * context / self.model.context_reach) / 2
+        return 1 + round(2 * context / self.runner.target.context_reach) / 2
 
     @property
     def _reached(self) -> int:
@@ -157,7 +152,7 @@ class Scheduler:
         longest, firsts = 0, set()
         for count in range(free):
             text = self.waiting[count]
-            first = self.find_prefix(text)
+            first = self.runner.find_prefix(text)
             longest = max(longest, len(text.known) - text.reused)
             if count and ((count + 1) * longest > self.room or first in firsts):
                 return count

@@ -2,7 +2,6 @@
 
 from collections import abc
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,23 +11,12 @@ from infer.engine.grammar import GrammarState, follow
 from infer.engine.loops import loop_period
 from infer.engine.prefixes import PrefixBlock
 from infer.engine.words import reaches_stop
+from infer.targets.target import Target
 
 STAGES = ("prefill", "draft", "build", "verify", "commit")
 
 # Hugging Face's: (ids (1, T), scores (1, V)) -> scores
 Processor = abc.Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Model(Protocol):
-    """What a sequence must know of the model that writes it."""
-
-    name: str
-    tokenizer: object | None
-    context_reach: float  # length of a context that costs a position as much as all else, infinite if it is not counted
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
 
 
 class Stopwatch:
@@ -129,7 +117,7 @@ class Sequence:
         self.noted = len(self.ids)
         return self.searched
 
-    def append(self, new: list[int], target: Model) -> None:
+    def append(self, new: list[int], target: Target) -> None:
         """Add a round's tokens up to the end of the text."""
         before, ids = len(self.ids), self.ids + new
         length, self.finish = text_end(ids, before, self.options, target) or (len(ids), None)
@@ -140,7 +128,7 @@ class Sequence:
         self.commits.append(len(self.ids) - before)
 
 
-def check_text(options: TextOptions, target: Model) -> None:
+def check_text(options: TextOptions, target: Target) -> None:
     """Raise ValueError for options that this target cannot follow."""
     options.check()
     if options.stop and target.tokenizer is None:
@@ -163,7 +151,7 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabul
         )
 
 
-def text_end(ids: list[int], first: int, options: TextOptions, target: Model) -> tuple[int, str] | None:
+def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -> tuple[int, str] | None:
     """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes on. An end token is
     kept, a stop string's tokens up to the one that completes it (`answer_text` cuts the text before it)."""
     limit = min(len(ids), options.max_new_tokens)

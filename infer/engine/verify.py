@@ -39,16 +39,9 @@ def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None =
     match[:, 0] = True
     reached = (match[:, None] | ~ancestors).all(-1)  # (B, M)
     last = (reached * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1)
-    steps = torch.arange(tree.max_depth + 1, device=chosen.device)
     on_path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0]  # (B, M)
     depths = torch.where(on_path, tree.depths, tree.max_depth + 1)
-    path = last.expand(-1, len(steps)).clone()
-    path = _scatter_by_depth(path, depths)
-    return Accepted(path, tree.depths.gather(1, last)[:, 0] + 1, chosen.gather(1, last)[:, 0])
-
-
-def _scatter_by_depth(path: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-    """Write node i to column depths[i]; nodes off the path go to a last column, which is dropped."""
-    wide = torch.cat([path, path[:, :1]], 1)
     nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
-    return wide.scatter_(1, depths, nodes)[:, :-1]
+    # node i goes to column depths[i], nodes off the path to a last column, which is dropped
+    path = last.expand(-1, tree.max_depth + 2).clone().scatter_(1, depths, nodes)[:, :-1]
+    return Accepted(path, tree.depths.gather(1, last)[:, 0] + 1, chosen.gather(1, last)[:, 0])

@@ -17,7 +17,6 @@ from infer.config import MASKED_METHODS, EngineConfig, TextOptions, check_masked
 from infer.engine.budget import Budget
 from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
-from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Processor, Stopwatch
 from infer.masked.drafting import Guesses, as_guesses, follow_steps, pick_states, summarize
 from infer.masked.model import MaskedModel
@@ -47,8 +46,7 @@ class MaskedEngine(Engine):
                 f"{model.name} is a masked diffusion model, which method={options.method} cannot decode: use "
                 f"method={' or '.join(MASKED_METHODS)}"
             )
-        runner = MaskedRunner(model, options, capacity, Stopwatch(clock), ranks)
-        self._assemble(runner, Scheduler(model, options.rows, options.positions, Budget(0)))
+        self._run(MaskedRunner(model, options, capacity, Stopwatch(clock), ranks))
 
     def check_text(self, options: TextOptions) -> None:
         super().check_text(options)
@@ -60,7 +58,7 @@ class MaskedRunner:
 
     def __init__(self, model: MaskedModel, options: EngineConfig, capacity: int, watch: Stopwatch, ranks: int) -> None:
         self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
-        self.ranks = ranks
+        self.ranks, self.budget, self.shares = ranks, Budget(0), True
         self.reset()
 
     def reset(self) -> None:
@@ -79,6 +77,9 @@ class MaskedRunner:
         if processors:
             raise ValueError("logits processors: masked diffusion decoding has no prefixes that they could see")
         return MaskedSequence(prompt, options)
+
+    def find_prefix(self, text: MaskedSequence) -> None:
+        """Return None: nothing is kept."""
 
     def weights_changed(self, enters: bool) -> bool:
         return False  # there are no copies of them

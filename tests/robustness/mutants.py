@@ -284,7 +284,7 @@ MUTANTS = [
     (
         "contexts cost nothing",
         "infer/engine/scheduler.py",
-        ("return 1 + round(2 * context / self.model.context_reach) / 2", "return 1"),
+        ("return 1 + round(2 * context / self.runner.target.context_reach) / 2", "return 1"),
         ADMISSION,
     ),
     (
