@@ -36,7 +36,7 @@ def follow(options: TextOptions, model) -> "GrammarState | None":
     asked = asked_grammar(options)
     if asked is None:
         return None
-    return GrammarState(compile_grammar(*asked, _tokenizer(model)), model.head_weight.shape[0], model.end_ids)
+    return GrammarState(compile_grammar(*asked, grammar_tokenizer(model)), model.head_weight.shape[0], model.end_ids)
 
 
 class GrammarState:
@@ -118,7 +118,7 @@ def serialised_tokenizer(model) -> dict:
     return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends}
 
 
-def _tokenizer(model) -> object:
+def grammar_tokenizer(model) -> object:
     """Return llguidance's view of a model's tokenizer. Raises ValueError where there is none to be had."""
     own = model.tokenizer
     if own is None or own not in _tokenizers:

@@ -36,7 +36,7 @@ MAX_FORCED = 2048  # bytes that a grammar may force in one stretch: each token t
 STACK = 512 << 20  # bytes, of which only those are taken that are needed
 HEADROOM = 256 << 20  # bytes that must be free beside the stack
 TRIAL_SECONDS = 1.0  # of processor time, for compiling and following a grammar
-TOKEN_SECONDS = 0.1  # of processor time, for one token
+TOKEN_SECONDS = 0.05  # of processor time, for one token
 TRIAL_MEMORY = 2 << 30  # bytes of address space, the tokenizer and the stack among them
 TRIAL_TOKENS = 32
 TRIALS = 64  # passed grammars that are remembered
@@ -88,10 +88,11 @@ class Trial:
         """Raise ValueError for a grammar that is none or takes too much."""
         with self.lock:
             if self.process is None:
+                tokenizer = self.serialised()  # which may raise
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
                 )
-                self._send(self.serialised())
+                self._send(tokenizer)
             self._send([kind, text])
             answer = self.process.stdout.readline()
             if not answer:

@@ -135,8 +135,8 @@ class Patient(H11Protocol):
 
 
 def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's settings. Headers may have 16 KiB together; a stopped server gives running answers one second
-    to end."""
+    """Return uvicorn's settings. Headers may have 16 KiB together; a stopped server ends running answers after a
+    second (`infer.serving.server.Server`), and what is left after two."""
     return uvicorn.Config(
         app,
         host=options.host,
@@ -148,5 +148,5 @@ def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=options.max_connections,
         h11_max_incomplete_event_size=MOST_HEADERS,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=2,
     )

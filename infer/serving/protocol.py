@@ -29,9 +29,13 @@ class Piece:
     finish: str | None  # "stop", "length", "cancelled" or "error"
     drafted: int = 0  # nodes that the last round verified
     rejected: list[int] | None = None  # the likeliest path that it did not take, if asked for
+    refusal: tuple[int, str] | None = None  # where it ended in an error: HTTP status and sentence
 
 
-FAILED = Piece("", [], [], "error")  # the engine failed on the text
+def failed(status: int, message: str) -> Piece:
+    """Return the end of a text that is given up."""
+    return Piece("", [], [], "error", refusal=(status, message))
+
 
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -174,6 +178,11 @@ class PromptRequest(CompletionRequest):
         """Return the prompts, one or many, as a list."""
         one = isinstance(self.prompt, str) or (len(self.prompt) > 0 and isinstance(self.prompt[0], int))
         return [self.prompt] if one else self.prompt
+
+    def letters(self) -> int:
+        """Return how many letters the longest prompt has at least."""
+        prompts = self.prompts()
+        return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""
@@ -350,6 +359,11 @@ class ChatRequest(CompletionRequest):
     def prompts(self) -> list[list[dict[str, Any]]]:
         """Return the one conversation, as a list."""
         return [[message.plain() for message in self.messages]]
+
+    def letters(self) -> int:
+        """Templates leave out parts of answers, and spaces around messages."""
+        asked = [message.plain()["content"] for message in self.messages if message.role == "user"]
+        return max((len(text.strip()) for text in asked), default=0)
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""

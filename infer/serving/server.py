@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import prometheus_client
+import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from infer.api import Prompt, TextStream, encode
 from infer.config import TextOptions
 from infer.engine.engine import Engine
-from infer.engine.grammar import asked_grammar, serialised_tokenizer
+from infer.engine.grammar import asked_grammar, grammar_tokenizer, serialised_tokenizer
 from infer.engine.sequence import Sequence
 from infer.engine.trial import Trial
 from infer.evaluation.lossless import Difference, OutputChecker
@@ -35,7 +36,6 @@ from infer.serving.calls import reading_of
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
 from infer.serving.protocol import (
-    FAILED,
     Chat,
     ChatRequest,
     Completion,
@@ -45,13 +45,16 @@ from infer.serving.protocol import (
     PromptRequest,
     error,
     event,
+    failed,
 )
 from infer.utils.entry import Stopped
 
 log = logging.getLogger(__name__)
 
 ENDED = "the engine failed and did not come back: start the server again (fewer decoding.rows take less memory)"
-SHORT = "the server is short of memory: send a smaller request, or try again later"
+SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
+FAILED = failed(500, "the engine failed on this text")
+CLOSED = failed(503, "the server was stopped")
 RESETS = 3  # attempts to give the engine its caches anew; memory that others hold may come free between them
 
 
@@ -125,7 +128,7 @@ class Worker(threading.Thread):
             self.failure = ENDED
         if self.failure is not None:
             for ticket, _ in list(self.open.values()):
-                self._give_up(ticket)
+                self._give_up(ticket, FAILED)
             self.refuse_waiting()
             self.on_failure()
 
@@ -140,8 +143,8 @@ class Worker(threading.Thread):
                 return
             for ticket in tickets:
                 self._take(ticket)
-            if self.engine.busy and not self._step():
-                self._recover()
+            if self.engine.busy and (wrong := self._step()) is not None:
+                self._recover(wrong)
             if self.checker.busy:
                 self.checker.step()
 
@@ -165,44 +168,44 @@ class Worker(threading.Thread):
         try:
             ticket.text = text = self.engine.submit(ticket.prompt, ticket.options)
             self.open[text] = ticket, TextStream(self.engine.target, text, ticket.special)
-        except Exception:
+        except Exception as error:
             log.exception("a text was let in that the engine refuses")
-            self._give_up(ticket)
+            self._give_up(ticket, end_of(error))
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _give_up(self, ticket: Ticket, end: Piece) -> None:
         """Tell a text's client that it failed; the engine drops it with the next round."""
         if ticket.text is not None:
             ticket.text.cancelled = True
             self.open.pop(ticket.text, None)
-        ticket.tell(FAILED)
+        ticket.tell(end)
 
-    def _step(self) -> bool:
-        """Run a round and tell of it; return whether the engine is as it should be."""
+    def _step(self) -> Piece | None:
+        """Run a round and tell of it; return what a text is told that made it fail, None if it did not."""
         for text, (ticket, _) in self.open.items():
             text.cancelled = ticket.cancelled
-        fine = True
+        wrong = None
         try:
             self.engine.step()
-        except Exception:  # what it holds, tensors among it, is free only after this block
+        except Exception as error:  # what it holds, tensors among it, is free only after this block
             log.exception("a round failed")
-            fine = False
+            wrong = end_of(error)
         for text, (ticket, _) in list(self.open.items()):
             if len(text.ids) <= ticket.tokens and text.finish is None:
                 continue
             try:
                 self._tell(text)
-            except Exception:
+            except Exception as error:
                 log.exception("a text could not be told")
-                self._give_up(ticket)
+                self._give_up(ticket, end_of(error))
         self.metrics.writing.set(len(self.engine.writing))
         self.metrics.waiting.set(len(self.engine.waiting) + len(self.engine.entering))
-        return fine
+        return wrong
 
-    def _recover(self) -> None:
+    def _recover(self, wrong: Piece) -> None:
         """Let the texts of a failed round wait again, if the engine comes back; give one up that failed alone."""
         text = self.engine.retry()
         if text in self.open:
-            self._give_up(self.open[text][0])
+            self._give_up(self.open[text][0], wrong)
         for attempt in range(RESETS):
             gc.collect()
             try:
@@ -249,9 +252,14 @@ class Service:
         self.preparing = 0  # texts that are not inside yet
         self.trial = Trial(partial(serialised_tokenizer, engine.target))
         self.reader, self.compiler = ThreadPoolExecutor(1, "prompts"), ThreadPoolExecutor(1, "grammars")
+        words = self.target.tokenizer.get_vocab() if self.target.tokenizer is not None else ()
+        self.longest = engine.capacity * max(map(len, words), default=0)  # characters that a context could ever hold
 
     def start(self) -> None:
-        """Start all threads: short of memory, none could be started later."""
+        """Start all threads: short of memory, none could be started later. Making llguidance's tokenizer holds all of
+        them up, for a second where the vocabulary is large: it is made here."""
+        with suppress(ValueError):  # of targets that cannot follow grammars
+            grammar_tokenizer(self.target)
         self.worker.start()
         for pool in (self.reader, self.compiler):
             pool.submit(int).result()
@@ -293,6 +301,9 @@ class Service:
         prompts = body.prompts()
         if not prompts:
             raise Refused(400, "prompt: an empty list", "prompt")
+        letters = body.letters()
+        if letters > self.longest > 0:
+            raise Refused(400, f"a text of {letters} letters: {self.engine.capacity} tokens cannot hold it")
         working, most = len(self.inside) + self.preparing, self.options.max_texts
         if len(prompts) * body.n > most:
             raise Refused(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
@@ -333,6 +344,12 @@ class Service:
                 f"prompt ({len(ids)} tokens) and max_tokens ({settings.max_new_tokens}) may be {capacity} together"
             )
         return settings
+
+    def close(self) -> None:
+        """End all answers with a sentence: the server stops."""
+        for ticket in self.inside:
+            ticket.cancelled = True
+            ticket.pieces.put_nowait(CLOSED)
 
     def leave(self, tickets: list[Ticket]) -> None:
         """Forget the texts of a request that has ended; cancel those that have not."""
@@ -378,7 +395,7 @@ class Service:
             while left:
                 index, piece = await merged.get()
                 if piece.finish == "error":
-                    yield event({"error": {"message": "the engine failed on this text", "type": "server_error"}})
+                    yield event({"error": {"message": piece.refusal[1], "type": "server_error"}})
                     return
                 tokens += len(piece.ids)
                 left -= piece.finish is not None
@@ -426,9 +443,13 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     async def refused(request: Request, wrong: HTTPException) -> Response:
         return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def half(request: Request, wrong: UnicodeEncodeError) -> Response:
+        return error(400, "a text of the request holds half of a surrogate pair: send UTF-8")
+
     @app.exception_handler(MemoryError)
     async def short(request: Request, wrong: MemoryError) -> Response:
-        return error(503, SHORT)
+        return error(*SHORT.refusal)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, wrong: RequestValidationError) -> Response:
@@ -466,6 +487,12 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     return app
 
 
+def end_of(error: Exception) -> Piece:
+    """Return what a text is told that made the engine raise. On a CPU torch has no class for want of memory."""
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return SHORT if full else FAILED
+
+
 def reused(tickets: list[Ticket]) -> int:
     """Return how many prompt tokens of texts that have ended were not computed."""
     return sum(ticket.text.stats.reused for ticket in tickets)
@@ -485,8 +512,8 @@ async def gather(tickets: list[Ticket]) -> list[Piece]:
     texts = []
     for ticket in tickets:
         pieces = [piece async for piece in follow(ticket)]
-        if pieces[-1].finish == "error":
-            raise Refused(500, "the engine failed on this text")
+        if pieces[-1].refusal is not None:
+            raise Refused(*pieces[-1].refusal)
         text = "".join(piece.text for piece in pieces)
         ids = [id for piece in pieces for id in piece.ids]
         logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
@@ -501,23 +528,28 @@ async def disconnected(request: Request) -> None:
 
 
 class Server(uvicorn.Server):
-    """Calls `on_bound` once the address is this server's."""
+    """Calls `on_bound` once the address is this server's. Stopped, it gives running answers a second to end."""
 
-    def __init__(self, config: uvicorn.Config, on_bound: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, on_bound: Callable[[], None]) -> None:
         super().__init__(config)
-        self.on_bound = on_bound
+        self.service, self.on_bound = service, on_bound
 
     async def startup(self, sockets: list | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self.on_bound()
 
+    async def shutdown(self, sockets: list | None = None) -> None:
+        asyncio.get_running_loop().call_later(1, self.service.close)
+        await super().shutdown(sockets)
+
 
 def serve(engine: Engine, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
     """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine cannot go on, so
     that the process ends with an exit code that a supervisor sees."""
     app = create_app(engine, options)
-    server, worker = Server(network(app, options), on_bound), app.state.service.worker
+    service = app.state.service
+    server, worker = Server(network(app, options), service, on_bound), service.worker
     worker.on_failure = lambda: setattr(server, "should_exit", True)
     server.run()
     if worker.failure is not None:

@@ -9,6 +9,7 @@ task, text, row or connection left over, or memory that has grown by more than `
 
 import argparse
 import asyncio
+import copy
 import gc
 import json
 import logging
@@ -19,7 +20,10 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import torch
@@ -90,7 +94,47 @@ VALUES = [
     *([{"role": "user"}], [{"role": "user", "content": "x"}] * 40, [{"role": "{{", "content": "\ud800"}]),
     *([{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": 1, "content": []}]),
 ]
+FUNCTION = {"name": "look", "description": "x", "parameters": {"type": "object", "properties": {}}, "strict": True}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}, "index": 0}
+# A request of each kind, whose parts are all there.
+WHOLE = {
+    PATHS[0]: {"prompt": "x", "max_tokens": 1},
+    PATHS[1]: {
+        "max_tokens": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": "y", "reasoning_content": "z", "tool_calls": [CALL]},
+            {"role": "tool", "content": "y", "tool_call_id": "1"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    },
+}
+OF_TYPES = [None, True, -1, float("inf"), "\ud800", [None], {}, DEEP]
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 431, 499, 501, 503}
+
+
+def places(body: object, place: tuple = ()) -> Iterator[tuple]:
+    """Yield where the values of a request stand, those within others too."""
+    inside = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    for key, value in inside:
+        yield (*place, key)
+        yield from places(value, (*place, key))
+
+
+def with_wrong_values() -> Iterator[tuple[str, tuple, object, dict]]:
+    """Yield (path, place, value, body): at every field of requests, and of their parts, a value of every type."""
+    for path, model in zip(PATHS, (PromptRequest, ChatRequest), strict=True):
+        fields = [(name,) for name in model.model_fields if name not in WHOLE[path]]
+        for place in [*fields, *places(WHOLE[path])]:
+            for value in OF_TYPES:
+                body = copy.deepcopy(WHOLE[path])
+                part = reduce(getitem, place[:-1], body)
+                part[place[-1]] = value
+                yield path, place, value, body
 
 
 def small() -> tuple[Target, object]:

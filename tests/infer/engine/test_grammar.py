@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from unittest.mock import Mock
 
 import llguidance
 import numpy as np
@@ -15,7 +16,7 @@ from infer import Engine, generate, load_drafter
 from infer.config import EngineConfig, TextOptions
 from infer.engine import grammar
 from infer.engine.grammar import MOST_LETTERS, follow
-from infer.engine.trial import LIMITS
+from infer.engine.trial import LIMITS, Trial
 from infer.evaluation.lossless import check_output
 from infer.trees.constrained import Rule, search
 from infer.trees.tree import Proposal
@@ -252,3 +253,11 @@ def test_a_slow_grammar_is_not_asked_for_drafts(embedded, drafter, monkeypatch):
     monkeypatch.setattr(grammar.GrammarState, "allowed", lambda *a: asked.append(1) or allowed(*a))
     found = generate(embedded, drafter, PROMPTS[0], method="ddtree", budget=8, **options)
     assert found.ids == plain.ids and len(asked) == len(plain.ids)
+
+
+def test_a_target_that_follows_no_grammars_starts_no_process():
+    trial = Trial(Mock(side_effect=ValueError("no end token")))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no end token"):
+            trial.check("regex", "a")
+    assert trial.process is None

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+import torch
 
 from infer import Engine, generate
 from infer.config import EngineConfig
@@ -211,18 +212,43 @@ def test_a_request_that_finds_no_memory_is_told_so(running, engine, monkeypatch)
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200
 
 
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_a_round_that_finds_no_memory_is_told_so(running, engine, monkeypatch, kind):
+    with running(engine) as (url, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_round", Mock(side_effect=kind))
+            answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}, timeout=60)
+            assert answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200
+
+
+def test_a_text_beyond_every_context_is_not_tokenised(running, engine, monkeypatch):
+    with running(engine) as (url, _):
+        monkeypatch.setattr(server_module, "encode", Mock(side_effect=MemoryError))
+        said = [{"role": "user", "content": "x" * 300_000}]
+        for path, body in (("completions", {"prompt": "x" * 300_000}), ("chat/completions", {"messages": said})):
+            answer = httpx.post(f"{url}/v1/{path}", json=body)
+            assert answer.status_code == 400 and "300000 letters" in answer.json()["error"]["message"]
+
+
 def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_command, free_port):
-    """Plain decoding asks for no checkpoint. Ctrl-C shows no trace."""
-    options = ["decoding=plain", f"server.port={free_port}", "server.max_length=64"]
+    """Plain decoding asks for no checkpoint. Ctrl-C shows no trace, and ends a stream with a sentence."""
+    options = ["decoding=plain", f"server.port={free_port}", "server.max_length=200"]
     server = start_command("infer/main.py", ["serve", *options])
     while "talk to it" not in server.output.read_text():
         assert server.poll() is None, server.output.read_text()
         time.sleep(0.02)
     assert f"http://127.0.0.1:{free_port}/v1: plain" in server.output.read_text()
     assert httpx.get(f"http://127.0.0.1:{free_port}/health").status_code == 200
-    server.send_signal(signal.SIGINT)
+    body = {"prompt": "import", "n": 16, "max_tokens": 190, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{free_port}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        server.send_signal(signal.SIGINT)
+        *_, last = filter(None, lines)
     said = server.finish(130)
-    assert "stopped by Ctrl-C" in said and "Traceback" not in said
+    assert "stopped by Ctrl-C" in said and "Traceback" not in said and "Cancel" not in said
+    assert "the server was stopped" in last or last == "data: [DONE]"
 
 
 def test_a_server_whose_port_is_taken_says_no_address(engine, free_port):

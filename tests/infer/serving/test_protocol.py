@@ -1,6 +1,9 @@
 """OpenAI's formats, with OpenAI's client: neutral fields pass, fields without effect are named, counts and bytes."""
 
+import asyncio
 import json
+import random
+from weakref import WeakKeyDictionary
 
 import httpx
 import openai
@@ -9,7 +12,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
+from infer.engine import grammar
+from infer.serving.config import ServerConfig
 from infer.serving.protocol import LETTERS, token_bytes
+from infer.serving.server import create_app
 from infer.targets.loading import load_tokenizer
 
 SAID = [{"role": "user", "content": "def read(path):"}]
@@ -152,6 +158,39 @@ def test_answers_follow_the_shape_that_is_asked_for(embedded_server):
     assert anything.finish_reason == "length" or json.loads(anything.message.content) != ""
     body = {"model": "embedded", "prompt": "x", "guided_grammar": 'start: "a" "b"', "max_tokens": 9}
     assert httpx.post(f"{embedded_server}/v1/completions", json=body).json()["choices"][0]["text"] == "ab"
+
+
+def test_the_tokenizer_of_grammars_is_made_before_the_first_request(running, embedded, monkeypatch):
+    """Making it holds every thread up."""
+    monkeypatch.setattr(grammar, "_tokenizers", WeakKeyDictionary())
+    with running(Engine(embedded, None, EngineConfig("plain"), 96)):
+        assert embedded.tokenizer in grammar._tokenizers
+
+
+def test_every_malformed_field_is_refused_with_a_sentence(load_program):
+    """A value of every type of JSON at every field of both requests, and of their parts."""
+    program = load_program("fuzz_http")
+    app = create_app(Engine(program.small()[0], None, EngineConfig("plain", rows=2), 64), ServerConfig())
+    service, refused = app.state.service, set()
+
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            for path, place, value, body in program.with_wrong_values():
+                content = program.dumps(body, random.Random(0))
+                answer = await client.post(path, content=content, headers={"content-type": "application/json"})
+                assert answer.status_code in ((200, 400, 404) if place == ("model",) else (200, 400)), (
+                    place,
+                    value,
+                    answer.text,
+                )
+                if answer.status_code != 200:
+                    refused.add(place[-1])
+                    assert len(answer.json()["error"]["message"].split()) > 1, (place, value, answer.text)
+
+    service.start()
+    asyncio.run(ask_all())
+    service.stop()
+    assert refused >= {*program.PromptRequest.model_fields, *program.ChatRequest.model_fields}
 
 
 @pytest.mark.parametrize(
