@@ -91,13 +91,13 @@ set_up() {
     echo "$pins" >"$venv/.installed"
 }
 
-# Whether one process is enough: for questions that Hydra answers by printing something, and for a sweep, which starts
+# Whether one process is enough: for what is answered by printing something, and for a sweep, which starts
 # its runs itself.
 alone() {
     local argument
     for argument; do
         case $argument in
-        --cfg* | -c | --help | -h | --hydra-help | --info* | -i | --version | --multirun | -m) return 0 ;;
+        --cfg* | -c | --help | -h | --multirun | -m) return 0 ;;
         esac
     done
     return 1

@@ -1,7 +1,7 @@
 """`regenerate`: the answers of a data set, written anew by the target."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +11,8 @@ from infer.config import DecodeOptions, TargetConfig
 from infer.utils.checks import at_least, check_parts
 from infer.utils.together import own_place
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+PROMPT_TOKENS = 96  # of a row that is one text, which are the prompt
+MOST_FAILURES = 100  # rows that may fail; more end the run
 
 
 @dataclass
@@ -22,17 +23,13 @@ class RegenerateCommand:
     checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
     server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1, or several with commas
         between them
-    server_model: what that server calls the target; None: the first it has
     at_once: requests under way at each server
     batch: instead, a file of requests for OpenAI's batch API that is written, for `vllm run-batch` say; every turn of
         chats takes a file of its own
     results: the batch API's result files so far, of all turns
     shard: which of several equal parts of the rows is answered: 2/8 is the second of eight
     merge: answers of shards, files, that are written to out as if there had been one run
-    model_sampling: sample as the target's generation_config.json says, instead of as decoding says
     capacity: tokens of prompt and answer together in our engine, at most; longer chats end before; None: room for all
-    prompt_tokens: how many tokens of a row that is one text are the prompt
-    most_failures: most rows that may fail; more end the run
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
     decoding: see DecodeOptions in infer/config.py
@@ -42,16 +39,12 @@ class RegenerateCommand:
     out: str = "runs/answers.jsonl"
     checkpoint: str | None = None
     server: str | None = None
-    server_model: str | None = None  # not `model`, which is a group of presets
     at_once: int = 64
     batch: str | None = None
     results: list[str] = field(default_factory=list)
     shard: str = "1/1"
     merge: list[str] = field(default_factory=list)
-    model_sampling: bool = False
     capacity: int | None = None
-    prompt_tokens: int = 96
-    most_failures: int = 100
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
@@ -71,7 +64,7 @@ class RegenerateCommand:
         engine = self.server is None and self.batch is None and not self.merge
         if engine and self.checkpoint is None and self.decoding.drafts:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
-        at_least(self, at_once=1, prompt_tokens=1, most_failures=0, capacity=2)
+        at_least(self, at_once=1, capacity=2)
         assert self.part
         if self.server is not None and self.batch is not None:
             raise ValueError("server= asks at once, batch= writes requests to a file: give one of them")
@@ -102,8 +95,6 @@ def answer(config: RegenerateCommand, out: Path) -> None:
     if config.merge:
         print(f"{out}: {merge([Path(part) for part in config.merge], out)} answers")
         return
-    if config.model_sampling:
-        config = replace(config, decoding=model_sampling(config.decoding, place.path))
     ours = config.server is None and config.batch is None
     if ours:
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None, config.decoding.method)
@@ -120,7 +111,7 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         identity = target_identity(place.path, identity["tokenizer"])
         identity |= {"adapter": weights_digest(place.adapter)} if place.adapter else {}
     settings = {"target": place.path, "server": config.server or config.batch, "data": asdict(config.data)}
-    settings |= {"prompt_tokens": config.prompt_tokens, "shard": config.shard} | options_of(config.decoding)
+    settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(config.decoding)
     settings["content"] = {"target": identity, "data": rows_digest}
     settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
     if ours:
@@ -128,7 +119,7 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         answers = by_engine(target, drafter, config.decoding, capacity)
     elif (answers := by_others(config, rows(), prompt_ends(tokenizer))) is None:
         return
-    counts = regenerate(rows(), answers, out, settings, config.most_failures, total)
+    counts = regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
 
 
@@ -139,11 +130,9 @@ def by_others(config: RegenerateCommand, rows: Iterator, prompt_end: Callable):
     from infer.serving.regenerate import Batches, by_batches, write_requests
 
     if config.server is not None:
-        urls = [url.strip() for url in config.server.split(",")]
-        return by_server(urls, config.server_model, config.decoding, config.at_once, prompt_end)
+        return by_server(config.server, config.decoding, config.at_once, prompt_end)
     results = Batches([Path(file) for file in config.results])
-    model = config.server_model or config.target.path
-    asked = write_requests(rows, results, Path(config.batch), model, config.decoding, prompt_end)
+    asked = write_requests(rows, results, Path(config.batch), config.target.path, config.decoding, prompt_end)
     if asked:
         print(f"{config.batch}: {asked} requests; let the target answer them, then the same command with results=[...]")
         return None
@@ -167,7 +156,7 @@ def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:
             continue
         prompt = row["prompt"]
         if not prompt:
-            ids = tokenizer(row["text"])["input_ids"][: config.prompt_tokens]
+            ids = tokenizer(row["text"])["input_ids"][:PROMPT_TOKENS]
             prompt = tokenizer.decode(ids, skip_special_tokens=True)
         yield Row(index, prompt)
 
@@ -196,19 +185,3 @@ def longest(rows: Iterator, target, options: DecodeOptions) -> int:
         except ValueError:  # this row's fault is found again when it is asked
             continue
     return min(most, positions_of(target)) or options.max_new_tokens + 1
-
-
-def model_sampling(options: DecodeOptions, path: str) -> DecodeOptions:
-    """Return the options with the sampling of the model's generation_config.json. Raises ValueError if it has none."""
-    from transformers import GenerationConfig
-
-    from infer.targets.loading import resolve_path
-
-    try:
-        theirs = GenerationConfig.from_pretrained(resolve_path(path))
-    except OSError as error:
-        raise ValueError(f"model_sampling=true: target.path={path} has no generation_config.json") from error
-    if not theirs.do_sample:
-        return replace(options, temperature=0.0)
-    found = {name: getattr(theirs, name, None) for name in SAMPLING}
-    return replace(options, **({"temperature": 1.0} | {k: v for k, v in found.items() if v is not None}))

@@ -6,11 +6,13 @@ from functools import partial
 from typing import ClassVar
 
 from infer.cli.models import check_together, load
-from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
+from infer.config import MASKED_METHODS, EngineConfig, TargetConfig, TextOptions
 from infer.serving.config import ServerConfig
 from infer.utils.checks import check_parts
 from infer.utils.progress import HEARTBEAT
 from infer.utils.together import is_first
+
+WARMED = (TextOptions(), TextOptions(temperature=1.0))  # kinds of texts that `server.warm` prepares for
 
 
 @dataclass
@@ -57,7 +59,7 @@ def run(config: ServeCommand) -> None:
     engine = open_engine(target, drafter, decoding, capacity)
     if server.warm:
         say = partial(print, file=sys.stderr, flush=True)
-        engine.warm(lambda done, all: say(f"prepared {done} of {all} kinds of rounds"), server.expected_texts())
+        engine.warm(lambda done, all: say(f"prepared {done} of {all} kinds of rounds"), WARMED)
     if config.target.tp_plan:
         if not is_first():
             return follow(engine)

@@ -18,8 +18,6 @@ THOUGHTS = ("reasoning_content", "thinking")  # names that response templates ha
 MARKED = {"open": "<think>", "close": "</think>"}
 TAG_END = "\n</parameter>\n"
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as models learnt it
-# A JSON call up to its arguments, which follow as they are.
-BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def read_object(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("no call")
         arguments = call.get("arguments", call.get("parameters", {}))
-        found.append({"name": call["name"], "arguments": arguments if isinstance(arguments, str) else said(arguments)})
+        found.append({"name": call["name"], "arguments": in_json(arguments)})
         body = body[end:].lstrip("; \n")
     return found
 
@@ -111,7 +109,7 @@ def read_tags(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
             arguments[key] = value if of_words(properties.get(key, {})) else json.loads(value)
         except ValueError:
             arguments[key] = value
-    return [{"name": name, "arguments": said(arguments)}]
+    return [{"name": name, "arguments": in_json(arguments)}]
 
 
 def read_arguments(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
@@ -120,8 +118,9 @@ def read_arguments(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
     return [{"name": name, "arguments": body.strip()}]
 
 
-def said(arguments: object) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def in_json(arguments: object) -> str:
+    """Return a call's arguments as JSON in a text, which they may be already."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,7 @@ class Answer:
         self.parser = response_parser()(reading.template(bool(tools)), prefix=prefix)
         self.form, self.tools = reading.format, {tool.name: tool for tool in tools}
         self.calls = 0  # that were begun
-        self.body, self.given = "", -1  # of the call in work; the letters of its arguments that were told, -1: no name
+        self.body = ""  # of the call in work
         self.spaces: dict[str, str] = {}  # by part, at its end so far: they may turn out to be its very end
         self.begun: set[str] = set()  # parts that have words
         self.thought = any(event["field"] in THOUGHTS for event in self.parser.initial_events)
@@ -328,53 +327,28 @@ class Answer:
             add(delta, name, solid)
 
     def _take_call(self, event: dict, delta: dict) -> None:
-        """Add to a call: its name, then its arguments as they come where they are JSON behind it, else at its end."""
+        """Add a call at its end; one that cannot be read is words."""
         if event["type"] == "region_chunk":
             self.body += event["text"]
-            streams = self.form is not None and self.form.several and self.form.read is read_object
-            if streams and (begun := BEGUN.match(self.body)):
-                if self.given < 0:
-                    self._begin_call(begun[1], delta)
-                    self.given = 0
-                # the last bracket is the call's own
-                arguments = self.body[begun.end() :].rstrip()
-                arguments = arguments[: max(self.given, len(arguments.rstrip("} \n")))]
-                self._add_arguments(arguments[self.given :], delta)
-        elif event["type"] == "region_close":
-            self._end_call(event["value"], delta)
-            self.body, self.given = "", -1
-
-    def _end_call(self, value: object, delta: dict) -> None:
-        """Add what is left of a call that has ended; one that cannot be read is words."""
-        if self.given >= 0:
-            arguments = self.body[BEGUN.match(self.body).end() :].rstrip().removesuffix("}").rstrip()
-            return self._add_arguments(arguments[self.given :], delta)
-        name = value.get("name", "") if isinstance(value, dict) else ""
+        if event["type"] != "region_close":
+            return
+        body, self.body = self.body, ""
         try:
-            if isinstance(value, dict) and "function" in value:  # the tokenizer's own template
-                arguments = value["function"]["arguments"]
-                arguments = arguments if isinstance(arguments, str) else said(arguments)
-                found = [{"name": value["function"]["name"], "arguments": arguments}]
-            else:
-                found = self.form.read(name, self.body, self.tools)
+            found = self._read(event["value"], body)
         except (ValueError, KeyError, TypeError, AttributeError):
-            return add(delta, "content", self.body)
+            return add(delta, "content", body)
         for call in found:
-            self._begin_call(call["name"], delta)
-            self._add_arguments(call["arguments"], delta)
+            named = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            delta.setdefault("tool_calls", []).append(named | {"function": call})
+            self.calls += 1
 
-    def _begin_call(self, name: str, delta: dict) -> None:
-        call = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        delta.setdefault("tool_calls", []).append(call | {"function": {"name": name, "arguments": ""}})
-        self.calls += 1
-
-    def _add_arguments(self, text: str, delta: dict) -> None:
-        """Add to the arguments of the last call."""
-        calls = delta.setdefault("tool_calls", [])
-        if not calls:
-            calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += text
-        self.given += len(text)
+    def _read(self, value: object, body: str) -> list[dict]:
+        """Return the calls, {"name", "arguments"}, that a body is. Raises what `_take_call` catches."""
+        if isinstance(value, dict) and "function" in value:  # the tokenizer's own template
+            call = value["function"]
+            return [{"name": call["name"], "arguments": in_json(call["arguments"])}]
+        name = value.get("name", "") if isinstance(value, dict) else ""
+        return self.form.read(name, body, self.tools)
 
 
 def add(delta: dict, name: str, text: str) -> None:

@@ -88,8 +88,8 @@ class Server:
 
     url: str
     options: DecodeOptions
-    model: str | None = None
     prompt_end: Callable[[Row], str] = lambda row: ""
+    model: str | None = None  # the first that it has
     fails: int = 0  # in a row
     rests_until: float = 0.0
     client: httpx.Client = field(init=False)
@@ -103,17 +103,14 @@ class Server:
         timeout = httpx.Timeout(10, read=600)
         self.client = httpx.Client(base_url=self.url.rstrip("/"), headers=headers, timeout=timeout, limits=limits)
 
-    def connect(self) -> None:
-        """Ask which model it has, if that was not said. Raises ValueError where there is none."""
+    def connect(self) -> str | None:
+        """Ask which model it has; return what is wrong where there is none."""
         try:
             first = json.loads(self._asked("GET", "/models")[1])["data"][0]
-            self.ids_too = first.get("owned_by") in SAYS_IDS
-            self.model = self.model or str(first["id"])
+            self.ids_too, self.model = first.get("owned_by") in SAYS_IDS, str(first["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError, AttributeError) as wrong:
-            if self.model is None:
-                raise ValueError(
-                    f"server={self.url}: no models there ({wrong}); an address ends in /v1 as a rule"
-                ) from wrong
+            return f"server={self.url}: no models there ({wrong}); an address ends in /v1 as a rule"
+        return None
 
     def _asked(self, method: str, path: str, body: dict | None = None) -> tuple[int, bytes]:
         """Return a response's status and content. Raises ValueError for one that is larger than any answer."""
@@ -148,26 +145,19 @@ class Server:
 
 
 def by_server(
-    urls: str | list[str],
-    model: str | None,
-    options: DecodeOptions,
-    at_once: int,
-    prompt_end: Callable[[Row], str] = lambda row: "",
+    urls: str, options: DecodeOptions, at_once: int, prompt_end: Callable[[Row], str] = lambda row: ""
 ) -> Answering:
     """Return a function that answers rows by one or several servers, `at_once` requests under way at each, in the rows'
     order. A request is tried three times before its row counts as failed; the key in OPENAI_API_KEY is sent to these
-    servers only. prompt_end: the last words of a row's prompts. Raises ValueError where no server has a model."""
-    servers = [Server(url, options, model, prompt_end) for url in ([urls] if isinstance(urls, str) else urls)]
-    faults = []
+    servers only. urls: with commas between them. prompt_end: the last words of a row's prompts. Raises ValueError where
+    no server has a model."""
+    servers = [Server(url.strip(), options, prompt_end) for url in urls.split(",")]
+    faults = [server.connect() for server in servers]
+    if all(faults):
+        raise ValueError(faults[0])
+    model = next(server.model for server in servers if server.model)
     for server in servers:
-        try:
-            server.connect()
-        except ValueError as wrong:
-            faults.append(wrong)
-    if len(faults) == len(servers):
-        raise faults[0]
-    for server in servers:
-        server.model = server.model or next(other.model for other in servers if other.model)
+        server.model = server.model or model
     return lambda rows: Pool(servers, at_once, rows).answers()
 
 

@@ -1,12 +1,10 @@
 """Options of the server. No torch here: a wrong option is refused before it loads."""
 
 import ipaddress
-import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from infer.config import TextOptions
 from infer.utils.checks import at_least
 
 KEY_VARIABLE = "BLOCKDRAFT_API_KEY"  # the environment variable with the key that the server asks for and the chat sends
@@ -34,10 +32,8 @@ class ServerConfig:
     patience: seconds that a client may take to send a request, or to go on reading
     api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
     open: listen to other machines without asking for a key
-    warm: on CUDA, prepare rounds of all sizes before the first text, so that none waits for it
-    expected: the options of texts that `warm` prepares for, such as "temperature=0.7 top_p=0.9", each kind alone and
-        all side by side; which of them are used counts, not their values. As it is: greedy texts, and those of
-        a request that says nothing
+    warm: on CUDA, prepare rounds of all sizes before the first text, so that none waits for it: of greedy texts and of
+        sampled ones without filters, each kind alone and both side by side
     memory: MiB of address space that the server may take, what the system reserves for threads among them (CPU; CUDA
         reserves far more than it uses); None: no limit. A request that does not fit is told 503
     verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
@@ -54,7 +50,6 @@ class ServerConfig:
     api_key_file: str | None = None
     open: bool = False
     warm: bool = False
-    expected: list[str] = field(default_factory=lambda: ["temperature=0", "temperature=1"])
     memory: int | None = None
     verify: float = 0.0
 
@@ -69,27 +64,11 @@ class ServerConfig:
             raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
         if not 0 <= self.verify <= 1:
             raise ValueError(f"server.verify={self.verify}: a share, from 0 to 1")
-        self.expected_texts()
         if self.key() is None and not self.open and not loopback(self.host):
             raise ValueError(
                 f"server.host={self.host}: other machines can reach that; give server.api_key_file=<file> or set "
                 f"{KEY_VARIABLE}, or say server.open=true"
             )
-
-    def expected_texts(self) -> list[TextOptions]:
-        """Return the options of the texts to expect. Raises ValueError for what is no option of a text."""
-        texts, names = [], {each.name for each in fields(TextOptions)}
-        for said in self.expected:
-            options = [part.partition("=")[::2] for part in said.split()]
-            unknown = [name for name, _ in options if name not in names]
-            if unknown:
-                raise ValueError(f"server.expected={said}: texts have no option {', '.join(unknown)}")
-            try:
-                texts.append(TextOptions(**{name: json.loads(value) for name, value in options}))
-                texts[-1].check()
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"server.expected={said}: such as temperature=0.7 top_p=0.9 ({error})") from error
-        return texts
 
     def key(self) -> bytes | None:
         """Return the key that requests must carry, from the file or the environment; None: no key is asked for. Raises

@@ -412,10 +412,15 @@ class Form:
     kind: str
     chunk_kind: str
 
-    def __init__(self, target: Target, name: str, body: CompletionRequest, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, target: Target, name: str, body: CompletionRequest, prompts: list[list[int]], reading: Reading | None
+    ) -> None:
         self.target, self.name, self.logprobs = target, name, body.limits()[1] is not None
         self.prompt_tokens, self.ids_too = sum(map(len, prompts)), body.return_token_ids
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.answers: list[Answer] = []
+        if reading is not None and isinstance(body, ChatRequest):
+            self.answers = [Answer(reading, body.callable_tools(), reading.prefix(prompts[0])) for _ in range(body.n)]
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind
@@ -484,38 +489,18 @@ class Chat(Form):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        target: Target,
-        name: str,
-        body: CompletionRequest,
-        prompts: list[list[int]],
-        reading: Reading | None = None,
-    ) -> None:
-        super().__init__(target, name, body, prompts)
-        self.answers: list[Answer] = []
-        if reading is not None:
-            self.answers = [Answer(reading, body.callable_tools(), reading.prefix(prompts[0])) for _ in range(body.n)]
-
     def opening(self, index: int) -> dict:
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        return self.envelope([choice], chunk=True)
+        said = {"role": "assistant", "content": ""}
+        return self.envelope([{"index": index, "delta": said, "logprobs": None, "finish_reason": None}], chunk=True)
 
     def choice(self, index: int, piece: Piece, chunk: bool = False) -> dict:
         logprobs = None
         if self.logprobs:
-            entries = zip(piece.ids, piece.logprobs, strict=True)
-            logprobs = {
-                "content": [
-                    self.entry(id, entry.logprob) | {"top_logprobs": [self.entry(*pair) for pair in entry.top]}
-                    for id, entry in entries
-                ]
-            }
+            tokens = [
+                self.entry(id, entry.logprob) | {"top_logprobs": [self.entry(*pair) for pair in entry.top]}
+                for id, entry in zip(piece.ids, piece.logprobs, strict=True)
+            ]
+            logprobs = {"content": tokens}
         parts, finish = {"content": piece.text}, piece.finish
         if self.answers:
             answer = self.answers[index]

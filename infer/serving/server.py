@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import prometheus_client
@@ -65,8 +65,9 @@ class Ticket:
     prompt: list[int]
     options: TextOptions
     loop: asyncio.AbstractEventLoop
+    pieces: "asyncio.Queue[tuple[int, Piece]]"  # of all texts of its request
+    index: int  # among them
     special: bool = False  # whether its pieces have special tokens
-    pieces: "asyncio.Queue[Piece]" = field(default_factory=asyncio.Queue)
     text: Sequence | None = None  # the engine thread's, like what was told of it so far
     tokens: int = 0
     rounds: int = 0
@@ -75,7 +76,7 @@ class Ticket:
     def tell(self, piece: Piece) -> None:
         """Hand a piece from the engine's thread to the event loop."""
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, (self.index, piece))
 
 
 class Metrics:
@@ -313,12 +314,13 @@ class Service:
 
     def _tickets(self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop) -> list[Ticket]:
         """Return a request's texts, checked. Raises ValueError."""
-        tickets = []
+        tickets, pieces = [], asyncio.Queue()
         special = isinstance(body, ChatRequest) and self.reading is not None and self.reading.special
         for prompt in prompts:
             ids = encode(self.target, prompt, body.template_options(), body.tools_shown)
             for _ in range(body.n):
-                tickets.append(Ticket(ids, self._settings(body, ids, len(tickets)), loop, special))
+                index = len(tickets)
+                tickets.append(Ticket(ids, self._settings(body, ids, index), loop, pieces, index, special))
         return tickets
 
     def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
@@ -349,7 +351,7 @@ class Service:
         """End all answers with a sentence: the server stops."""
         for ticket in self.inside:
             ticket.cancelled = True
-            ticket.pieces.put_nowait(CLOSED)
+            ticket.pieces.put_nowait((ticket.index, CLOSED))
 
     def leave(self, tickets: list[Ticket]) -> None:
         """Forget the texts of a request that has ended; cancel those that have not."""
@@ -362,8 +364,8 @@ class Service:
     async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:
         """Return the response to a request, whole or streamed."""
         tickets = await self.admit(body)
-        reading = {"reading": self.reading} if form is Chat else {}
-        form = form(self.target, self.name, body, [ticket.prompt for ticket in tickets[:: body.n]], **reading)
+        prompts = [ticket.prompt for ticket in tickets[:: body.n]]
+        form = form(self.target, self.name, body, prompts, self.reading)
         if body.stream:
             return Stream(self.events(tickets, form, body), lambda: self.leave(tickets))
         whole = asyncio.ensure_future(gather(tickets))
@@ -380,34 +382,22 @@ class Service:
 
     async def events(self, tickets: list[Ticket], form: Form, body: CompletionRequest) -> AsyncIterator[str]:
         """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart by their index."""
-        merged: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-
-        async def forward(index: int, ticket: Ticket) -> None:
-            async for piece in follow(ticket):
-                merged.put_nowait((index, piece))
-
-        tasks = [asyncio.ensure_future(forward(i, ticket)) for i, ticket in enumerate(tickets)]
+        for i in range(len(tickets)):
+            if opening := form.opening(i):
+                yield event(opening)
+        tokens = 0
         try:
-            for i in range(len(tickets)):
-                if opening := form.opening(i):
-                    yield event(opening)
-            left, tokens = len(tickets), 0
-            while left:
-                index, piece = await merged.get()
-                if piece.finish == "error":
-                    yield event({"error": {"message": piece.refusal[1], "type": "server_error"}})
-                    return
+            async for index, piece in pieces_of(tickets):
                 tokens += len(piece.ids)
-                left -= piece.finish is not None
                 if piece.text or piece.logprobs or piece.finish or piece.rejected:
                     yield event(form.chunk(index, piece))
-            if body.wants_usage:
-                usage = form.usage(tokens, reused(tickets[:: body.n]))
-                yield event(form.envelope([], chunk=True) | {"usage": usage})
-            yield "data: [DONE]\n\n"
-        finally:
-            for task in tasks:
-                task.cancel()
+        except Refused as refused:
+            yield event({"error": {"message": refused.detail, "type": "server_error"}})
+            return
+        if body.wants_usage:
+            usage = form.usage(tokens, reused(tickets[:: body.n]))
+            yield event(form.envelope([], chunk=True) | {"usage": usage})
+        yield "data: [DONE]\n\n"
 
 
 class Stream(StreamingResponse):
@@ -498,26 +488,24 @@ def reused(tickets: list[Ticket]) -> int:
     return sum(ticket.text.stats.reused for ticket in tickets)
 
 
-async def follow(ticket: Ticket) -> AsyncIterator[Piece]:
-    """Yield the pieces of a text up to its end."""
-    while True:
-        piece = await ticket.pieces.get()
-        yield piece
-        if piece.finish is not None:
-            return
+async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all. Raises Refused
+    where one failed."""
+    left = len(tickets)
+    while left:
+        index, piece = await tickets[0].pieces.get()
+        if piece.refusal is not None:
+            raise Refused(*piece.refusal)
+        left -= piece.finish is not None
+        yield index, piece
 
 
 async def gather(tickets: list[Ticket]) -> list[Piece]:
-    """Wait for whole texts; return each as one piece."""
-    texts = []
-    for ticket in tickets:
-        pieces = [piece async for piece in follow(ticket)]
-        if pieces[-1].refusal is not None:
-            raise Refused(*pieces[-1].refusal)
-        text = "".join(piece.text for piece in pieces)
-        ids = [id for piece in pieces for id in piece.ids]
-        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-        texts.append(Piece(text, ids, logprobs, pieces[-1].finish))
+    """Wait for whole texts; return each as one piece. Raises Refused where one failed."""
+    texts = [Piece("", [], [], None) for _ in tickets]
+    async for index, new in pieces_of(tickets):
+        said = texts[index]
+        texts[index] = Piece(said.text + new.text, said.ids + new.ids, said.logprobs + new.logprobs, new.finish)
     return texts
 
 

@@ -36,17 +36,6 @@ OWN_DEFAULTS = {
     "target": "embedded",
     "tracking": "local",
 }
-_HYDRA_FLAGS = (
-    "--cfg",
-    "-c",
-    "--hydra-help",
-    "--info",
-    "-i",
-    "--version",
-    "--resolve",
-    "--package",
-    "-p",
-)
 LONGEST_SENTENCE = 500  # characters
 LARGEST = 2**62  # of a whole number: seeds and counts are 64 bits
 STOPPED = 3  # exit code of what was begun and could not go on
@@ -72,14 +61,14 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
     goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped
     and for other errors of files.
     Ctrl-C is one sentence and exit code 130, see `going_on`.
-    `--help` explains every key; Hydra's own flags (`--cfg job`) work as usual.
+    `--help` explains every key, `--cfg job` prints the configuration.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if {"--help", "-h"} & set(arguments):
             return explain(name, schema, [argument for argument in arguments if not argument.startswith("-")])
-        if any(argument.split("=")[0] in _HYDRA_FLAGS for argument in arguments):
-            return ask_hydra(name, schema, arguments)
+        if any(argument.split("=")[0] in ("--cfg", "-c") for argument in arguments):
+            return show(name, schema, arguments)
         config = composed(name, schema, arguments)
         HEARTBEAT.begin()
         INTERRUPTS.begin()
@@ -113,14 +102,15 @@ def explain(name: str, schema: type, arguments: list[str]) -> None:
     print(help_text(name, schema, defaults, options))
 
 
-def ask_hydra(name: str, schema: type, arguments: list[str]) -> None:
-    """Let Hydra answer one of its own flags, by the configuration that the command would run with."""
-    import hydra
+def show(name: str, schema: type, arguments: list[str]) -> None:
+    """Print the configuration that the arguments stand for."""
+    from omegaconf import OmegaConf
 
+    arguments = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     refuse_hydra_settings(arguments)
-    prepare(name, schema)
-    sys.argv[1:] = typed.hydra_overrides(schema, [*from_run(name, schema, arguments), *arguments])
-    hydra.main(version_base=None, config_path=str(CONF), config_name=name)(lambda cfg: None)()
+    typed.check_keys(schema, arguments, groups_of_conf())
+    settings = typed.run_overrides(schema, merged(name, schema, arguments), arguments)
+    print(OmegaConf.to_yaml(composition(name, schema, [*settings, *arguments])))
 
 
 def groups_of_conf() -> set[str]:
@@ -199,17 +189,23 @@ def composed(name: str, schema: type, arguments: list[str]):
     return config
 
 
-def merged(name: str, schema: type, arguments: list[str]):
-    """Return conf/<name>.yaml with the overrides as a `schema`, its values not yet checked. Raises ValueError."""
+def composition(name: str, schema: type, arguments: list[str]):
+    """Return conf/<name>.yaml with the overrides as Hydra composes it."""
     import hydra
-    from omegaconf import OmegaConf
 
     prepare(name, schema)
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        return hydra.compose(config_name=name, overrides=typed.hydra_overrides(schema, arguments))
+
+
+def merged(name: str, schema: type, arguments: list[str]):
+    """Return conf/<name>.yaml with the overrides as a `schema`, its values not yet checked. Raises ValueError."""
+    from omegaconf import OmegaConf
+
     texts = typed.free_texts(schema, arguments)  # they never enter the configuration, where ${x} would be looked up
     rest = [argument for argument in arguments if not typed.is_free(schema, argument)]
     try:
-        with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
-            config = hydra.compose(config_name=name, overrides=typed.hydra_overrides(schema, rest))
+        config = composition(name, schema, rest)
         # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless
         plain = OmegaConf.to_container(config, resolve=True)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
@@ -220,17 +216,6 @@ def merged(name: str, schema: type, arguments: list[str]):
         setattr(reduce(getattr, parts, config), last, text)
     typed.expand_home(config)
     return config
-
-
-def from_run(name: str, schema: type, arguments: list[str]) -> list[str]:
-    """Return the overrides that a command takes from its checkpoint's run, as `composed` does; none where the arguments
-    are wrong, which Hydra says then."""
-    given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    try:
-        config = merged(name, schema, [argument for argument in given if not typed.is_free(schema, argument)])
-    except ValueError:
-        return []
-    return typed.run_overrides(schema, config, given)
 
 
 def check_values(config: object) -> None:

@@ -72,14 +72,15 @@ def by_three_servers(target, rows: list[Row], out: Path) -> None:
     """Each server has its own engine, with its own number of rows."""
     for first in range(3):
         engine, bound = Engine(target, None, EngineConfig("plain", rows=5 + 7 * first), CAPACITY), threading.Event()
-        config = network(create_app(engine, ServerConfig(port=1)), ServerConfig(port=1))
+        app = create_app(engine, ServerConfig(port=1))
+        config = network(app, ServerConfig(port=1))
         config.port = 0
-        server = Server(config, bound.set)
+        server = Server(config, app.state.service, bound.set)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         bound.wait()
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-        regenerate(rows[first::3], by_server(url, None, SAMPLED, 16), out.with_suffix(f".{first}"), {}, 0)
+        regenerate(rows[first::3], by_server(url, SAMPLED, 16), out.with_suffix(f".{first}"), {}, 0)
         server.should_exit = True
         thread.join()
     parts = [out.with_suffix(f".{first}").read_text().splitlines(keepends=True) for first in range(3)]

@@ -91,7 +91,7 @@ def main() -> int:
     engine.retry = retrying
     config = network(app, ServerConfig(port=1))
     config.port = 0
-    server = Server(config, bound.set)
+    server = Server(config, app.state.service, bound.set)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     bound.wait()

@@ -9,7 +9,7 @@ from llguidance.hf import from_tokenizer
 
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
-from infer.engine.grammar import _tokenizer as guidance_tokenizer
+from infer.engine.grammar import grammar_tokenizer as guidance_tokenizer
 from infer.engine.grammar import compile_grammar
 from infer.serving.calls import FORMATS, Answer, Reading, Tool, Wish, reading_of, response_parser
 
@@ -186,7 +186,6 @@ def test_calls_that_must_be_made(client, choice):
     deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
     assert {each.index for each in deltas} == {0} and deltas[0].function.name == call.function.name
     assert "".join(each.function.arguments for each in deltas) == call.function.arguments
-    assert len(deltas) > 1  # as it was written
     with client.chat.completions.stream(**settings) as stream:
         joined = stream.get_final_completion().choices[0].message.tool_calls
     assert [(each.function.name, each.function.arguments) for each in joined] == [

@@ -12,7 +12,6 @@ import pytest
 
 from infer import generate
 from infer.config import DecodeOptions
-from infer.serving import ray_batches
 from infer.serving.clients import by_server
 from infer.serving.dialogue import Dialogue, Row, Turn
 from infer.serving.regenerate import Batches, by_batches, by_engine, merge, regenerate, write_requests
@@ -75,7 +74,7 @@ def expected(tmp_path_factory, server):
     """What one server that nothing happens to writes."""
     out = tmp_path_factory.mktemp("once") / "a.jsonl"
     with server() as (url, _):
-        assert regenerate(chats(), by_server(url, None, OPTIONS, 4), out, {}, 0) == {"answers": 200, "failed": 0}
+        assert regenerate(chats(), by_server(url, OPTIONS, 4), out, {}, 0) == {"answers": 200, "failed": 0}
     return out
 
 
@@ -100,7 +99,7 @@ def test_three_servers_of_which_one_dies_and_one_is_slow(expected, server, tmp_p
     """Stopped twice, the second time within a line: the same file."""
     out = tmp_path / "a.jsonl"
     with server(fails=13) as (good, asked), server(pause=0.03) as (slow, few), server(dies_after=60) as (dying, died):
-        answers = by_server([good, slow, dying], None, OPTIONS, 4)
+        answers = by_server(f"{good}, {slow},{dying}", OPTIONS, 4)
         for stop in (40, 70):
 
             def stopped(rows, stop=stop):
@@ -121,7 +120,7 @@ def test_shards_and_batch_files_give_the_same_file(expected, server, tmp_path):
     with server() as (url, _):
         for part in range(3):
             shards.append(tmp_path / f"{part}.jsonl")
-            regenerate(chats()[part::3], by_server(url, None, OPTIONS, 4), shards[-1], {}, 0)
+            regenerate(chats()[part::3], by_server(url, OPTIONS, 4), shards[-1], {}, 0)
     assert merge(shards, tmp_path / "merged.jsonl") == 200
     assert (tmp_path / "merged.jsonl").read_text() == expected.read_text()
     with pytest.raises(ValueError, match="row 0 stands in two of"):
@@ -142,48 +141,15 @@ def test_shards_and_batch_files_give_the_same_file(expected, server, tmp_path):
     assert (tmp_path / "batch.jsonl").read_text() == expected.read_text()
 
 
-def test_what_ray_writes_is_read_as_our_engines_answers(shallow_target, tmp_path):
-    """Requests to rows for Ray's engines to results, with our engine in the place of vLLM's; begun again in the middle
-    of a line."""
-    asks = ("class A:", [{"role": "user", "content": "def f(x):"}], [{"role": "user", "content": "import os"}])
-    rows = [Row(i, prompt) for i, prompt in enumerate(asks)]
-    options = DecodeOptions(max_new_tokens=12, method="plain", rows=3, stop=["):"])
-    regenerate(rows, by_engine(shallow_target, None, options, 60), tmp_path / "ours", {}, 0)
-    requests, out = tmp_path / "requests", tmp_path / "results"
-    write_requests(rows, Batches([]), requests, "model", options)
-
-    def results() -> list[str]:
-        found = []
-        for line in ray_batches.missing(requests, out):
-            row = ray_batches.asked(shallow_target.tokenizer, {"item": line})
-            assert row["sampling_params"]["stop"] == ["):"] and row["sampling_params"]["max_tokens"] == 12
-            text = generate(shallow_target, None, row.pop("tokenized_prompt"), options)
-            row |= {"generated_tokens": text.ids, "generated_text": text.text}
-            found.append(ray_batches.result_line(row, shallow_target.end_ids) + "\n")
-        return found
-
-    out.write_text("".join(results())[:-40])
-    (last,) = results()
-    with out.open("a") as file:
-        file.write(last)
-    assert not ray_batches.missing(requests, out)
-    regenerate(rows, by_batches(Batches([out])), tmp_path / "theirs", {}, 0)
-    assert (tmp_path / "theirs").read_text() == (tmp_path / "ours").read_text()
-    failed = json.loads(
-        ray_batches.result_line({"line": requests.read_text().splitlines()[0], "__inference_error__": "no"}, {})
-    )
-    assert failed["error"] == {"message": "no"} and failed["response"] is None
-
-
 def test_a_run_ends_where_no_server_is_left(server, tmp_path, monkeypatch):
     """Rows do not fail for it: the same command goes on when one is back."""
     monkeypatch.setattr("infer.serving.clients.PATIENCE", 0.3)
     out = tmp_path / "a.jsonl"
     with server(dies_after=9) as (url, _), pytest.raises(ValueError, match="no server has answered for"):
-        regenerate(chats(20), by_server(url, None, OPTIONS, 2), out, {}, 0)
+        regenerate(chats(20), by_server(url, OPTIONS, 2), out, {}, 0)
     assert not (tmp_path / "a.jsonl.failed").read_text()
     with server() as (url, _):
-        assert regenerate(chats(20), by_server(url, None, OPTIONS, 2), out, {}, 0)["answers"] == 20
+        assert regenerate(chats(20), by_server(url, OPTIONS, 2), out, {}, 0)["answers"] == 20
 
 
 def test_recorded_results_of_tools_must_fit():

@@ -176,14 +176,3 @@ def test_a_server_for_this_machine_answers_to_its_names_only(fuzzer, tmp_path):
         with running(fuzzer, **options) as (port, _):
             headers = {"host": "models.example", "authorization": f"Bearer {KEY}"}
             assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [("temprature=1", "no option temprature"), ("temperature=-1", "temperature=-1"), ("top_k", "such as")],
-)
-def test_expected_texts_have_options_that_texts_can_have(options, said):
-    with pytest.raises(ValueError, match=f"server.expected=.*{said}"):
-        ServerConfig(expected=["", options]).check()
-    texts = ServerConfig(expected=["", "temperature=0.5 top_k=5"]).expected_texts()
-    assert [(text.temperature, text.top_k) for text in texts] == [(0.0, 0), (0.5, 5)]

@@ -162,7 +162,7 @@ def test_answers_from_a_server(answering, tmp_path, monkeypatch):
     wanted = rows() + [Row(30, [{"role": "user", "content": "hello"}])]
     out = tmp_path / "a.jsonl"
     with answering(say) as url:
-        counts = regenerate(wanted, by_server(url, None, OPTIONS, at_once=5), out, {}, 3)
+        counts = regenerate(wanted, by_server(url, OPTIONS, at_once=5), out, {}, 3)
     assert counts == {"answers": 30, "failed": 1}
     written = lines(out)
     assert [line["index"] for line in written] == [i for i in range(31) if i != 5]
@@ -175,7 +175,7 @@ def test_answers_from_a_server(answering, tmp_path, monkeypatch):
 
 def test_no_server_is_one_sentence():
     with pytest.raises(ValueError, match="no models there"):
-        by_server("http://127.0.0.1:9/v1", None, OPTIONS, 2)
+        by_server("http://127.0.0.1:9/v1", OPTIONS, 2)
 
 
 def test_settings_that_cannot_be_read_are_a_sentence(tmp_path):
@@ -289,7 +289,7 @@ def test_sampled_answers_do_not_depend_on_where_they_are_written(shallow_target,
             Engine(shallow_target, None, EngineConfig(method="plain", rows=2 + first), capacity),
         )
         with running(engine) as (url, _):
-            regenerate(part, by_server(f"{url}/v1", None, SAMPLED, 4), tmp_path / f"{first}", {}, 0)
+            regenerate(part, by_server(f"{url}/v1", SAMPLED, 4), tmp_path / f"{first}", {}, 0)
     thirds = [lines(tmp_path / f"{first}") for first in range(3)]
     together = sorted(sum(thirds, []), key=lambda line: line["index"])
     assert together == lines(tmp_path / "whole")
@@ -300,5 +300,5 @@ def test_further_sampling_options_reach_the_server(shallow_target, tmp_path, run
     wanted = one_length(shallow_target, 6)
     regenerate(wanted, by_engine(shallow_target, None, options, 20), tmp_path / "ours", {}, 0)
     with running(Engine(shallow_target, None, EngineConfig(method="plain", rows=2), 20)) as (url, _):
-        regenerate(wanted, by_server(f"{url}/v1", None, options, 2), tmp_path / "served", {}, 0)
+        regenerate(wanted, by_server(f"{url}/v1", options, 2), tmp_path / "served", {}, 0)
     assert (tmp_path / "served").read_text() == (tmp_path / "ours").read_text()
