@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
-from data.rows import DataConfig
-from infer.cli.models import load_all
-from infer.config import EvaluationConfig, TargetConfig
+from infer.cli.models import OfData, load_all
 from infer.utils.checks import check_parts
 from infer.utils.progress import Progress
 
@@ -18,7 +15,7 @@ def run_name(checkpoint: str) -> str:
 
 
 @dataclass
-class CompareCommand:
+class CompareCommand(OfData):
     """Evaluate several drafters with every tree, on the same prompts.
 
     checkpoints: drafter folders, training checkpoints, n-gram files, or lookup: drafts from the text's own n-grams
@@ -28,14 +25,10 @@ class CompareCommand:
     evaluation: see EvaluationConfig in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target", "data")  # of the checkpoint's run, unless they are given
     checkpoints: list[str] = field(
         default_factory=lambda: [f"runs/embedded-{x}/checkpoints/best" for x in ("dflash", "dart")]
     )
     out: str = "runs/comparison"
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be compared."""

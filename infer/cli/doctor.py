@@ -1,16 +1,14 @@
 """`doctor`: why a drafter's acceptance is low, here or in an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from infer.cli.models import load
-from infer.config import TargetConfig
+from infer.cli.models import OfTarget, load
 from infer.utils.progress import HEARTBEAT, doing
 
 
 @dataclass
-class DoctorCommand:
+class DoctorCommand(OfTarget):
     """Find out why drafts are accepted less often than a drafter's card says.
 
     checkpoint: a drafter's folder, a training checkpoint, a hub id, or "embedded"
@@ -20,11 +18,9 @@ class DoctorCommand:
     target: see TargetConfig in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
     url: str | None = None
     record: bool = False
-    target: TargetConfig = field(default_factory=TargetConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be examined."""

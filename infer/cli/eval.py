@@ -3,19 +3,16 @@
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
-from data.rows import DataConfig
 from data.suites import SuiteConfig
-from infer.cli.models import load
-from infer.config import EvaluationConfig, MaskedConfig, TargetConfig
-from infer.utils.checks import check_parts
+from infer.cli.models import OfData, load
+from infer.config import MaskedConfig
 from infer.utils.progress import Progress
 from infer.utils.together import own_place
 
 
 @dataclass
-class EvalCommand:
+class EvalCommand(OfData):
     """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked diffusion model,
     which has no drafter, measure what drafting for itself saves.
 
@@ -30,18 +27,10 @@ class EvalCommand:
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target", "data")  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
     out: str = "runs/evaluation"
-    target: TargetConfig = field(default_factory=TargetConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
-
-    def check(self) -> None:
-        """Raise ValueError for what cannot be evaluated."""
-        check_parts(self)
 
 
 def run(config: EvalCommand) -> None:

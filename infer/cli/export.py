@@ -1,16 +1,15 @@
 """`export`: a drafter in the layout of another engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from infer.config import TargetConfig
+from infer.cli.models import OfTarget
 from infer.drafters.families import FORMATS
 from infer.utils.checks import one_of
 
 
 @dataclass
-class ExportCommand:
+class ExportCommand(OfTarget):
     """Write a drafter for other engines, and upload it if asked to.
 
     checkpoint: anything that load_drafter reads
@@ -25,7 +24,6 @@ class ExportCommand:
     target: see TargetConfig in infer/config.py; speculators and dspark store its embedding and head
     """
 
-    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     format: str = "dflash"
     out: str = "runs/export"
@@ -33,7 +31,6 @@ class ExportCommand:
     push_to_hub: str | None = None
     license: str | None = None
     base_model: str | None = None
-    target: TargetConfig = field(default_factory=TargetConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be written."""

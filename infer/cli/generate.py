@@ -2,15 +2,14 @@
 
 import sys
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from infer.cli.models import check_together, load
-from infer.config import DecodeOptions, TargetConfig
+from infer.cli.models import OfTarget, check_together, load
+from infer.config import DecodeOptions
 from infer.utils.checks import FREE_TEXT, check_parts
 
 
 @dataclass
-class GenerateCommand:
+class GenerateCommand(OfTarget):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
     checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
@@ -21,11 +20,9 @@ class GenerateCommand:
     decoding: see DecodeOptions in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
     prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
     chat: bool | None = None
-    target: TargetConfig = field(default_factory=TargetConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
 
     def check(self) -> None:

@@ -1,6 +1,39 @@
-"""What several commands need: loading target and drafter."""
+"""What several commands need: options, and loading target and drafter."""
 
-from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from data.rows import DataConfig
+from infer.config import MASKED_METHODS, EngineConfig, EvaluationConfig, TargetConfig
+from infer.utils.checks import check_parts
+
+
+@dataclass
+class OfTarget:
+    """Options of a command for a target. FROM_RUN: parts that are those of the checkpoint's run, unless they are given.
+
+    target: see TargetConfig in infer/config.py
+    """
+
+    FROM_RUN: ClassVar = ("target",)
+    target: TargetConfig = field(default_factory=TargetConfig)
+
+    def check(self) -> None:
+        """Raise ValueError for options that cannot be followed."""
+        check_parts(self)
+
+
+@dataclass
+class OfData(OfTarget):
+    """Options of a command that decodes held-out text.
+
+    data: see DataConfig in data/rows.py
+    evaluation: see EvaluationConfig in infer/config.py
+    """
+
+    FROM_RUN: ClassVar = ("target", "data")
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 def check_together(target: TargetConfig, decoding: EngineConfig) -> None:

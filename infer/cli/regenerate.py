@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 from data.rows import DataConfig
-from infer.cli.models import check_together, load
-from infer.config import DecodeOptions, TargetConfig
+from infer.cli.models import OfTarget, check_together, load
+from infer.config import DecodeOptions
 from infer.utils.checks import at_least, check_parts
 from infer.utils.together import own_place
 
@@ -16,7 +15,7 @@ MOST_FAILURES = 100  # rows that may fail; more end the run
 
 
 @dataclass
-class RegenerateCommand:
+class RegenerateCommand(OfTarget):
     """Let the target rewrite the answers of a data set, for a drafter to learn from.
 
     out: one line a row, in the rows' order; a stopped run goes on where it was
@@ -35,7 +34,6 @@ class RegenerateCommand:
     decoding: see DecodeOptions in infer/config.py
     """
 
-    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     out: str = "runs/answers.jsonl"
     checkpoint: str | None = None
     server: str | None = None
@@ -45,7 +43,6 @@ class RegenerateCommand:
     shard: str = "1/1"
     merge: list[str] = field(default_factory=list)
     capacity: int | None = None
-    target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
 

@@ -3,10 +3,9 @@
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
-from infer.cli.models import check_together, load
-from infer.config import MASKED_METHODS, EngineConfig, TargetConfig, TextOptions
+from infer.cli.models import OfTarget, check_together, load
+from infer.config import MASKED_METHODS, EngineConfig, TextOptions
 from infer.serving.config import ServerConfig
 from infer.utils.checks import check_parts
 from infer.utils.progress import HEARTBEAT
@@ -16,7 +15,7 @@ WARMED = (TextOptions(), TextOptions(temperature=1.0))  # kinds of texts that `s
 
 
 @dataclass
-class ServeCommand:
+class ServeCommand(OfTarget):
     """Serve a target and its drafter over HTTP.
 
     checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
@@ -25,9 +24,7 @@ class ServeCommand:
     server: see ServerConfig in infer/serving/config.py
     """
 
-    FROM_RUN: ClassVar = ("target",)  # of the checkpoint's run, unless they are given
     checkpoint: str = "embedded"
-    target: TargetConfig = field(default_factory=TargetConfig)
     decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512))
     server: ServerConfig = field(default_factory=ServerConfig)
 

@@ -5,14 +5,15 @@ time, while the others have its rows. Answers come in the rows' order, and no ro
 oldest one under way.
 """
 
-import heapq
 import json
 import os
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import NamedTuple
 
 import httpx
 
@@ -82,7 +83,7 @@ def turn_of(response: dict, chat: bool, prompt_end: str = "") -> Turn:
     return Turn(text, finish, ids or None, thought, calls or None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """One server, and how it fares."""
 
@@ -158,110 +159,88 @@ def by_server(
     model = next(server.model for server in servers if server.model)
     for server in servers:
         server.model = server.model or model
-    return lambda rows: Pool(servers, at_once, rows).answers()
-
-
-class Job(NamedTuple):
-    """A row that a server is to ask. Of several, the first in the rows' order is asked first."""
-
-    place: int
-    tries: int
-    dialogue: Dialogue
+    return lambda rows: Pool(servers, at_once).answers(rows)
 
 
 class Pool:
-    """Rows on their way through several servers. All threads hold `changed` while they look at or change it."""
+    """Rows on their way through several servers, a thread for each request that may be under way."""
 
-    def __init__(self, servers: list[Server], at_once: int, rows: Iterable[Row]) -> None:
-        self.servers, self.rows = servers, iter(rows)
-        self.window = 4 * at_once * len(servers)  # most rows that are begun and not given out yet
-        self.changed = Condition()
-        self.waiting: list[Job] = []  # heap of those to be asked again
-        self.done: dict[int, Answer] = {}  # by place
-        self.begun = self.given = 0
-        self.ended = self.stopped = False
-        self.failure: Exception | None = None
+    def __init__(self, servers: list[Server], at_once: int) -> None:
+        self.servers, self.at_once = servers, at_once
+        self.changed = Condition()  # held by who looks at or changes `busy`, or how servers fare
+        self.busy: Counter[Server] = Counter()  # requests under way
         self.answered_at = time.monotonic()  # when any server was last there
-        for server in servers:
-            for _ in range(at_once):
-                Thread(target=self._work, args=(server,), daemon=True).start()
+        self.tasks: SimpleQueue[tuple[Future, Row] | None] = SimpleQueue()
+        self.threads = [Thread(target=self._work, daemon=True) for _ in range(at_once * len(servers))]
 
-    def answers(self) -> Iterator[Answer]:
+    def answers(self, rows: Iterable[Row]) -> Iterator[Answer]:
         """Yield the answers in the rows' order. Who stops does not wait for those under way."""
+        begun: deque[Future] = deque()
+        for thread in self.threads:
+            thread.start()
         try:
-            while True:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.given in self.done or self._over() or self.failure)
-                    if self.failure is not None:
-                        raise self.failure
-                    if self.given not in self.done:
-                        return
-                    answer = self.done.pop(self.given)
-                    self.given += 1
-                    self.changed.notify_all()
-                yield answer
+            for row in rows:
+                begun.append(Future())
+                self.tasks.put((begun[-1], row))
+                if len(begun) == 4 * len(self.threads):
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
         finally:
-            with self.changed:
-                self.stopped = True
-                self.changed.notify_all()
+            for future in begun:
+                future.cancel()
+            for _ in self.threads:
+                self.tasks.put(None)
 
-    def _over(self) -> bool:
-        return self.ended and self.given == self.begun
-
-    def _next(self, server: Server) -> Job | None:
-        """Wait until the server is to ask something, and return that; None at the end."""
-        with self.changed:
-            while not (self.stopped or self.failure or self._over()):
-                rest = server.rests_until - time.monotonic()
-                if rest > 0:
-                    self.changed.wait(rest)
-                elif self.waiting:
-                    return heapq.heappop(self.waiting)
-                elif not self.ended and self.begun - self.given < self.window:
-                    row = next(self.rows, None)
-                    if row is not None:
-                        self.begun += 1
-                        return Job(self.begun - 1, 0, Dialogue(row))
-                    self.ended = True
-                    self.changed.notify_all()
-                else:
-                    self.changed.wait()
-        return None
-
-    def _work(self, server: Server) -> None:
-        try:
-            while (job := self._next(server)) is not None:
-                place, tries, dialogue = job
-                error: Exception | None = None
+    def _work(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            future, row = task
+            if future.set_running_or_notify_cancel():
                 try:
-                    while dialogue.answer is None:
-                        server.ask(dialogue)
-                except (Again, Unreachable) as wrong:
-                    error = wrong
-                    if isinstance(wrong, Again) and tries + 1 == TRIES:
-                        dialogue.fail(str(wrong))
-                with self.changed:
-                    self._note(server, error)
-                    if dialogue.answer is None:
-                        heapq.heappush(self.waiting, Job(place, tries + isinstance(error, Again), dialogue))
-                    else:
-                        self.done[place] = dialogue.answer
-                    self.changed.notify_all()
-        except Exception as wrong:  # noqa: BLE001  of the rows; whoever waits for answers gets it
-            with self.changed:
-                self.failure = wrong
-                self.changed.notify_all()
+                    future.set_result(self._answer(row))
+                except Exception as wrong:  # noqa: BLE001  whoever waits for the answer gets it
+                    future.set_exception(wrong)
 
-    def _note(self, server: Server, error: Exception | None) -> None:
-        """Note how a server fared: one that fails rests; where all have been away for long, the run ends."""
-        now = time.monotonic()
-        if not isinstance(error, Unreachable):
-            self.answered_at = now
-        if error is None:
-            server.fails = 0
-            return
-        if now >= server.rests_until:  # the others of its requests failed with the same fault
-            server.fails += 1
-            server.rests_until = now + min(LONGEST_REST, FIRST_REST * 2**server.fails)
-        if now - self.answered_at > PATIENCE:
-            self.failure = ValueError(f"no server has answered for {PATIENCE:.0f} seconds, the last said: {error}")
+    def _answer(self, row: Row) -> Answer:
+        """Ask servers until the row has its answer. Raises ValueError where all have been away for long."""
+        dialogue, tries = Dialogue(row), 0
+        while dialogue.answer is None:
+            server, error = self._take(), None
+            try:
+                server.ask(dialogue)
+            except (Again, Unreachable) as wrong:
+                error = wrong
+                tries += isinstance(wrong, Again)
+                if tries == TRIES:
+                    dialogue.fail(str(wrong))
+            finally:
+                self._give_back(server, error)
+        return dialogue.answer
+
+    def _take(self) -> Server:
+        """Wait for a server that has room and does not rest."""
+        with self.changed:
+            while True:
+                now, roomy = time.monotonic(), [each for each in self.servers if self.busy[each] < self.at_once]
+                ready = [server for server in roomy if server.rests_until <= now]
+                if ready:
+                    server = min(ready, key=self.busy.__getitem__)
+                    self.busy[server] += 1
+                    return server
+                self.changed.wait(min((server.rests_until - now for server in roomy), default=None))
+
+    def _give_back(self, server: Server, error: Exception | None) -> None:
+        """Note how a server fared: one that fails rests. Raises ValueError where all have been away for long."""
+        with self.changed:
+            now = time.monotonic()
+            self.busy[server] -= 1
+            self.changed.notify_all()
+            if not isinstance(error, Unreachable):
+                self.answered_at = now
+            if error is None:
+                server.fails = 0
+            elif now >= server.rests_until:  # else the others of its requests failed with the same fault
+                server.fails += 1
+                server.rests_until = now + min(LONGEST_REST, FIRST_REST * 2**server.fails)
+            if now - self.answered_at > PATIENCE:
+                raise ValueError(f"no server has answered for {PATIENCE:.0f} seconds, the last said: {error}")

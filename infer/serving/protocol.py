@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -64,8 +64,20 @@ class StreamOptions(Strict):
 
 
 class CompletionRequest(Strict):
-    """What both requests share: OpenAI's fields and vLLM's extra sampling fields."""
+    """What both requests share: OpenAI's fields and vLLM's extra sampling fields. Of chats alone:
 
+    template_options: what the chat template is told beside the messages
+    tools_shown: the tools that it is shown, as it reads them
+    callable_tools: those that the answer may call
+    wished_calls: which calls the answer must be made of, if it must
+    format_schema: the JSON schema that `response_format` stands for
+    """
+
+    template_options: ClassVar[dict[str, Any]] = {}
+    tools_shown: ClassVar[list[dict[str, Any]]] = []
+    callable_tools: ClassVar[list[Tool]] = []
+    wished_calls: ClassVar[Wish | None] = None
+    format_schema: ClassVar[str | None] = None
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=10)  # OpenAI's default: sampled
@@ -109,23 +121,6 @@ class CompletionRequest(Strict):
         """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def template_options(self) -> dict[str, Any]:
-        """What the chat template is told beside the messages."""
-        return {}
-
-    @property
-    def tools_shown(self) -> list[dict[str, Any]]:
-        """Return the tools that the chat template is shown, as it reads them."""
-        return []
-
-    def callable_tools(self) -> list[Tool]:
-        """Return the tools that the answer may call."""
-        return []
-
-    def wished_calls(self) -> Wish | None:
-        """Return which calls the answer must be made of, if it must."""
-        return None
-
     def shapes(self) -> dict[str, str]:
         """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for several wishes."""
         choice = self.guided_choice
@@ -135,16 +130,12 @@ class CompletionRequest(Strict):
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("grammar", choice and "start: " + " | ".join(map(json.dumps, choice))),
             "guided_grammar": ("grammar", self.guided_grammar),
-            "response_format": ("json_schema", self.format_schema()),
+            "response_format": ("json_schema", self.format_schema),
         }
         asked = [name for name, (_, text) in wishes.items() if text is not None]
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(asked)}: an answer can follow one of them, give one")
         return dict(wishes[name] for name in asked)
-
-    def format_schema(self) -> str | None:
-        """Return the JSON schema that `response_format` stands for."""
-        return None
 
     def text_options(self, most: int, logprobs: int | None, index: int) -> TextOptions:
         """Return the options of text number `index` of the request."""
@@ -327,7 +318,7 @@ class ChatRequest(CompletionRequest):
             raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name}")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: required, and there are no tools")
-        if self.wished_calls() is not None and self.shapes():
+        if self.wished_calls is not None and self.shapes():
             raise ValueError(f"tool_choice: an answer that must call cannot follow {next(iter(self.shapes()))} too")
         return self
 
@@ -336,23 +327,27 @@ class ChatRequest(CompletionRequest):
         shown = [] if self.tool_choice == "none" else self.tools
         return [tool.model_dump(exclude={"function": {"strict"}}) for tool in shown]
 
+    @property
     def callable_tools(self) -> list[Tool]:
         if self.tool_choice == "none":
             return []
         return [Tool(tool.function.name, tool.function.parameters) for tool in self.tools]
 
+    @property
     def wished_calls(self) -> Wish | None:
         if isinstance(self.tool_choice, NamedTool):
             named = self.tool_choice.function.name
-            return Wish(tuple(tool for tool in self.callable_tools() if tool.name == named), several=False)
-        return Wish(tuple(self.callable_tools()), self.parallel_tool_calls) if self.tool_choice == "required" else None
+            return Wish(tuple(tool for tool in self.callable_tools if tool.name == named), several=False)
+        return Wish(tuple(self.callable_tools), self.parallel_tool_calls) if self.tool_choice == "required" else None
 
+    @property
     def format_schema(self) -> str | None:
         wish = self.response_format
         if wish is None or wish.type == "text":
             return None
         return json.dumps({"type": "object"} if wish.json_schema is None else wish.json_schema.of)
 
+    @property
     def template_options(self) -> dict[str, Any]:
         return self.chat_template_kwargs
 
@@ -420,7 +415,7 @@ class Form:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.answers: list[Answer] = []
         if reading is not None and isinstance(body, ChatRequest):
-            self.answers = [Answer(reading, body.callable_tools(), reading.prefix(prompts[0])) for _ in range(body.n)]
+            self.answers = [Answer(reading, body.callable_tools, reading.prefix(prompts[0])) for _ in range(body.n)]
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind

@@ -84,7 +84,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
-        counter = self._counter
+        counter = partial(self._new, prometheus_client.Counter)
         self.requests = counter("requests", "Answered HTTP requests", ["path", "status"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
         self.reused = counter("reused_prompt_tokens", "Of these, not computed: an earlier text began alike")
@@ -94,14 +94,11 @@ class Metrics:
         self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
         self.cancelled = counter("cancelled_texts", "Texts whose client went away")
         self.checked = counter("checked_texts", "Finished texts compared with the target's own", ["outcome"])
-        self.writing = self._gauge("texts_writing", "Texts being written")
-        self.waiting = self._gauge("texts_waiting", "Texts waiting for a row")
+        self.writing = self._new(prometheus_client.Gauge, "texts_writing", "Texts being written")
+        self.waiting = self._new(prometheus_client.Gauge, "texts_waiting", "Texts waiting for a row")
 
-    def _counter(self, name: str, text: str, labels: list[str] = ()) -> prometheus_client.Counter:
-        return prometheus_client.Counter(f"blockdraft_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> prometheus_client.Gauge:
-        return prometheus_client.Gauge(f"blockdraft_{name}", text, registry=self.registry)
+    def _new(self, kind: type, name: str, text: str, labels: list[str] = ()):
+        return kind(f"blockdraft_{name}", text, labels, registry=self.registry)
 
 
 class Worker(threading.Thread):
@@ -279,7 +276,7 @@ class Service:
         prompts = self._prompts(body)
         self.preparing += len(prompts) * body.n
         try:
-            pool = self.compiler if body.shapes() or body.wished_calls() else self.reader
+            pool = self.compiler if body.shapes() or body.wished_calls else self.reader
             loop = asyncio.get_running_loop()
             tickets = await loop.run_in_executor(pool, self._tickets, body, prompts, loop)
         except ValueError as wrong:
@@ -317,7 +314,7 @@ class Service:
         tickets, pieces = [], asyncio.Queue()
         special = isinstance(body, ChatRequest) and self.reading is not None and self.reading.special
         for prompt in prompts:
-            ids = encode(self.target, prompt, body.template_options(), body.tools_shown)
+            ids = encode(self.target, prompt, body.template_options, body.tools_shown)
             for _ in range(body.n):
                 index = len(tickets)
                 tickets.append(Ticket(ids, self._settings(body, ids, index), loop, pieces, index, special))
@@ -334,7 +331,7 @@ class Service:
             raise ValueError(f"the prompt has {len(ids)} tokens, prompt and answer may have {capacity} together")
         most, logprobs = body.limits()
         settings = body.text_options(capacity - len(ids) if most is None else most, logprobs, index)
-        if (wish := body.wished_calls()) is not None:
+        if (wish := body.wished_calls) is not None:
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
             settings = replace(settings, grammar=self.reading.grammar(wish, self.reading.thinks(ids)))

@@ -203,7 +203,7 @@ def merged(name: str, schema: type, arguments: list[str]):
     from omegaconf import OmegaConf
 
     texts = typed.free_texts(schema, arguments)  # they never enter the configuration, where ${x} would be looked up
-    rest = [argument for argument in arguments if not typed.is_free(schema, argument)]
+    rest = [argument for argument in arguments if argument.partition("=")[0].lstrip("+") not in texts]
     try:
         config = composition(name, schema, rest)
         # once more, as plain values, onto the schema: `+optim.lrr=1` composes, and must not be silently useless

@@ -142,12 +142,6 @@ def free_texts(schema: type, arguments: list[str]) -> dict[str, str]:
     return {typed["key"]: free_text(typed["key"], typed["value"]) for typed in found if typed and typed["key"] in free}
 
 
-def is_free(schema: type, argument: str) -> bool:
-    """Return whether an argument gives a key of free text."""
-    typed = TYPED.fullmatch(argument)
-    return bool(typed) and any(key.free and key.is_text and key.name == typed["key"] for key in keys_of(schema))
-
-
 def free_text(key: str, typed: str) -> str:
     """Return the text that is meant: `-` is standard input, `@file` the content of a file, `@@` a text that begins with
     one @; a text of several lines that begins with @ is itself. Raises ValueError if it cannot be read."""
