@@ -411,6 +411,31 @@ class Stream(StreamingResponse):
             self.after()
 
 
+async def refused(request: Request, wrong: HTTPException) -> Response:
+    return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
+
+
+async def half(request: Request, wrong: UnicodeEncodeError) -> Response:
+    return error(400, "a text of the request holds half of a surrogate pair: send UTF-8")
+
+
+async def short(request: Request, wrong: MemoryError) -> Response:
+    return error(*SHORT.refusal)
+
+
+async def invalid(request: Request, wrong: RequestValidationError) -> Response:
+    kind = request.headers.get("content-type", "")
+    if "json" not in kind:
+        return error(400, f"send JSON, with the header Content-Type: application/json (it is '{kind[:100]}')")
+    first = wrong.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    said = first["msg"].removeprefix("Value error, ")
+    return error(400, f"{where}: {said}" if where else said, where or None)
+
+
+REFUSALS = {HTTPException: refused, UnicodeEncodeError: half, MemoryError: short, RequestValidationError: invalid}
+
+
 def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     """Return the application around an engine; its start and stop start and end the engine's thread."""
     service = Service(engine, options)
@@ -422,31 +447,9 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
         yield
         service.stop()
 
-    app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None, exception_handlers=REFUSALS)
     app.state.service = service
     app.add_middleware(Guard, options=options, answered=service.metrics.requests)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, wrong: HTTPException) -> Response:
-        return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
-
-    @app.exception_handler(UnicodeEncodeError)
-    async def half(request: Request, wrong: UnicodeEncodeError) -> Response:
-        return error(400, "a text of the request holds half of a surrogate pair: send UTF-8")
-
-    @app.exception_handler(MemoryError)
-    async def short(request: Request, wrong: MemoryError) -> Response:
-        return error(*SHORT.refusal)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, wrong: RequestValidationError) -> Response:
-        kind = request.headers.get("content-type", "")
-        if "json" not in kind:
-            return error(400, f"send JSON, with the header Content-Type: application/json (it is '{kind[:100]}')")
-        first = wrong.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        said = first["msg"].removeprefix("Value error, ")
-        return error(400, f"{where}: {said}" if where else said, where or None)
 
     @app.get("/health")
     async def health() -> Response:

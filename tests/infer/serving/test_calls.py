@@ -9,8 +9,8 @@ from llguidance.hf import from_tokenizer
 
 from infer import Engine, load_drafter
 from infer.config import EngineConfig
-from infer.engine.grammar import grammar_tokenizer as guidance_tokenizer
 from infer.engine.grammar import compile_grammar
+from infer.engine.grammar import grammar_tokenizer as guidance_tokenizer
 from infer.serving.calls import FORMATS, Answer, Reading, Tool, Wish, reading_of, response_parser
 
 pytestmark = pytest.mark.skipif(response_parser() is None, reason="this transformers has no response parser")
