@@ -15,21 +15,26 @@ import pytest
 import torch
 
 from infer import Engine
+from infer.drafters.base import DraftedBlock
+from infer.drafters.baselines import Baseline
+from infer.drafters.families import LOOKUP
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
 from infer.trees import guided
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Baseline):
     """A drafter that knows the texts to come and is right now and then, so that walks of all lengths happen.
 
     Position t of text b is guessed right with probability `skill`; the truth is otherwise among the next likeliest.
     """
 
     layer_ids = (1,)
+    family = LOOKUP
 
     def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
-        self.texts, self.block_size, self.vocabulary, self.skill = texts, block_size, vocabulary, skill
+        super().__init__(block_size)
+        self.texts, self.vocabulary, self.skill = texts, vocabulary, skill
         self.generator = torch.Generator().manual_seed(block_size)
 
     def state(self, rows: int, capacity: int) -> "Script":
@@ -39,7 +44,7 @@ class ScriptedDrafter:
         assert features.shape[1] == tokens.shape[1] >= max(counts)
         state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
 
-    def draft(self, target, bonus, state) -> torch.Tensor:
+    def draft_block(self, target, bonus, state) -> DraftedBlock:
         shape = (len(bonus), self.block_size - 1, self.vocabulary)
         logits = torch.randn(shape, generator=self.generator) * 2
         for b, which in enumerate(state.texts):
@@ -49,7 +54,7 @@ class ScriptedDrafter:
             for t, token in enumerate(ahead[: self.block_size - 1]):
                 right = torch.rand((), generator=self.generator) < self.skill
                 logits[b, t, token] = 12.0 if right else 4.0
-        return logits.log_softmax(-1)
+        return DraftedBlock(logits.log_softmax(-1))
 
 
 class Script:

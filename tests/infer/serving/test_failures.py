@@ -216,7 +216,7 @@ def test_a_request_that_finds_no_memory_is_told_so(running, engine, monkeypatch)
 def test_a_round_that_finds_no_memory_is_told_so(running, engine, monkeypatch, kind):
     with running(engine) as (url, _):
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_round", Mock(side_effect=kind))
+            patch.setattr(engine.runner, "round", Mock(side_effect=kind))
             answer = httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}, timeout=60)
             assert answer.status_code == 503 and "short of memory" in answer.json()["error"]["message"]
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200

@@ -260,7 +260,7 @@ def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, shallow_
             raise RuntimeError("out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_round", fail)
+            patch.setattr(engine.runner, "round", fail)
             assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
             lines = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}).text
             assert "the engine failed" in lines and "[DONE]" not in lines
