@@ -32,17 +32,20 @@ def budget_lines(evaluation: Evaluation, curve: str, name: str, number: int) -> 
     `number` is not 0, none for plain decoding."""
     kinds: dict[str, list[MethodResult]] = {}
     for method in evaluation.methods:
-        if method.tree.drafts or not number:
-            kinds.setdefault(method.name, []).append(method)
+        kinds.setdefault(method.name, []).append(method)
     budgets = [method.budget for method in evaluation.methods if method.tree.by_budget] or [1]
     lines = []
     for i, methods in enumerate(sorted(kinds.values(), key=lambda methods: not methods[0].tree.by_budget), number):
-        tree, found = methods[0].tree, [CURVES[curve](method) for method in methods]
+        tree = methods[0].tree
+        if number and not tree.drafts:
+            continue
+        found = [CURVES[curve](method) for method in methods]
         values, intervals = zip(*found, strict=True)
         points = [(method.budget, value) for method, value in zip(methods, values, strict=True)]
         if not tree.by_budget:
             points, intervals = [(budget, values[0]) for budget in (min(budgets), max(budgets))], ()
-        lines.append(Line(f"{name} {tree.label}".strip(), points, tree.colour, intervals, SHADES[i % len(SHADES)]))
+        label = f"{name} {tree.label}".strip() if tree.drafts else tree.label
+        lines.append(Line(label, points, tree.colour, intervals, SHADES[i % len(SHADES)]))
     return lines
 
 

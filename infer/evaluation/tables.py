@@ -1,6 +1,6 @@
 """Evaluations as text: tables for a terminal, Markdown tables, and the result in a sentence."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from infer.evaluation.others import OTHERS
@@ -112,9 +112,8 @@ def table(evaluation: Evaluation) -> str:
         why = f" ({method.ties} prompts at ties, {method.defects} by defects)" if method.ties is not None else ""
         other = method.identical is False and method.name not in OTHERS
         same = {True: "yes", False: "NO" if other else "no", None: DASH}[method.identical]
-        tau, faster = span(method.tau_interval), span(method.speedup_interval)
-        figures = [f"{method.tau:.2f}{tau}", str(method.rounds), f"{method.tokens_per_second:.1f}"]
-        figures += [f"{method.speedup:.2f}x{faster}", mark(method)]
+        tau, rate = method_cells(method)[1:3]
+        figures = [tau, str(method.rounds), rate, f"{method.speedup:.2f}x{span(method.speedup_interval)}", mark(method)]
         rows.append([method.name, str(method.budget or DASH), *figures, same + why])
     groups = kinds_of(evaluation)
     methods = [[m.name + (f" {m.budget}" if m.budget else ""), *cells] for m, cells in beside(evaluation, groups)]
@@ -141,24 +140,23 @@ def notes(evaluation: Evaluation) -> list[str]:
     return lines + [f"{one.what or 'held-out prompts'}: {said}" for one in every if (said := loops(one))]
 
 
-def kinds_of(evaluation: Evaluation) -> dict[str, tuple[Evaluation, str | None]]:
-    """Return the columns of the second table: (evaluation, kind of its prompts or None for all) by name."""
+def kinds_of(evaluation: Evaluation) -> dict[str, Evaluation]:
+    """Return the columns of the second table: the methods on the prompts of each kind, and on those beside."""
     kinds = dict.fromkeys(one.kind for one in evaluation.methods[0].prompts or ())
-    columns = {kind: (evaluation, kind) for kind in kinds} if len(kinds) > 1 else {}
-    return columns | {one.what: (one, None) for one in evaluation.beside or () if one.what != OTHER_DRAFTER}
+    columns = {one.what: one for one in evaluation.beside or () if one.what != OTHER_DRAFTER}
+    if len(kinds) < 2:
+        return columns
+    methods, plain = evaluation.methods, evaluation.plain
+    return {
+        kind: replace(evaluation, methods=[of_kind(one, plain, kind) for one in methods]) for kind in kinds
+    } | columns
 
 
-def beside(evaluation: Evaluation, groups: dict[str, tuple[Evaluation, str | None]]):
+def beside(evaluation: Evaluation, groups: dict[str, Evaluation]) -> Iterator[tuple[MethodResult, list[str]]]:
     """Yield every method of the evaluation with a cell a column: τ and the speedup with its mark."""
     for method in evaluation.methods:
-        cells = []
-        for one, kind in groups.values():
-            if kind is None:
-                found = next((other for other in one.methods if other.label == method.label), None)
-            else:
-                found = of_kind(method, one.plain, kind)
-            cells.append(DASH if found is None else f"{found.tau:.2f} {speed(found)}")
-        yield method, cells
+        found = [next((one for one in group.methods if one.label == method.label), None) for group in groups.values()]
+        yield method, [DASH if one is None else f"{one.tau:.2f} {speed(one)}" for one in found]
 
 
 def of_kind(method: MethodResult, plain: MethodResult, kind: str) -> MethodResult:

@@ -29,6 +29,7 @@ from infer.targets.target import Target
 from infer.utils.entry import Stopped, command_line, disk
 from infer.utils.files import atomic_write
 from infer.utils.redact import redact_text
+from infer.utils.together import agreed
 from train.config import TrainConfig
 from train.run.checkpoints import checkpoints, mark_best, step_of
 from train.run.log import read_log
@@ -140,17 +141,16 @@ def within_minutes(
     target: Target, drafter: Drafter, parts: list[Part], config: TrainConfig, progress: Progress
 ) -> list[Part]:
     """Return what `evaluation.minutes` have room for on the first process's machine, the same in all."""
-    limits, problem = [None], None
+    limits, problem = None, None
     try:
         processes = 1 if config.target.shard else dist.get_world_size()  # a sharded target's all decode everything
-        limits = [limits_of(target, drafter, parts, processes=processes)]
+        limits = limits_of(target, drafter, parts, processes=processes)
     except Exception as error:  # noqa: BLE001  raised when the others have what they wait for
         problem = error
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(limits)
+    limits = agreed(limits)
     if problem is not None:
         raise problem
-    return fit(parts, limits[0], progress.say)
+    return fit(parts, limits, progress.say)
 
 
 def own_drafter(target: Target, path: str, say: Callable[[str], None]) -> Drafter | None:
