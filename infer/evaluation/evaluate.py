@@ -19,7 +19,7 @@ from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.measuring import SLOW, Measured, Part, Progress, decided, measure, middle, variants
 from infer.evaluation.others import OTHERS
-from infer.evaluation.results import OTHER_DRAFTER, Evaluation, MethodResult, PromptResult, Reference
+from infer.evaluation.results import OTHER_DRAFTER, Evaluation, MethodResult, PromptResult, Reference, tree_of
 from infer.evaluation.ruler import by_batch, figures, rate
 from infer.evaluation.showing import show_texts
 from infer.targets.target import Target, pad_ids
@@ -120,7 +120,8 @@ def decode_all(
     length = max((len(text.prompt) for text in plain.texts), default=0) + parts[0].config.max_new_tokens
     for first in range(0, len(plain.texts), ROWS):
         plain.add_guesses(count_right_guesses(target, drafter, plain.texts[first : first + ROWS], length))
-    best = max((one for one in results[0] if one.by_budget), key=lambda one: tau(one.texts))
+    trees = [(one, tree_of(one.variant.name)) for one in results[0]]
+    best = max((one for one, tree in trees if tree.by_budget and not tree.ngrams), key=lambda one: tau(one.texts))
     plain.shown = show_texts(target, drafter, best.texts, best.variant.options, parts[0].config.samples)
     return results
 
@@ -193,7 +194,7 @@ def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[
     """Return the figures of one part."""
     plain, config, drafter = measured[0], part.config, part.drafter or drafter
     kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
-    fastest = fastest_plain(measured)
+    fastest, (samples, example) = fastest_plain(measured), plain.shown or ([], None)
     return Evaluation(
         target=target.name,
         device=describe_device(target.device),
@@ -206,8 +207,8 @@ def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[
         block_size=drafter.block_size,
         accuracy=[right / max(1, count) for right, count in plain.guesses],
         methods=method_results(measured, kinds, fastest),
-        samples=plain.shown.samples if plain.shown else [],
-        example=plain.shown.example if plain.shown else None,
+        samples=samples,
+        example=example,
         baseline=fastest.variant.name,
         what=part.what,
     )

@@ -78,12 +78,6 @@ class Measured:
         """The same by stage of a round."""
         return {stage: sum(batch.stages.get(stage, 0.0) for batch in self.batches) for stage in STAGES}
 
-    @property
-    def by_budget(self) -> bool:
-        """Whether it is a tree of the drafter alone whose size the node budget decides."""
-        row = TREES.get(self.variant.name)
-        return row is not None and row.by_budget and not row.ngrams
-
     def total(self, name: str) -> float:
         """Return the sum of a statistic over the texts."""
         return sum(getattr(text.stats, name) for text in self.texts)

@@ -172,14 +172,19 @@ class MethodResult:
 
     @property
     def tree(self) -> TreeMethod:
-        """The method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
-        rows = TREES | {ALONE.name: ALONE} | {name: other.row for name, other in OTHERS.items()}
-        return rows.get(self.name) or TreeMethod(self.name, self.name, builder="", most_nodes=lambda block_size: 0)
+        """The method's row, see `tree_of`."""
+        return tree_of(self.name)
 
     @property
     def label(self) -> str:
         """What reports call the method: plain, chain, DDTree 64."""
         return f"{self.tree.label} {self.budget}" if self.tree.by_budget else self.tree.label
+
+
+def tree_of(name: str) -> TreeMethod:
+    """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
+    rows = TREES | {ALONE.name: ALONE} | {name: other.row for name, other in OTHERS.items()}
+    return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Texts are decoded once more for it, after everything is timed, because noting dr
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from infer.api import open_engine
 from infer.config import DecodeOptions
@@ -21,19 +21,14 @@ MOST_LEAVES = 5  # of its tree: more fit no phone
 REJECTED = 3  # tokens of a rejected draft that a sample shows at most
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What is shown of an evaluation's texts."""
-
-    samples: list[Sample]
-    example: Round | None
+Shown = tuple[list[Sample], Round | None]  # of an evaluation's texts: samples, and an example
 
 
 def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options: DecodeOptions, count: int) -> Shown:
     """Decode the first `count` texts again, which `options` wrote, with what was rejected; look for an example among
     their rounds."""
     if target.tokenizer is None or not texts or not count:
-        return Shown([], None)
+        return [], None
     options, samples = replace(options, rows=1), []
     for text in texts[:count]:
         engine = open_engine(target, drafter, options, len(text.prompt) + options.max_new_tokens)
@@ -42,7 +37,7 @@ def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options:
             engine.step()
         samples.append(sample(target, again))
     examples = [example_round(target, drafter, text, options) for text in texts[:count]]
-    return Shown(samples, max(filter(None, examples), key=shows, default=None))
+    return samples, max(filter(None, examples), key=shows, default=None)
 
 
 def sample(target: Target, text: Text) -> Sample:
