@@ -72,12 +72,12 @@ def run(config: EvalCommand) -> None:
 
 def run_of(config: EvalCommand):
     """Return what the report tells of this command."""
-    from infer.evaluation.report import Run
+    from infer.evaluation.report import RunFacts
     from infer.utils.entry import command_line
     from infer.utils.redact import redact
 
     data = " ".join(filter(None, (config.data.source, config.data.path)))
-    return Run(command_line(), redact(asdict(config)), data)
+    return RunFacts(command_line(), redact(asdict(config)), data)
 
 
 def run_suite(config: EvalCommand) -> None:

@@ -19,7 +19,7 @@ FILE = "acceptance.json"  # beside an exported drafter's config.json
 TOKENS = 64  # of an answer
 
 
-class Prompt(Protocol):
+class AnyPrompt(Protocol):
     """A prompt to evaluate with, such as `data.prompts.evaluation_prompts` returns."""
 
     ids: list[int]
@@ -30,7 +30,7 @@ class Prompt(Protocol):
 
 
 def reference_of(
-    target: Target, drafter: Drafter, prompts: Sequence[Prompt], texts: Sequence[Text]
+    target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], texts: Sequence[Text]
 ) -> Reference | None:
     """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no prompt can be sent."""
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
@@ -62,7 +62,9 @@ def count_accepted(commits: Iterable[int], length: int, drafted: int) -> Accepta
     return Acceptance(rounds, accepted)
 
 
-def measure_reference(target: Target, drafter: Drafter, prompts: Sequence[Prompt], tokens: int = TOKENS) -> Reference:
+def measure_reference(
+    target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], tokens: int = TOKENS
+) -> Reference:
     """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be sent."""
     prompts = [prompt for prompt in prompts if prompt.said]
     if not prompts:

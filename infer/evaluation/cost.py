@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from infer.drafters.base import Drafter
-from infer.evaluation.measuring import SLOW, Part, Variant, measure, variants
+from infer.evaluation.measuring import SLOW, PromptSet, Variant, measure, variants
 from infer.evaluation.others import OTHERS
 from infer.targets.target import Target
 from infer.utils.progress import duration
@@ -35,7 +35,7 @@ class Limits:
 
 
 def limits_of(
-    target: Target, drafter: Drafter, parts: Sequence[Part], others: bool = False, processes: int = 1
+    target: Target, drafter: Drafter, parts: Sequence[PromptSet], others: bool = False, processes: int = 1
 ) -> Limits | None:
     """Return what fits into `evaluation.minutes`, shorter answers rather than fewer prompts; None for an evaluation so
     small that it is not worth asking. `processes` share the prompts."""
@@ -88,7 +88,7 @@ def is_slow(one: Variant, cost: Cost, plain: Cost) -> bool:
     return one.name in OTHERS and not OTHERS[one.name].row.drafts and cost.token > SLOW * plain.token
 
 
-def fit(parts: Sequence[Part], limits: Limits | None, say: Callable[[str], None]) -> list[Part]:
+def fit(parts: Sequence[PromptSet], limits: Limits | None, say: Callable[[str], None]) -> list[PromptSet]:
     """Return the parts within the limits, and say what they will cost and what is left out."""
     if limits is None:
         return list(parts)

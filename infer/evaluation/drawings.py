@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from infer.evaluation.results import Round
+from infer.evaluation.results import ExampleRound
 
 WIDTH, HEIGHT = 360, 240  # of a chart, CSS pixels; narrower screens scale it
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 12, 40
@@ -42,7 +42,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """From values to pixels: from `low` at pixel `start` to `high` at pixel `end`."""
 
     low: float
@@ -63,8 +63,8 @@ def line_chart(chart: Chart) -> str:
     values, places = [y for _, y in every] + edges, [x for x, _ in every]
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-    across = Scale(min(places), max(places), LEFT + 10, WIDTH - RIGHT - 10, chart.log)
-    up = Scale(low - room, high + room, HEIGHT - BOTTOM, TOP)
+    across = AxisScale(min(places), max(places), LEFT + 10, WIDTH - RIGHT - 10, chart.log)
+    up = AxisScale(low - room, high + room, HEIGHT - BOTTOM, TOP)
     parts = [y_axis(up, chart.y_label), x_axis(across, sorted(set(places)) if chart.log else None, chart.x_label)]
     parts += [draw_line(line, across, up) for line in chart.lines]
     for i, line in enumerate(chart.lines):
@@ -99,7 +99,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def y_axis(up: Scale, label: str) -> str:
+def y_axis(up: AxisScale, label: str) -> str:
     """Draw the y axis: lines across, numbers, and what they are."""
     parts = []
     for value in ticks(up.low, up.high):
@@ -111,7 +111,7 @@ def y_axis(up: Scale, label: str) -> str:
     return "".join(parts)
 
 
-def x_axis(across: Scale, values: Sequence[float] | None, label: str) -> str:
+def x_axis(across: AxisScale, values: Sequence[float] | None, label: str) -> str:
     """Draw the numbers of the x axis, and what they are."""
     named = [(across(value), HEIGHT - BOTTOM + 16, f"{value:g}") for value in values or ticks(across.low, across.high)]
     named.append(((LEFT + WIDTH) / 2, HEIGHT - 6, label))
@@ -123,7 +123,7 @@ def stroke(line: Line) -> str:
     return f'class="line" stroke="{line.colour}"{dash}'
 
 
-def draw_line(line: Line, across: Scale, up: Scale) -> str:
+def draw_line(line: Line, across: AxisScale, up: AxisScale) -> str:
     """Draw a line, its points where it has intervals, and those as bars."""
     path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line.points)
     parts = [f'<polyline points="{path}" fill="none" {stroke(line)}/>']
@@ -162,7 +162,7 @@ def leaves_first(parents: Sequence[int]) -> list[float]:
     return columns
 
 
-def tree_drawing(example: Round) -> str:
+def tree_drawing(example: ExampleRound) -> str:
     """Draw a round's tree from the top down: the accepted path, rejected branches, how likely the drafter thought each
     token behind the one above, and below the path the token that the target added."""
     nodes, last = example.nodes, max(i for i, node in enumerate(example.nodes) if node.accepted)

@@ -14,10 +14,10 @@ from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.drafters.heads.draft import behind
 from infer.engine.sequence import Sequence
-from infer.evaluation.acceptance import Prompt, reference_of
+from infer.evaluation.acceptance import AnyPrompt, reference_of
 from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
-from infer.evaluation.measuring import SLOW, Measured, Part, Progress, decided, measure, middle, variants
+from infer.evaluation.measuring import SLOW, Measured, Progress, PromptSet, decided, measure, middle, variants
 from infer.evaluation.others import OTHERS
 from infer.evaluation.results import OTHER_DRAFTER, Evaluation, MethodResult, PromptResult, Reference, tree_of
 from infer.evaluation.ruler import by_batch, figures, rate
@@ -31,7 +31,7 @@ BRIEF = 4  # a brief evaluation decodes every fourth prompt
 def evaluate(
     target: Target,
     drafter: Drafter,
-    prompts: abc.Sequence[Prompt],
+    prompts: abc.Sequence[AnyPrompt],
     config: EvaluationConfig,
     progress: Progress = lambda done, total: None,
     others: bool = False,
@@ -63,7 +63,9 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
     return replace(result, methods=methods)
 
 
-def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig, other: Drafter | None = None) -> list[Part]:
+def parts_of(
+    prompts: abc.Sequence[AnyPrompt], config: EvaluationConfig, other: Drafter | None = None
+) -> list[PromptSet]:
     """Return what an evaluation decodes: its prompts; once and with one budget, those beside them, every second of its
     own sampled, if the others are greedy, and every second with the `other` drafter."""
     groups: dict[str | None, list[int]] = {}
@@ -71,7 +73,8 @@ def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig, other: Dra
         groups.setdefault(prompt.beside, []).append(number)
     once = replace(config, repeats=1, budgets=[middle(config.budgets)])
     parts = [
-        Part(what, [prompts[i] for i in numbers], numbers, once if what else config) for what, numbers in groups.items()
+        PromptSet(what, [prompts[i] for i in numbers], numbers, once if what else config)
+        for what, numbers in groups.items()
     ]
     if config.temperature == 0 and config.sampled is not None:
         parts.append(half(f"temperature {config.sampled:g}", parts[0], replace(once, temperature=config.sampled)))
@@ -80,12 +83,12 @@ def parts_of(prompts: abc.Sequence[Prompt], config: EvaluationConfig, other: Dra
     return parts
 
 
-def half(what: str, part: Part, config: EvaluationConfig, drafter: Drafter | None = None) -> Part:
+def half(what: str, part: PromptSet, config: EvaluationConfig, drafter: Drafter | None = None) -> PromptSet:
     """Return a part with every second prompt of another."""
-    return Part(what, part.prompts[::2], part.numbers[::2], config, drafter)
+    return PromptSet(what, part.prompts[::2], part.numbers[::2], config, drafter)
 
 
-def brief(part: Part) -> Part:
+def brief(part: PromptSet) -> PromptSet:
     """Return the part with fewer prompts, once: what a checkpoint in the middle of training is worth."""
     some = slice(0, None, BRIEF)
     minutes = part.config.minutes and part.config.minutes / BRIEF
@@ -96,7 +99,7 @@ def brief(part: Part) -> Part:
 def decode_all(
     target: Target,
     drafter: Drafter,
-    parts: abc.Sequence[Part],
+    parts: abc.Sequence[PromptSet],
     progress: Progress = lambda done, total: None,
     others: bool = False,
 ) -> list[list[Measured]]:
@@ -171,7 +174,7 @@ def guess(target: Target, drafter: Drafter, ids: torch.Tensor, step: int, state:
 
 
 def summarise(
-    target: Target, drafter: Drafter, parts: abc.Sequence[Part], measured: list[list[Measured]]
+    target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Evaluation:
     """Return the figures of an evaluation, what is reported beside it included."""
     first, *beside = [summarise_part(target, drafter, *pair) for pair in zip(parts, measured, strict=True)]
@@ -179,7 +182,7 @@ def summarise(
 
 
 def reference_among(
-    target: Target, drafter: Drafter, parts: abc.Sequence[Part], measured: list[list[Measured]]
+    target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Reference | None:
     """Return what chains took on the prompts that others may be asked, None where there are none, or no chain."""
     prompts = {number: prompt for part in parts for number, prompt in zip(part.numbers, part.prompts, strict=True)}
@@ -190,7 +193,7 @@ def reference_among(
     return None
 
 
-def summarise_part(target: Target, drafter: Drafter, part: Part, measured: list[Measured]) -> Evaluation:
+def summarise_part(target: Target, drafter: Drafter, part: PromptSet, measured: list[Measured]) -> Evaluation:
     """Return the figures of one part."""
     plain, config, drafter = measured[0], part.config, part.drafter or drafter
     kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}

@@ -15,7 +15,7 @@ from infer.drafters.families import LOOKUP
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence
-from infer.evaluation.acceptance import Prompt
+from infer.evaluation.acceptance import AnyPrompt
 from infer.evaluation.others import OTHERS, decode_by_generate
 from infer.evaluation.results import PromptResult
 from infer.evaluation.ruler import DISTURBED
@@ -124,11 +124,11 @@ def join(shares: abc.Sequence[list[Measured]]) -> list[Measured]:
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptSet:
     """The prompts of an evaluation that are reported together, and how they are decoded."""
 
     what: str | None  # what is different from the evaluation's own prompts; None: these are they
-    prompts: list[Prompt]
+    prompts: list[AnyPrompt]
     numbers: list[int]  # of the prompts among all
     config: EvaluationConfig
     drafter: Drafter | None = None  # None: the one that is evaluated

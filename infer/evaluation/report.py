@@ -13,7 +13,7 @@ from string import Template
 
 from infer.evaluation.drawings import line_chart, tree_drawing
 from infer.evaluation.figures import budget_charts, loss_chart, steps_chart
-from infer.evaluation.results import Evaluation, Round, Sample
+from infer.evaluation.results import Evaluation, ExampleRound, TextSample
 from infer.evaluation.ruler import best_of
 from infer.evaluation.tables import COLUMNS, beside, headline, kinds_of, legend, method_cells, notes
 from infer.utils.files import atomic_write
@@ -23,7 +23,7 @@ PAGE = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """What a report tells of the run behind an evaluation."""
 
     command: str | None = None
@@ -34,7 +34,7 @@ class Run:
 
 
 def write_report(
-    folder: Path, evaluations: list[Evaluation], notes: Sequence[str] = (), run: Run | None = None
+    folder: Path, evaluations: list[Evaluation], notes: Sequence[str] = (), run: RunFacts | None = None
 ) -> Path:
     """Write report.html into `folder`, with `notes` at the top of the page; return its path.
 
@@ -43,11 +43,11 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     evaluations = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     page = folder / "report.html"
-    atomic_write(page, _page(best_of(evaluations), evaluations, notes, run or Run()))
+    atomic_write(page, _page(best_of(evaluations), evaluations, notes, run or RunFacts()))
     return page
 
 
-def _page(evaluation: Evaluation, evaluations: list[Evaluation], notes: Sequence[str], run: Run) -> str:
+def _page(evaluation: Evaluation, evaluations: list[Evaluation], notes: Sequence[str], run: RunFacts) -> str:
     escape = html.escape
     charts = budget_charts({"": evaluation})
     if len(evaluations) > 1:
@@ -105,7 +105,7 @@ def _beside(evaluation: Evaluation) -> str:
     return "<h2>On other texts</h2>" + _table(["τ, speedup", *groups], rows, None, marks)
 
 
-def _example(example: Round) -> str:
+def _example(example: ExampleRound) -> str:
     """Return the drawn round and what it shows."""
     accepted = sum(node.accepted for node in example.nodes) - 1
     ending = html.escape(example.before[-50:] + example.nodes[0].word)
@@ -118,7 +118,7 @@ def _example(example: Round) -> str:
     )
 
 
-def _sample(sample: Sample) -> str:
+def _sample(sample: TextSample) -> str:
     """Return a text with what became of the drafts, marked by colour and by signs."""
     parts = [f'<pre><span class="prompt">{html.escape(sample.prompt)}</span>']
     for text, kind in sample.pieces:
@@ -130,7 +130,7 @@ def _sample(sample: Sample) -> str:
     return "".join(parts) + "</pre>"
 
 
-def facts(evaluation: Evaluation, run: Run) -> list[tuple[str, object]]:
+def facts(evaluation: Evaluation, run: RunFacts) -> list[tuple[str, object]]:
     """Return what the page says of checkpoint, data, command, time and machine."""
     rows = [
         ("Command", run.command),

@@ -19,7 +19,7 @@ OTHER_DRAFTER = "target's own drafter"  # the name of the part decoded with the 
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """One decoded text, cut into what each round committed."""
 
     prompt: str
@@ -39,7 +39,7 @@ class RoundNode:
 
 
 @dataclass(frozen=True)
-class Round:
+class ExampleRound:
     """One round as an example: its tree, the root first, and the token that the target added."""
 
     before: str  # the end of the text before the root
@@ -213,14 +213,14 @@ class Evaluation:
     block_size: int | None = None  # None for a masked model
     accuracy: list[float]  # share of right guesses by drafted position
     methods: list[MethodResult]
-    samples: list[Sample]
+    samples: list[TextSample]
     step: int | None = None  # of the training run
     checkpoint: str | None = None
     drafter: str | None = None
     masked: MaskedDetails | None = None
     baseline: str | None = None  # the fastest plain decoder, whose speed is 1; None: plain
     beside: "list[Evaluation] | None" = None  # the same methods on other prompts, or sampled
-    example: Round | None = None
+    example: ExampleRound | None = None
     what: str | None = None  # of an evaluation beside another: what is different
     reference: Reference | None = None  # of the prompts from outside the data
 
@@ -335,7 +335,7 @@ def from_json(data: dict, kind: type[Result]) -> Result:
 
 
 def with_parts(value: object, hint: object) -> object:
-    """Return a field's value with the dataclasses in it, as its annotation has them: list[Sample], Round | None."""
+    """Return a field's value with the dataclasses in it, by its annotation: list[TextSample], ExampleRound | None."""
     parts = [part for part in get_args(hint) if is_dataclass(part) or get_args(part)]
     if value is not None and is_dataclass(hint):
         return from_json(value, hint)

@@ -11,7 +11,7 @@ from infer.api import open_engine
 from infer.config import DecodeOptions
 from infer.drafters.base import Drafter
 from infer.engine.sequence import Sequence as Text
-from infer.evaluation.results import Round, RoundNode, Sample
+from infer.evaluation.results import ExampleRound, RoundNode, TextSample
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -21,7 +21,7 @@ MOST_LEAVES = 5  # of its tree: more fit no phone
 REJECTED = 3  # tokens of a rejected draft that a sample shows at most
 
 
-Shown = tuple[list[Sample], Round | None]  # of an evaluation's texts: samples, and an example
+Shown = tuple[list[TextSample], ExampleRound | None]  # of an evaluation's texts: samples, and an example
 
 
 def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options: DecodeOptions, count: int) -> Shown:
@@ -40,7 +40,7 @@ def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options:
     return samples, max(filter(None, examples), key=shows, default=None)
 
 
-def sample(target: Target, text: Text) -> Sample:
+def sample(target: Target, text: Text) -> TextSample:
     """Cut a decoded text into pieces: the prefill's first token, then of each round the drafts that were accepted, what
     was rejected behind them, and the target's own token: a correction, or where nothing was rejected, a bonus."""
     decode = target.tokenizer.decode
@@ -55,10 +55,10 @@ def sample(target: Target, text: Text) -> Sample:
         pieces.append([decode(ids[-1:]), "corrected" if rejected else "bonus"])
         at += count
         assert round or count == 1
-    return Sample(decode(text.prompt), decode(text.ids), text.commits, pieces)
+    return TextSample(decode(text.prompt), decode(text.ids), text.commits, pieces)
 
 
-def example_round(target: Target, drafter: Drafter, text: Text, options: DecodeOptions) -> Round | None:
+def example_round(target: Target, drafter: Drafter, text: Text, options: DecodeOptions) -> ExampleRound | None:
     """Return the round of a text that shows most: several drafts accepted, a branch taken, others rejected."""
     budget = min(options.budget, ROUND_NODES)
     options = replace(options, budget=budget)
@@ -79,7 +79,7 @@ def example_round(target: Target, drafter: Drafter, text: Text, options: DecodeO
     return max(rounds, key=shows, default=None)
 
 
-def last_round(target: Target, tree: DraftTree, text: Text) -> Round:
+def last_round(target: Target, tree: DraftTree, text: Text) -> ExampleRound:
     """Return the last round of a text, which verified this tree."""
     tokens, parents, logs = (side[0].tolist() for side in (tree.tokens, tree.parents, tree.log_probs))
     committed, node, accepted = text.ids[-text.commits[-1] :], 0, {0}
@@ -92,10 +92,10 @@ def last_round(target: Target, tree: DraftTree, text: Text) -> Round:
         for i in range(len(tokens))
     ]
     before = decode((text.prompt + text.ids)[: len(text.prompt) + len(text.ids) - len(committed) - 1])
-    return Round(before[-120:], nodes, decode(committed[-1:]))
+    return ExampleRound(before[-120:], nodes, decode(committed[-1:]))
 
 
-def shows(example: Round) -> int:
+def shows(example: ExampleRound) -> int:
     """Return how much a round shows, most of all if its leaves are few enough to be drawn, then if a branch beside the
     likeliest draft was taken, then by the drafts that were accepted."""
     parents, first = [node.parent for node in example.nodes], {}

@@ -14,7 +14,7 @@ from infer.api import AnyTarget, answer_text, positions_of
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import describe_device, summarise_part
-from infer.evaluation.measuring import Measured, Part, Progress, Variant, measure, variants
+from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target
@@ -113,7 +113,7 @@ def evaluate_set(
     methods = variants(target, drafter, config)
     measured, left_out = ask(target, drafter, questions, settings["thinking"], methods, progress)
     plain = measured[0].texts
-    result = summarise_part(target, drafter, Part(None, [], [], config), measured)
+    result = summarise_part(target, drafter, PromptSet(None, [], [], config), measured)
     methods = [
         replace(
             method,

@@ -18,8 +18,8 @@ from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
 from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.evaluate import brief, decode_all, parts_of, summarise
-from infer.evaluation.measuring import Measured, Part, join
-from infer.evaluation.report import Run, write_report
+from infer.evaluation.measuring import Measured, PromptSet, join
+from infer.evaluation.report import RunFacts, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
 from infer.evaluation.ruler import best_of, too_few
 from infer.evaluation.tables import headline, table
@@ -123,7 +123,7 @@ def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
     )
 
 
-def parts_to_decode(target: Target, config: TrainConfig, last: bool, say: Callable[[str], None]) -> list[Part]:
+def parts_to_decode(target: Target, config: TrainConfig, last: bool, say: Callable[[str], None]) -> list[PromptSet]:
     """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts, also with the
     drafter that lies in the target's folder, if there is one; of others a quarter of the first."""
     options = config.evaluation
@@ -138,8 +138,8 @@ def parts_to_decode(target: Target, config: TrainConfig, last: bool, say: Callab
 
 
 def within_minutes(
-    target: Target, drafter: Drafter, parts: list[Part], config: TrainConfig, progress: Progress
-) -> list[Part]:
+    target: Target, drafter: Drafter, parts: list[PromptSet], config: TrainConfig, progress: Progress
+) -> list[PromptSet]:
     """Return what `evaluation.minutes` have room for on the first process's machine, the same in all."""
     limits, problem = None, None
     try:
@@ -172,7 +172,7 @@ def decode_share(
     drafter: Drafter,
     step: int,
     config: TrainConfig,
-    parts: list[Part],
+    parts: list[PromptSet],
     progress: Progress,
     alive: Callable[[], None],
 ) -> list[list[Measured]]:
@@ -194,7 +194,7 @@ def write_evaluation(
     out: Path,
     target: Target,
     drafter: Drafter,
-    parts: list[Part],
+    parts: list[PromptSet],
     shares: list[list[list[Measured]]],
     config: TrainConfig,
 ) -> Evaluation:
@@ -265,13 +265,13 @@ def update_report(run: Path) -> Path | None:
     return write_report(run / "report", evaluations, notes, story_of(run))
 
 
-def story_of(run: Path) -> Run:
+def story_of(run: Path) -> RunFacts:
     """Return what the report tells of the run: its command as it was given last, its configuration, losses and time."""
     file = run / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
     lines = read_log(run)
     tokens = config["optim"]["batch"] * config["data"]["length"] if config else 0
-    return Run(
+    return RunFacts(
         command=command_line(),
         config=config,
         data=" ".join(str(config["data"][key]) for key in ("source", "path") if config["data"][key])

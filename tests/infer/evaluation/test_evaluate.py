@@ -14,7 +14,7 @@ from infer.drafters.baselines import Lookup
 from infer.engine.sampling import derived_seed
 from infer.evaluation import cost, evaluate, measuring
 from infer.evaluation.evaluate import decode_all, method_results, parts_of, summarise
-from infer.evaluation.measuring import Part, Variant, join, measure, variants
+from infer.evaluation.measuring import PromptSet, Variant, join, measure, variants
 from infer.evaluation.suite import ask
 from infer.masked.evaluation import evaluate_masked
 from infer.ngrams.count import count_ngrams
@@ -105,7 +105,7 @@ def test_an_evaluation_keeps_to_its_minutes(seconds, tokens, share):
     found = cost.within(cost.Cost(32.0, 3.2), 512, seconds)
     assert (found.tokens, found.share) == (tokens, pytest.approx(share)) and found.seconds == pytest.approx(1670.4)
     config = EvaluationConfig(max_new_tokens=512, minutes=seconds and seconds / 60)
-    parts = [Part(None, [Prompt(PROMPTS[0], "any")] * 32, list(range(32)), config)]
+    parts = [PromptSet(None, [Prompt(PROMPTS[0], "any")] * 32, list(range(32)), config)]
     said = []
     (part,) = cost.fit(parts, found, said.append)
     assert (part.config.max_new_tokens, len(part.prompts), part.numbers[0]) == (tokens, int(32 * share), 0)

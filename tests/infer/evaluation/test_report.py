@@ -11,14 +11,14 @@ from data.prompts import Prompt
 from infer.config import EvaluationConfig
 from infer.evaluation.drawings import edge
 from infer.evaluation.evaluate import evaluate
-from infer.evaluation.report import PAGE, Run, write_report
+from infer.evaluation.report import PAGE, RunFacts, write_report
 from infer.evaluation.results import (
     OTHER_DRAFTER,
     Evaluation,
+    ExampleRound,
     MethodResult,
-    Round,
     RoundNode,
-    Sample,
+    TextSample,
     from_json,
     read_result,
     to_json,
@@ -59,14 +59,14 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
         accuracy=[0.5],
         methods=methods,
         samples=[
-            Sample(
+            TextSample(
                 "<script>alert(1)</script>",
                 "a < b&;",
                 [2],
                 [["a < b", "accepted"], ["<c>", "rejected"], ["&", "corrected"], [";", "bonus"]],
             )
         ],
-        example=Round(
+        example=ExampleRound(
             "def f",
             [RoundNode("(", 0, 1.0, True), RoundNode("<x", 0, 0.6, False), RoundNode("a", 0, 0.3, True)],
             "&",
@@ -94,7 +94,9 @@ class Page(HTMLParser):
 
 
 def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
-    run = Run("./launch.sh drafter=dart", {"optim": {"lr": 0.004}}, "stdlib", [(i, 9 / i) for i in range(1, 400)], 251)
+    run = RunFacts(
+        "./launch.sh drafter=dart", {"optim": {"lr": 0.004}}, "stdlib", [(i, 9 / i) for i in range(1, 400)], 251
+    )
     page = write_report(tmp_path, [made_up(300), made_up(100), made_up(200)], ["An <odd> note."], run)
     text = page.read_text()
     parsed = Page(text)

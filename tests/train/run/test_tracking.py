@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import train.run.tracking as tracking
-from infer.evaluation.results import Evaluation, MethodResult, PromptResult, Sample, write_result
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult, TextSample, write_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.hooks import finish_report
 from train.run.tracking import Tracker
@@ -200,7 +200,7 @@ def test_tensorboard_gets_figures_table_and_samples(tmp_path, monkeypatch):
     tracker.log({"step": 3, "loss": 1.5, "agreement": [0.5]})
     evaluation = evaluation_of(3, tmp_path)
     tracker.summary(evaluation)
-    tracker.report(tmp_path, replace(evaluation, samples=[Sample("a", "b", [1], [])]))
+    tracker.report(tmp_path, replace(evaluation, samples=[TextSample("a", "b", [1], [])]))
     tracker.close()
     assert seen[0] == str(tmp_path / "tensorboard") and ("add_scalar", "loss", 1.5, 3) in seen
     assert ("add_scalar", "tau/chain3", 1.8, 3) in seen and ("add_text", "sample/1", "    ab\n", 3) in seen
