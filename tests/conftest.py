@@ -308,7 +308,7 @@ def ngrams(tmp_path_factory) -> Path:
             ids.append(int(favourites[ids[-1], dice % 3]) if dice < 5 else (ids[-1] + 31) % 97)
         documents.append(ids)
     path = tmp_path_factory.mktemp("ngrams") / "tiny.ngrams"
-    count_ngrams(documents, 97, 3, path, "0" * 64, workers=1)
+    count_ngrams(documents, 97, 3, path, "0" * 64)
     return path
 
 

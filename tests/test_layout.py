@@ -59,7 +59,6 @@ OPTIONAL = (
     "wandb",
     "rich",
     "matplotlib",
-    "numba",
     "llguidance",
 )
 

@@ -15,8 +15,6 @@ class NgramCommand:
     out: the file that is written
     order: the longest n-grams; None: as many tokens as a 64-bit key holds, at most 6
     threshold: n-grams seen fewer times are left out
-    workers: processes that count; None: one a core
-    chunk_tokens: tokens sorted at a time by a process, about 24 bytes each
     target: whose tokenizer it is, see TargetConfig in infer/config.py
     data: the text to count, see DataConfig in data/rows.py
     """
@@ -24,15 +22,13 @@ class NgramCommand:
     out: str = "runs/ngrams"
     order: int | None = None
     threshold: int = 1
-    workers: int | None = None
-    chunk_tokens: int = 8_000_000
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be counted."""
         check_parts(self)
-        at_least(self, order=1, workers=1, threshold=1, chunk_tokens=1)
+        at_least(self, order=1, threshold=1)
 
 
 def run(config: NgramCommand) -> None:
@@ -49,9 +45,9 @@ def run(config: NgramCommand) -> None:
     out, digest = Path(config.out), tokenizer_digest(tokenizer)
 
     counted = Progress("counting", "tokens")
-    making = config.workers, config.chunk_tokens, counted, config.threshold
+    how = {"progress": counted, "threshold": config.threshold}
     order = config.order or usual_order(vocabulary)
-    model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, *making)
+    model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, **how)
     counted.close()
     nodes = sum(model.nodes)
     print(

@@ -200,17 +200,13 @@ class NGram:
             )
 
     def count(self, ids: Sequence[int]) -> int:
-        """Return how often an n-gram of 1 .. order ids was seen; ValueError if it is longer, or empty."""
-        if not 1 <= len(ids) <= self.order:
-            raise ValueError(f"an n-gram of {len(ids)} ids: {self.path} counts those of 1 to {self.order}")
+        """Return how often an n-gram of 1 .. order ids was seen; 0 for others."""
         ids = np.asarray(ids, np.int64)
         return int(count_of(self.arrays, find(self.arrays, ids, 0, len(ids))))
 
     def continuations(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1 ids, and how often
-        (C,) int64. ValueError if the context is longer."""
-        if len(context) >= self.order:
-            raise ValueError(f"a context of {len(context)} ids: {self.path} knows those of 0 to {self.order - 1}")
+        (C,) int64; none after a longer one."""
         first, last = 0, self.vocabulary
         if len(context):
             ids = np.asarray(context, np.int64)
@@ -220,16 +216,16 @@ class NGram:
         return tokens[seen], counts[seen]
 
     def probabilities(self, context: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Pr(token | context) of each of tokens (T,): (T,) float64, see `gather_probabilities`. Only the last order - 1
-        ids of the context matter."""
-        ids, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)
-        order = np.argsort(tokens)
-        found, counts = np.empty(len(tokens)), np.empty(len(tokens), np.int64)
-        start = max(len(ids) - self.order + 1, 0)
-        gather_probabilities(self.arrays, self.tokens, ids, start, len(ids), tokens[order], counts, found)
-        result = np.empty_like(found)
-        result[order] = found
-        return result
+        """Return Pr(token | context) of each of tokens (T,): (T,) float64, see `extend`. Only the last order - 1 ids of
+        the context matter."""
+        ids, order = np.asarray(context, np.int64), np.argsort(tokens)
+        tokens = np.asarray(tokens, np.int64)[order]
+        suffixes, shares = np.empty(max(self.order - 1, 1), np.int64), np.empty(len(tokens))
+        found, grown = np.empty_like(shares), np.empty((len(suffixes) + 1, len(tokens)), np.int64)
+        begin(self.arrays, ids, suffixes)
+        unigrams(self.arrays, self.tokens, tokens, shares)
+        extend(self.arrays, suffixes, tokens, shares, grown, found)
+        return found[np.argsort(order)]
 
     def child_starts(self, first: int, last: int) -> np.ndarray:
         """Where the children of the inner nodes first .. last - 1 (or of the one behind the last) start: int64."""
@@ -287,13 +283,6 @@ def lower_bound(arrays, first, last, token):
 
 
 @njit
-def find_child(arrays, first, last, token):
-    """Return which of the siblings first .. last - 1, as `children` gives them, is `token`: a node, or -1."""
-    at = lower_bound(arrays, first, last, token)
-    return at if at < last and token_of(arrays, at) == token else -1
-
-
-@njit
 def find(arrays, ids, start, end):
     """Return the node of the n-gram ids[start:end], ids int64, or -1 if it was never seen, is empty, or is longer than
     the order."""
@@ -302,8 +291,8 @@ def find(arrays, ids, start, end):
     node = ids[start]
     for i in range(start + 1, end):
         first, last = children(arrays, node)
-        node = find_child(arrays, first, last, ids[i])
-        if node < 0:
+        node = lower_bound(arrays, first, last, ids[i])
+        if node == last or token_of(arrays, node) != ids[i]:
             return -1
     return node
 
@@ -353,35 +342,39 @@ def find_children(arrays, node, sorted_tokens, out):
 
 
 @njit
-def gather_counts(arrays, node, sorted_tokens, out):
-    """Fills out (T,) int64 with the counts of sorted_tokens (T,) int64, ascending, after a node: 0 where unseen."""
-    find_children(arrays, node, sorted_tokens, out)
-    for i in range(len(sorted_tokens)):
-        out[i] = count_of(arrays, out[i])
+def begin(arrays, context, suffixes):
+    """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64: the node of its last k + 1 tokens, -1 if
+    they were never seen."""
+    for k in range(len(suffixes)):
+        start = len(context) - 1 - k
+        suffixes[k] = find(arrays, context, start, len(context)) if start >= 0 else -1
 
 
 @njit
-def gather_probabilities(arrays, total, ids, start, end, sorted_tokens, counts, out):
-    """Fills out (T,) float64 with Pr(token | ids[start:end]) of sorted_tokens (T,) int64, ascending; counts (T,) int64
-    is scratch. DART section 4: count(context, token) / count(context), from the longest suffix of the context in which
-    the token was seen, without a discount for a shorter one; from the `total` tokens if in none; 0 if never seen.
+def unigrams(arrays, total, tokens, out):
+    """Fill out (K,) with the unigram probabilities of tokens (K,) int64."""
+    for i in range(len(tokens)):
+        out[i] = count_of(arrays, find(arrays, tokens, i, i + 1)) / max(total, 1)
 
-    At most order - 1 ids of context; with more, the longest suffixes are searched in vain."""
-    out[:] = 0.0
-    left = len(sorted_tokens)
-    for begin in range(start, end):
-        node = find(arrays, ids, begin, end)
-        context = count_of(arrays, node)
-        if context <= 0:
+
+@njit
+def extend(arrays, suffixes, tokens, alone, grown, probabilities):
+    """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, and
+    grown (O, K) with the suffixes of the path behind each of them, and in its last row with the n-grams of order O that
+    end there.
+
+    DART section 4: count(context, token) / count(context), from the longest suffix of the context in which the token
+    was seen, without a discount for a shorter one; if in none `alone` (K,), its share of all tokens or 0."""
+    for i in range(len(tokens)):
+        probabilities[i] = alone[i]
+        grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1
+    for k in range(len(suffixes)):  # a longer context overrides a shorter one
+        found = grown[k + 1]
+        if find_children(arrays, suffixes[k], tokens, found) == 0:
             continue
-        gather_counts(arrays, node, sorted_tokens, counts)
-        for i in range(len(sorted_tokens)):
-            if out[i] == 0.0 and counts[i] > 0:
-                out[i] = counts[i] / context
-                left -= 1
-        if left == 0:
-            return
-    for i in range(len(sorted_tokens)):
-        token = sorted_tokens[i]
-        if out[i] == 0.0 and 0 <= token < arrays.vocabulary:
-            out[i] = count_of(arrays, token) / max(total, 1)
+        context = count_of(arrays, suffixes[k])
+        for i in range(len(tokens)):
+            if found[i] >= 0 and context > 0:
+                count = count_of(arrays, found[i])
+                if count > 0:
+                    probabilities[i] = count / context

@@ -11,11 +11,8 @@ from typing import NamedTuple
 import torch
 
 from infer.attention.kv_cache import LayerWindow
+from infer.targets import kernels
 from infer.trees import compiled
-from infer.utils import jit
-
-if jit.AVAILABLE:
-    from infer.targets import kernels
 
 FEW = 1 << 17  # numbers of a state that a loop, which has one thread, goes through sooner than torch, which has all
 

@@ -62,51 +62,43 @@ class RowScores:
     """A row's distributions, narrowed to what may follow."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
-        self.proposal, self.row, self.slots = proposal, row, {}
+        self.many, self.slots = 4 * proposal.budget, {}
         self.log_q = proposal.marginals[row].float().cpu().numpy()  # (L, V)
-        steps = proposal.steps
-        self.tokens = None
+        steps, self.tokens = proposal.steps, None
         if steps is not None and not steps.recurrent:
             self.tokens = steps.tokens[row].cpu().numpy()  # (L, C)
-            first, table = (part[row].float().cpu().numpy() for part in steps.table)  # (C,), (L - 1, C, C)
-            self.first, self.table = first, table
+            self.first, self.table = (part[row].float().cpu().numpy() for part in steps.table)  # (C,), (L - 1, C, C)
 
     def children(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs:
         """Return the `most` likeliest tokens behind a path, and their log q among those that are allowed."""
-        slot, before = len(path), path[-1] if path else None
-        found = self._candidates(slot, before, allowed)
+        slot, allowed = len(path), allowed[: self.log_q.shape[1]]
+        found = self._candidates(path, allowed, most) or self._likeliest(slot, allowed, most)
         if found is None:
-            log_q = self.log_q[slot]
-            conditional = self.proposal.conditional
-            if conditional is None or self.tokens is not None or before is None:
-                found = self._likeliest(slot, allowed[: len(log_q)], most)
-                if found is not None:
-                    return found
-            else:
-                tokens = torch.full_like(self.proposal.bonus, before)[:, None]  # (B, 1)
-                log_q = conditional(slot, tokens)
-                log_q = log_q[min(self.row, len(log_q) - 1), 0].float().cpu().numpy()
-            tokens = np.flatnonzero(allowed[: len(log_q)])
-            found = log_q[tokens], tokens
-        log_q, tokens = found
-        real = log_q > -np.inf
-        if not real.all():
-            log_q, tokens = log_q[real], tokens[real]
-        if not len(log_q):
-            return log_q, tokens
-        top = log_q.max()
-        norm = top + np.log(np.exp(log_q - top).sum())
-        if most < len(log_q):
-            kept = np.argpartition(-log_q, most)[:most] if most > 1 else np.argmax(log_q)[None]
-            log_q, tokens = log_q[kept], tokens[kept]
-        order = np.argsort(-log_q, kind="stable")
-        return log_q[order] - norm, tokens[order]
+            tokens = np.flatnonzero(allowed & (self.log_q[slot] > -np.inf))
+            found = normalised(self.log_q[slot, tokens], tokens, most)
+        return found
+
+    def _candidates(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs | None:
+        """Return the same for the candidates of a head's table; None where it has none for the path, or hardly any that
+        is allowed."""
+        if self.tokens is None:
+            return None
+        slot = len(path)
+        log_q, tokens = self.first, self.tokens[slot]
+        if slot:
+            which = np.flatnonzero(self.tokens[slot - 1] == path[-1])
+            if not len(which):
+                return None
+            log_q = self.table[slot - 1, which[0]]
+        may = allowed[tokens] & (log_q > -np.inf)
+        log_q, tokens = log_q[may], tokens[may]
+        return normalised(log_q, tokens, most) if np.exp(log_q).sum() > TRUST else None
 
     def _likeliest(self, slot: int, allowed: np.ndarray, most: int) -> Pairs | None:
         """Return the same for a slot's marginals, where enough of its likeliest tokens are allowed; else None."""
         log_q = self.log_q[slot]
         if slot not in self.slots:
-            count = min(4 * self.proposal.budget, len(log_q) - 1)
+            count = min(self.many, len(log_q) - 1)
             top = np.argpartition(-log_q, count)[:count]
             self.slots[slot] = top[np.argsort(-log_q[top], kind="stable")], np.exp(log_q)
         top, q = self.slots[slot]  # likeliest tokens first; (V,)
@@ -115,20 +107,11 @@ class RowScores:
             return None
         return log_q[tokens] - np.log(q @ allowed.astype(np.float32)), tokens
 
-    def _candidates(self, slot: int, before: int | None, allowed: np.ndarray) -> Pairs | None:
-        """Return the allowed candidates of a conditional drafter; None where it has none, or hardly any."""
-        if self.tokens is None:
-            return None
-        log_q = self.first
-        if slot:
-            which = np.flatnonzero(self.tokens[slot - 1] == before)
-            if not len(which):
-                return None
-            log_q = self.table[slot - 1, which[0]]
-        tokens = self.tokens[slot]
-        may = allowed[tokens]
-        log_q, tokens = log_q[may], tokens[may]
-        return (log_q, tokens) if np.exp(log_q).sum() > TRUST else None
+
+def normalised(log_q: np.ndarray, tokens: np.ndarray, most: int) -> Pairs:
+    """Return the `most` likeliest of tokens, and their log q among all of these."""
+    order = np.argsort(-log_q, kind="stable")[:most]
+    return log_q[order] - np.logaddexp.reduce(log_q), tokens[order]
 
 
 def search(proposal: Proposal, row: int, budget: int, rule: Rule, branches: bool) -> Nodes:

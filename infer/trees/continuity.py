@@ -1,163 +1,87 @@
-"""DART's continuity-aware tree, and DDTree's tree on path-conditioned scores: in both an n-gram model judges which
-drafted tokens follow each other (the searches are in `infer.trees.guided`, the model in `infer.ngrams.model`).
+"""DART's continuity-aware tree: a beam over the drafter's tokens, scored by the drafter and by how often a token
+followed the ones before it in a corpus (algorithm 1; scores as in appendix D, what that leaves open as in the authors'
+code: a token never seen behind any suffix of the path has probability 0, and the drafter's probabilities are those
+among the likeliest tokens of the position).
 
-The model is in the host's memory, so the trees are built there: on a GPU a round has one more copy to the host, of the
-K likeliest tokens of every position.
+L drafted positions, K tokens a position, S prefixes seen, W width of the beam.
 """
-
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-from infer.trees import guided
-from infer.trees.conditional import by_depth
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable, node_count
+from infer.ngrams.model import begin, extend
+from infer.trees.compiled import next_best
+from infer.trees.guided import RANKS, contexts
+from infer.trees.ngram_factor import LOWEST
+from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable
+from infer.utils.jit import njit
 
-Columns = TypeVar("Columns", guided.Candidates, guided.Judged, guided.Table)
-RANKS, BEAM = 25, 20  # DART appendix D: tokens considered at a position, prefixes kept at a depth
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Choices about a token's score that DART's appendix D leaves open."""
-
-    epsilon: float  # added to its probability under the drafter, and to that under the n-gram model
-    renormalised: bool  # the drafter's probabilities are those among the likeliest tokens of the position
-    unigrams: bool  # a token never seen behind any suffix of the path has its share of the corpus, instead of 0
-
-
-AUTHORS = Scoring(epsilon=1e-10, renormalised=True, unigrams=False)
-SMOOTHED = Scoring(epsilon=1e-5, renormalised=False, unigrams=True)
+BEAM = 20  # DART appendix D: prefixes kept at a depth
+LOGIT_DECAY, NGRAM_WEIGHT, LEVEL_POWER = 0.9, 0.5, -0.7  # DART appendix D
+EPSILON = 1e-10  # of the authors' code: added to both probabilities
+UNSEEN = np.log(EPSILON)
+ENDED = 1e6  # more than any score: a prefix that ends its text is extended after all others
 
 
 def continuity(proposal: Proposal) -> DraftTree:
-    """DART algorithm 1 as its authors' code has it: a beam over the 25 likeliest tokens of every position of the
-    marginals (B, L, V), and of all prefixes seen the `budget` best, in descending order of score. log_probs are the
-    drafter's alone."""
-    return _beam(proposal, AUTHORS)
-
-
-def continuity_unigrams(proposal: Proposal) -> DraftTree:
-    """Run the same search with smoother scores: unigrams for what was never seen, and all of the drafter's softmax."""
-    return _beam(proposal, SMOOTHED)
-
-
-def _beam(proposal: Proposal, scoring: Scoring) -> DraftTree:
-    """Run the beam for every row."""
-    candidates = likeliest(proposal, scoring.unigrams)
-    judged = judge(candidates, scoring, proposal.ends)
-    rows, length, ranks = candidates.tokens.shape
+    """Run DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals (B, L, V), and of
+    all prefixes seen the `budget` best, in descending order of score. log_probs are the drafter's alone."""
+    top, ids = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
+    tokens, by_token = ids.cpu().sort(-1)
+    log_q = comparable(top.cpu().double()).gather(-1, by_token).clamp(min=LOWEST)
+    rows, length, ranks = tokens.shape
+    of_logit = LOGIT_DECAY ** np.arange(length)[:, None] * np.log(log_q.softmax(-1).numpy() + EPSILON)
+    candidates = tokens.numpy(), log_q.numpy(), of_logit, np.isin(tokens.numpy(), list(proposal.ends))
     seen, active = 0, 1
     for _ in range(length):
         seen, active = seen + active * ranks, min(BEAM, active * ranks)
-    nodes = torch.empty(rows, 3, min(proposal.budget, seen), dtype=torch.long)
-    log_probs = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
-    common = proposal.ngram.arrays, proposal.ngram.order, scoring.epsilon
-    for row, context in enumerate(_contexts(proposal)):
-        filled = nodes[row].numpy(), log_probs[row].numpy()
-        guided.beam(*common, of_row(candidates, row), of_row(judged, row), context, BEAM, *filled)
-    return behind(proposal.bonus, Nodes(*nodes.unbind(1), log_probs.float()), length)
+    size, suffixes = min(proposal.budget, seen), np.empty((BEAM, max(proposal.ngram.order - 1, 1)), np.int64)
+    nodes, log_probs = torch.empty(rows, 3, size, dtype=torch.long), torch.empty(rows, size)
+    for row, (context, *some) in enumerate(zip(contexts(proposal), *candidates, strict=True)):
+        prefixes, scores = np.empty((3, seen), np.int64), np.empty((2, seen))
+        beam(proposal.ngram.arrays, *some, context, suffixes, prefixes, scores)
+        order = np.argsort(-scores[0], kind="stable")[:size]
+        place = np.zeros(seen + 1, np.int64)  # of a prefix among the nodes; its last: of the root
+        place[order] = np.arange(1, size + 1)
+        prefixes[1] = place[prefixes[1]]
+        nodes[row], log_probs[row] = torch.from_numpy(prefixes[:, order]), torch.from_numpy(scores[1, order])
+    return behind(proposal.bonus, Nodes(*nodes.unbind(1), log_probs), length)
 
 
-def guided_ddtree(proposal: Proposal) -> DraftTree:
-    """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
-    its n-gram probability to the power of `weight`; the n-gram model's counts are corrected by those of the text
-    itself. The first n nodes are the tree of budget n; log_probs are these path-conditioned ones. With a conditional
-    head a token's probability behind its path takes its marginal's place."""
-    if proposal.steps is not None and proposal.steps.recurrent:
-        return guided_by_depth(proposal)
-    table, ngram = choices(proposal), proposal.ngram
-    counted = ngram.arrays, ngram.tokens, ngram.order, proposal.marginals.shape[-1]
-    rows, length, ranks = table.tokens.shape
-    nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
-    scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
-    for row, context in enumerate(_contexts(proposal)):
-        filled = nodes[row].numpy(), scores[row].numpy()
-        guided.best_first(*counted, proposal.weight, of_row(table, row), context, *filled)
-    return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
+@njit
+def beam(arrays, tokens, log_q, of_logit, ends, context, suffixes, nodes, scores):
+    """Run the beam for one row: tokens (L, K) int64, ascending in each position, log_q and what scores make of it,
+    of_logit, (L, K) float64, ends (L, K) bool, a context (C,) int64 that ends with the bonus token. suffixes (W, O - 1)
+    int64 is scratch. Fills nodes (3, S), that is tokens, parents among all prefixes, -1 for the root, and depths, and
+    scores (2, S), theirs and the drafter's alone.
 
-
-def choices(proposal: Proposal) -> guided.Table:
-    """Return what the best-first search of every row chooses from: the likeliest tokens of the marginals, or a
-    conditional head's candidates. What n-grams add has its marginal, on the host; elsewhere the vocabulary stays where
-    it is, and what is not listed counts as the last that is."""
-    marginals = proposal.marginals
-    if proposal.steps is None:
-        top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
-        first, steps = top[:, 0], top[:, 1:, None]
-    else:
-        ids, (first, steps) = proposal.steps.tokens, proposal.steps.table
-    alone = marginals if marginals.device.type == "cpu" else marginals.gather(-1, ids[..., -1:])
-    return guided.Table(ids.cpu().numpy(), *(part.float().cpu().numpy() for part in (first, steps, alone)))
-
-
-def guided_by_depth(proposal: Proposal) -> DraftTree:
-    """Do as `guided_ddtree` does for a head whose answer depends on all tokens before: depth by depth, the best
-    prefixes kept."""
-    ngram, steps = proposal.ngram, proposal.steps
-    rows, length, count = steps.tokens.shape
-    ascending = steps.tokens.cpu().sort(-1)  # (B, L, M)
-    shares, longest = unigram_shares(ascending.values, proposal), max(ngram.order - 1, 1)
-    suffixes, grown, texts = np.empty((rows, 1, longest), np.int64), None, _contexts(proposal)
-    recent = np.empty((rows, 1, guided.REACH), np.int64)
-    for row, text in enumerate(texts):
-        guided.begin(ngram.arrays, text, suffixes[row, 0])
-        guided.newest(text, recent[row, 0])
-
-    def judge(slot: int, prefix: torch.Tensor, which: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        nonlocal suffixes, grown, recent
-        if slot:
-            place = ascending.indices[:, slot - 1].argsort(-1).gather(1, which.cpu())  # of the candidate
-            paths = np.arange(rows)[:, None], prefix.cpu().numpy()
-            suffixes = grown[(*paths, slice(0, longest), place.numpy())]
-            last = ascending.values[:, slot - 1].gather(1, place).numpy()[..., None]  # (B, P, 1)
-            recent = np.concatenate([last, recent[paths][..., :-1]], -1)
-        order = ascending.indices[:, slot, None].expand(-1, log_q.shape[1], -1)  # (B, P, M)
-        judged = comparable(log_q.cpu().double()).clamp(min=guided.LOWEST).gather(2, order)
-        grown = np.empty((*judged.shape[:2], longest + 1, count), np.int64)
-        for row in range(rows):
-            tokens = ascending.values[row, slot].numpy()
-            alike = ngram.arrays, proposal.weight, texts[row], tokens, shares[row, slot]
-            paths = np.ascontiguousarray(suffixes[row]), recent[row]
-            guided.judge_level(*alike, judged[row].numpy(), *paths, grown[row])
-        return torch.empty_like(judged).scatter_(2, order, judged).to(log_q)
-
-    return behind(proposal.bonus, by_depth(steps, proposal.budget, judge), length)
-
-
-def unigram_shares(tokens: torch.Tensor, proposal: Proposal) -> np.ndarray:
-    """Return the share of the corpus that each of tokens (B, L, K) has, on the host."""
-    shares = np.zeros(tokens.shape)
-    guided.unigrams(proposal.ngram.arrays, proposal.ngram.tokens, tokens.numpy().reshape(-1), shares.reshape(-1))
-    return shares
-
-
-def likeliest(proposal: Proposal, unigrams: bool) -> guided.Candidates:
-    """Return the likeliest tokens of every row's positions, (B, L, K) each, on the host; `unigrams`: with their shares
-    of the corpus, else these are 0."""
-    marginals = proposal.marginals
-    top, ids = marginals.topk(min(RANKS, marginals.shape[-1]), dim=-1)
-    tokens, by_token = ids.cpu().sort(-1)
-    log_q = comparable(top.cpu().double()).gather(-1, by_token).clamp(min=guided.LOWEST)
-    shares = unigram_shares(tokens, proposal) if unigrams else np.zeros(tokens.shape)
-    return guided.Candidates(tokens.numpy(), log_q.numpy(), shares)
-
-
-def judge(candidates: guided.Candidates, scoring: Scoring, ends: Collection[int]) -> guided.Judged:
-    """Return what the beam needs besides the candidates (B, L, K)."""
-    log_q = torch.from_numpy(candidates.log_q)
-    q = log_q.softmax(-1) if scoring.renormalised else log_q.exp()
-    return guided.Judged(q.numpy(), np.isin(candidates.tokens, list(ends)))
-
-
-def of_row(columns: Columns, row: int) -> Columns:
-    """Return one row's part of `Candidates`, `Judged` or a `Table`."""
-    return type(columns)(*(array[row] for array in columns))
-
-
-def _contexts(proposal: Proposal) -> list[np.ndarray]:
-    """Return every row's text: (C,) int64 each."""
-    return [np.asarray(context, np.int64) for context in proposal.contexts]
+    As in the authors' code: the first position is judged by the drafter alone, and a prefix that ends its text is
+    extended only where others are lacking. A step is at most 0, which rounding could exceed: no child before its
+    parent."""
+    length, ranks = tokens.shape
+    width, longest = suffixes.shape
+    active, hopes = np.empty(width, np.int64), np.empty(width * ranks)
+    grown = np.empty((width, longest + 1, ranks), np.int64)
+    probabilities, unseen = np.empty(ranks), np.zeros(ranks)
+    active[0], count, size = -1, 1, 0
+    begin(arrays, context, suffixes[0])
+    for level in range(length):
+        level_weight, first = (level + 1.0) ** LEVEL_POWER, size
+        for b in range(count):
+            extend(arrays, suffixes[b], tokens[level], unseen, grown[b], probabilities)
+            above = active[b]
+            for i in range(ranks):
+                step = of_logit[level, i]
+                if level > 0:
+                    step += NGRAM_WEIGHT * (np.log(probabilities[i] + EPSILON) if probabilities[i] else UNSEEN)
+                scores[0, size] = min(step * level_weight, 0.0) + (scores[0, above] if above >= 0 else 0.0)
+                scores[1, size] = log_q[level, i] + (scores[1, above] if above >= 0 else 0.0)
+                hopes[size - first] = scores[0, size] - (ENDED if ends[level, i] else 0.0)
+                nodes[0, size], nodes[1, size], nodes[2, size] = tokens[level, i], above, level + 1
+                size += 1
+        hope, at, count = np.inf, -1, min(width, size - first)
+        for b in range(count):
+            at = next_best(0.0, hopes[: size - first], hope, at, False)
+            hope, active[b] = hopes[at], first + at
+            for k in range(longest):
+                suffixes[b, k] = grown[at // ranks, k, at % ranks]

@@ -1,73 +1,120 @@
-"""DDTree: the draft tree of B nodes that maximises the expected acceptance length under the drafter's marginals.
+"""DDTree: the draft tree of B nodes that maximises the expected acceptance length under the drafter's distributions.
 
-DDTree section 4.3: the B most probable prefixes. Two ways to the same tree: best first with a heap (the paper's
-algorithm 1, compiled for the CPU, where numba is installed, and in one Triton kernel on a GPU), and depth by depth in
-tensor operations, wherever neither is at hand.
+DDTree section 4.3: the B likeliest prefixes. The score of a node is its parent's plus log q of its token behind its own
+path, at most 0, so that a prefix never scores above its parent: lemma 1 and proposition 1 hold with the conditionals of
+a drafter's head for marginals, which are conditionals with one row, and the best B prefixes are found exactly. Two ways
+to the same nodes in the same order: best first (the paper's algorithm 1) over the table of a first-order head or of
+marginals, compiled for the CPU and in one Triton kernel for GPUs; and `by_depth`, in tensor operations of fixed shapes,
+wherever neither is at hand and for recurrent heads, whose memories the kept prefixes carry.
+
+Of equal scores the shallower prefix goes first, then the one whose parent does, then the candidate that is likelier by
+itself: the first of two equal candidates.
+
+B rows, L drafted positions, M candidates a position, N nodes, P prefixes, S entries of a memory, V vocabulary.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
 
 import torch
 
 from infer.attention.attend import has_kernel
 from infer.trees import compiled
-from infer.trees.conditional import best_of_levels, conditional_ddtree
-from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable, node_count
+from infer.trees.tree import DraftTree, Nodes, Proposal, Steps, behind, comparable, node_count
+
+# (slot, prefix (B, P), which (B, P), log q (B, P, M)) -> log q: kept prefix p grew out of prefix[p] of the depth above,
+# by its candidate which[p]
+Judge = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Marginals:
+    """Marginals (B, L, V) as conditionals with one row, over their `count` likeliest tokens."""
+
+    recurrent = False
+
+    def __init__(self, marginals: torch.Tensor, count: int) -> None:
+        top, self.tokens = marginals.topk(min(count, marginals.shape[-1]), dim=-1)  # (B, L, M)
+        self.table = top[:, 0], top[:, 1:, None]  # (B, M), (B, L - 1, 1, M)
 
 
 def ddtree(proposal: Proposal) -> DraftTree:
     """Return the top `budget` prefixes (all of them, if there are fewer) of the marginals (B, L, V), in descending
     order of probability: the first n nodes are the tree of budget n. The top K = min(budget, V) tokens of a position
     suffice (lemma 1). With a conditional head, prefixes of the head's candidates by their conditional probability."""
-    if proposal.steps is not None:
-        return conditional_ddtree(proposal)
-    marginals, budget = proposal.marginals, proposal.budget
-    top, ids = marginals.topk(min(budget, marginals.shape[-1]), dim=-1)  # (B, L, K)
-    search = best_first if compiled.available(top) or has_kernel(top.device) else by_depth
-    return behind(proposal.bonus, search(comparable(top), ids, budget), marginals.shape[1])
+    steps = proposal.steps or Marginals(proposal.marginals, proposal.budget)
+    fast = compiled.available(proposal.bonus) or has_kernel(proposal.bonus.device)
+    search = best_first if fast and not steps.recurrent else by_depth
+    return behind(proposal.bonus, search(steps, proposal.budget), steps.tokens.shape[1])
 
 
-def best_first(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
-    """Run algorithm 1: the drafted nodes, best first, from the sorted log-probabilities and ids (B, L, K) of every
-    position's likeliest tokens."""
-    rows, length, ranks = top.shape
-    if has_kernel(top.device):
+def best_first(steps: Steps, budget: int) -> Nodes:
+    """Search best first: the drafted nodes, best first. For steps that are not recurrent."""
+    rows, length, count = steps.tokens.shape
+    table, before, number = comparable(one_table(steps)), steps.table[1].shape[2], node_count(length, count, budget)
+    if has_kernel(table.device):
         from infer.trees import search_kernel
 
-        return search_kernel.best_first(top[:, 0], top[:, 1:, None], ids, node_count(length, ranks, budget))
-    nodes = torch.empty(3, rows, node_count(length, ranks, budget), dtype=torch.long)
-    scores = torch.empty(nodes.shape[1:], dtype=torch.float32)
-    compiled.best_first(top.float().contiguous().numpy(), ids.contiguous().numpy(), nodes.numpy(), scores.numpy())
-    return Nodes(*nodes, scores)
+        return search_kernel.best_first(table, before, steps.tokens, number)
+    nodes = torch.empty(rows, 3, number, dtype=torch.long)
+    scores = torch.empty(rows, number)
+    parts = (part.contiguous().numpy() for part in (table, steps.tokens, nodes, scores))
+    for log_q, tokens, *found in zip(*parts, strict=True):
+        compiled.search(log_q, tokens, length, before, None, *found)
+    return Nodes(*nodes.unbind(1), scores)
 
 
-def by_depth(top: torch.Tensor, ids: torch.Tensor, budget: int) -> Nodes:
-    """Find the same nodes from the same arguments, depth by depth on their device: extend the best prefixes of a depth
-    by the likeliest tokens, keep the best of these, and at the end take the best of all depths.
+def one_table(steps: Steps) -> torch.Tensor:
+    """Return log q (B, 1 + (L - 1) R, M) float32 of the first slot's candidates, and of the others' behind each of the
+    R of the one before."""
+    first, others = steps.table
+    return torch.cat([first[:, None], others.flatten(1, 2)], 1).float()
 
-    Exact: a prefix among the top B has its parent among them. Sorting is stable and shallow prefixes come first, so
-    that a parent precedes a child of equal score.
+
+def by_depth(steps: Steps, budget: int, judge: Judge | None = None) -> Nodes:
+    """Find the same nodes depth by depth on the candidates' device: extend the best prefixes of a depth by all
+    candidates, keep the best of these, and at the end take the best of all depths.
+
+    Exact: a prefix among the best B has its parent among them. Sorting is stable, so that equal scores stay in order.
+    `judge` may change log q behind the kept prefixes, step by step.
     """
-    scores, tokens = top[:, 0], ids[:, 0]  # (B, P) of the prefixes kept at this depth, best first
-    parents = torch.full_like(tokens, -1)  # among all kept prefixes, -1 for the root
-    depths = torch.ones_like(tokens)
-    levels, first = [(scores, tokens, parents, depths)], 0
-    for depth in range(1, top.shape[1]):
-        prefix, rank = _pairs(scores.shape[1], top.shape[2], budget, top.device)  # (C,)
-        candidates = scores[:, prefix] + top[:, depth, rank]  # (B, C)
-        scores, order = candidates.sort(dim=1, descending=True, stable=True)
-        scores, order = scores[:, :budget], order[:, :budget]
-        tokens = ids[:, depth].gather(1, rank[order])
-        parents = prefix[order] + first
-        first += levels[-1][0].shape[1]
-        levels.append((scores, tokens, parents, torch.full_like(tokens, depth + 1)))
+    rows, length, count = steps.tokens.shape
+    scores, levels, first, memory = torch.zeros(rows, 1, device=steps.tokens.device), [], 0, None
+    prefix = which = torch.zeros_like(scores, dtype=torch.long)  # (B, P) of the depth above; the last candidate
+    for slot in range(length):
+        if steps.recurrent:
+            log_q, memory = steps.extend(slot, which, memory) if slot else steps.begin()
+        else:
+            log_q = behind_candidates(steps, slot, which)
+        if judge is not None:
+            log_q = judge(slot, prefix, which, log_q)
+        extended = (scores[:, :, None] + comparable(log_q)).flatten(1)  # (B, P M)
+        scores, order = extended.sort(dim=1, descending=True, stable=True)
+        scores, order = scores[:, :budget], order[:, :budget]  # (B, P)
+        which, prefix = order % count, order // count
+        if memory is not None:
+            memory = memory.gather(1, prefix[..., None].expand(-1, -1, memory.shape[-1]))
+        parents = prefix + first - levels[-1][0].shape[1] if slot else torch.full_like(prefix, -1)
+        first += order.shape[1]
+        tokens = steps.tokens[:, slot].gather(1, which)
+        levels.append((scores, tokens, parents, torch.full_like(tokens, slot + 1)))
     return best_of_levels(levels, budget)
 
 
-@lru_cache(maxsize=256)
-def _pairs(prefixes: int, ranks: int, budget: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (prefix, rank) of the extensions that can be among the best `budget` of a depth: (C,) each. The pair (r,
-    t), counted from 0, is preceded by all (r', t') with r' <= r and t' <= t, hence (r + 1) (t + 1) <= budget."""
-    prefix, rank = torch.arange(prefixes), torch.arange(ranks)
-    pairs = ((prefix[:, None] + 1) * (rank + 1) <= budget).nonzero()
-    return pairs[:, 0].to(device), pairs[:, 1].to(device)
+def behind_candidates(steps: Steps, slot: int, which: torch.Tensor) -> torch.Tensor:
+    """Return log q (B, P, M) of a slot behind candidates `which` (B, P) of the one before, by the table."""
+    first, others = steps.table
+    if slot == 0:
+        return first[:, None]
+    rows = which.clamp(max=others.shape[2] - 1)[..., None]  # of marginals there is one
+    return others[:, slot - 1].gather(1, rows.expand(-1, -1, others.shape[3]))
+
+
+def best_of_levels(levels: list[tuple[torch.Tensor, ...]], budget: int) -> Nodes:
+    """Return the best `budget` prefixes of all depths, best first. Of every depth, best first and (B, P) each: scores,
+    tokens, parents among the prefixes of all depths (-1 for the root), and depths."""
+    scores, tokens, parents, depths = (torch.cat(column, 1) for column in zip(*levels, strict=True))
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    node = order.argsort(1) + 1  # of every kept prefix, by its place in the order; the root is node 0
+    order = order[:, :budget]
+    parents = parents.gather(1, order)
+    parents = torch.where(parents < 0, 0, node.gather(1, parents.clamp(min=0)))
+    return Nodes(tokens.gather(1, order), parents, depths.gather(1, order), scores.gather(1, order))

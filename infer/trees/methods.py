@@ -56,16 +56,9 @@ _ROWS = (
     ),
     TreeMethod("continuity", "continuity", "infer.trees.continuity:continuity", "#009e73", ngrams=True),
     TreeMethod(
-        "continuity+unigrams",
-        "continuity + unigrams",
-        "infer.trees.continuity:continuity_unigrams",
-        ngrams=True,
-        evaluated=False,
-    ),
-    TreeMethod(
         "ddtree+ngrams",
         "DDTree + n-grams",
-        "infer.trees.continuity:guided_ddtree",
+        "infer.trees.guided:guided_ddtree",
         "#9b4f96",
         ranked=True,
         ngrams=True,

@@ -1,5 +1,5 @@
-"""The best-first search for the likeliest prefixes, in one launch on a GPU: what `infer.trees.compiled.best_first` and
-`infer.trees.conditional.search` do on the CPU, in Triton.
+"""The best-first search for the likeliest prefixes, in one launch on a GPU: what `infer.trees.compiled.search` does on
+the CPU, in Triton.
 
 One program searches one row's tree. Entry n is the best child of node n that is not in the tree yet; each step takes
 the best entry, as all of them fit into registers, where the CPU keeps a heap.
@@ -68,17 +68,15 @@ def _search(
         rank, depth = tl.where(new, which, rank), tl.where(new & deeper, level + 1, depth)
 
 
-def best_first(first: torch.Tensor, steps: torch.Tensor, candidates: torch.Tensor, budget: int) -> Nodes:
-    """Return the best `budget` prefixes, best first, of candidates (B, L, M) with log q `first` (B, M) of the first
-    position and `steps` of the others: (B, L - 1, M, M), [candidate before, candidate], or (B, L - 1, 1, M) where the
-    one before does not matter. There must be so many prefixes."""
+def best_first(table: torch.Tensor, before: int, candidates: torch.Tensor, budget: int) -> Nodes:
+    """Return the best `budget` prefixes, best first, of candidates (B, L, M): a table (B, 1 + (L - 1) before, M) and
+    `before` are as in `infer.trees.compiled.search`. There must be so many prefixes."""
     rows, length, count = candidates.shape
     places = torch.empty(3, rows, budget, dtype=torch.long, device=candidates.device)
     scores = torch.empty(rows, budget, device=candidates.device)
-    table = torch.cat([first[:, None], steps.flatten(1, 2)], 1).float()  # (B, 1 + (L - 1) (M or 1), M)
     _search[rows,](
-        table, candidates.contiguous(), *places, scores, length, count, budget, table.shape[1],
+        table.contiguous(), candidates.contiguous(), *places, scores, length, count, budget, table.shape[1],
         NODES=triton.next_power_of_2(budget + 1), COUNT=triton.next_power_of_2(count),
-        CONDITIONAL=steps.shape[2] > 1,
+        CONDITIONAL=before > 1,
     )  # fmt: skip
     return Nodes(*places, scores)

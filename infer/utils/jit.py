@@ -1,16 +1,10 @@
-"""Machine code for loops on the CPU, by numba. Where it is not installed, such functions are ordinary Python ones: most
-callers then have a tensor version to take."""
+"""Machine code for loops on the CPU, by numba."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-try:
-    import numba
-except ImportError:  # infer runs without it, somewhat slower
-    numba = None
-
-AVAILABLE = numba is not None
+import numba
 
 
 def njit(function: Callable | None = None, *, reorders: bool = False) -> Callable:
@@ -19,8 +13,6 @@ def njit(function: Callable | None = None, *, reorders: bool = False) -> Callabl
     `reorders`: sums may be taken in any order and multiplications joined with them, as vectors of numbers need it."""
     if function is None:
         return partial(njit, reorders=reorders)
-    if numba is None:
-        return function
     options = {"nogil": True, "fastmath": {"reassoc", "contract"} if reorders else False}
     try:
         compiled = numba.njit(cache=True, **options)(function)
@@ -37,6 +29,3 @@ def njit(function: Callable | None = None, *, reorders: bool = False) -> Callabl
 
     cache.save_overload = save_if_there_is_room
     return compiled
-
-
-__all__ = ["AVAILABLE", "njit"]

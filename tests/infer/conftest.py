@@ -20,7 +20,7 @@ from infer.drafters.baselines import Baseline
 from infer.drafters.families import LOOKUP
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
-from infer.trees import guided
+from infer.trees import ngram_factor
 
 
 class ScriptedDrafter(Baseline):
@@ -200,7 +200,7 @@ def recalled() -> Callable:
     path earlier in a text."""
 
     def correct(text: list[int], path: list[int], tokens: list[int], probabilities: np.ndarray) -> np.ndarray:
-        for length in range(1, min(guided.REACH, len(path)) + 1):
+        for length in range(1, min(ngram_factor.REACH, len(path)) + 1):
             ends = [at + length for at in range(len(text) - length) if text[at : at + length] == path[-length:]]
             if not ends:
                 break
@@ -221,9 +221,9 @@ def widened() -> Callable:
         found = [after for before, after in reversed(list(pairwise(text))) if before == path[-1]]
         for length in range(min(model.order - 1, len(path)), 0, -1):
             children = model.continuations(path[-length:])[0].tolist()
-            if len(children) > guided.FOLLOWERS:
+            if len(children) > ngram_factor.FOLLOWERS:
                 break
             found += children
-        return [token for token in dict.fromkeys(found) if token not in listed][: guided.MORE]
+        return [token for token in dict.fromkeys(found) if token not in listed][: ngram_factor.MORE]
 
     return add

@@ -97,7 +97,7 @@ def make_features(folder: Path) -> Reader:
 def make_ngrams(folder: Path) -> Reader:
     dice = random.Random(0)
     documents = [[dice.randrange(60) for _ in range(80)] for _ in range(30)]
-    count_ngrams(documents, 97, 3, folder / "ngrams", "0" * 64, workers=1)
+    count_ngrams(documents, 97, 3, folder / "ngrams", "0" * 64)
 
     def read(folder: Path) -> object:
         file = folder / "ngrams"

@@ -154,26 +154,26 @@ MUTANTS = [
     ),
     (
         "the shortest context has the last word",
-        "infer/trees/guided.py",
+        "infer/ngrams/model.py",
         ("for k in range(len(suffixes)):  # a", "for k in range(len(suffixes) - 1, -1, -1):  # the"),
         CONTINUITY,
     ),
     (
         "continuity: texts that ended are gone on with",
-        "infer/trees/guided.py",
-        ("(ENDED if judged.ends[level, i] else 0.0)", "0.0"),
+        "infer/trees/continuity.py",
+        ("(ENDED if ends[level, i] else 0.0)", "0.0"),
         CONTINUITY,
     ),
     (
         "continuity: unseen tokens have their unigrams",
         "infer/trees/continuity.py",
-        ("renormalised=True, unigrams=False", "renormalised=True, unigrams=True"),
+        ("np.empty(ranks), np.zeros(ranks)\n", "np.empty(ranks), np.full(ranks, 0.01)\n"),
         CONTINUITY,
     ),
     (
         "a path's probability is not normalised",
-        "infer/trees/guided.py",
-        ("return highest + np.log(judged) - min(np.log(drafted), 0.0)", "return 0.0"),
+        "infer/trees/ngram_factor.py",
+        ("norm = highest + np.log(judged) - (min(np.log(drafted), 0.0) if drafted > 0 else LOWEST)", "norm = 0.0"),
         CONTINUITY,
     ),
     (

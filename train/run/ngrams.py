@@ -38,10 +38,9 @@ def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier:
         return
     vocabulary, digest, out = len(target.head_weight), target.tokenizer_digest, run / NGRAMS
     order = usual_order(vocabulary) if earlier is None else NGram.open(earlier).order
-    # in this process: others are spawned, and would run a user's script anew that trains
     if earlier is None:
-        count_ngrams(documents(rows), vocabulary, order, out, digest, workers=1, threshold=THRESHOLD)
+        count_ngrams(documents(rows), vocabulary, order, out, digest, threshold=THRESHOLD)
         return
     with TemporaryDirectory(dir=run) as folder:
-        ours = count_ngrams(documents(rows), vocabulary, order, Path(folder) / NGRAMS, digest, workers=1)
+        ours = count_ngrams(documents(rows), vocabulary, order, Path(folder) / NGRAMS, digest)
         merge([ours.path, earlier], out, digest, THRESHOLD)

@@ -37,7 +37,7 @@ def counted(tmp_path_factory, embedded):
     folder = tmp_path_factory.mktemp("counted")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [HELD_OUT, *TEXTS]))
     data = DataConfig(source="jsonl", path=str(folder / "texts.jsonl"))
-    run_ngram(NgramCommand(out=str(folder / "new" / "texts.ngrams"), order=4, workers=1, data=data))
+    run_ngram(NgramCommand(out=str(folder / "new" / "texts.ngrams"), order=4, data=data))
     return folder / "new" / "texts.ngrams"
 
 

@@ -56,7 +56,7 @@ def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
     """With a file beside the weights: DDTree without it and with it, and the n-grams in the drafter's place."""
     target, drafter = make_tiny(block_size=6)
     texts = [[7, 8, 9, 10, 11, 12, 13, 7, 8, 9]]
-    drafter.ngrams = count_ngrams(texts, len(target.head_weight), 3, tmp_path / "ngrams", "0" * 64, workers=1).path
+    drafter.ngrams = count_ngrams(texts, len(target.head_weight), 3, tmp_path / "ngrams", "0" * 64).path
     config = EvaluationConfig(max_new_tokens=12, budgets=[2, 8, 4])
     every = variants(target, drafter, config)
     assert [(one.name, one.budget) for one in every[2:]] == [

@@ -7,26 +7,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from infer.ngrams import model as ngram
 from infer.ngrams.count import count_ngrams
 from infer.ngrams.merge import merge
 from infer.ngrams.model import HEADER, NGram
-from infer.utils.jit import AVAILABLE
 
 DIGEST = "0123456789abcdef" * 4
-COMPILED = ("_child", "children", "token_of", "lower_bound", "find_child", "find", "count_of", "gather_counts")
-COMPILED = (*COMPILED, "gather_probabilities")
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def lookups(request, monkeypatch):
-    """Everything holds for the functions that numba compiled, and for the same functions without it."""
-    if not AVAILABLE:
-        if request.param == "compiled":
-            pytest.skip("numba is not installed")
-    elif request.param == "plain":
-        for name in COMPILED:
-            monkeypatch.setattr(ngram, name, getattr(ngram, name).py_func)
 
 
 def skewed(tokens: int, vocabulary: int, seed: int, longest: int = 60) -> list[list[int]]:
@@ -97,10 +82,10 @@ def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (2, 300), (5, 900), (60, 1200), (1000, 600)])
-def test_counts_are_a_dictionarys(lookups, tmp_path, order, vocabulary, tokens):
+def test_counts_are_a_dictionarys(tmp_path, order, vocabulary, tokens):
     documents = skewed(tokens, vocabulary, seed=vocabulary + order)
     for chunk in (1_000_000, tokens // 3 - 1, tokens // 8 + 1):
-        model = count_ngrams(documents, vocabulary, order, tmp_path / "x.ngram", DIGEST, 1, chunk)
+        model = count_ngrams(documents, vocabulary, order, tmp_path / "x.ngram", DIGEST, chunk)
         assert_equal(model, documents, contexts=10)
 
 
@@ -110,14 +95,14 @@ def test_ranges_may_begin_anywhere(tmp_path, chunk):
     for seed, vocabulary in ((1, 1), (2, 2), (3, 4)):
         documents = skewed(24, vocabulary, seed, longest=20)
         for order in (1, 2, 5):
-            assert_equal(count_ngrams(documents, vocabulary, order, tmp_path / "x", DIGEST, 1, chunk), documents)
+            assert_equal(count_ngrams(documents, vocabulary, order, tmp_path / "x", DIGEST, chunk), documents)
 
 
-def test_two_processes_write_the_same_file(tmp_path):
+def test_small_chunks_write_the_same_file(tmp_path):
     documents = skewed(20_000, 300, seed=9, longest=900)
     told = []
-    one = count_ngrams(documents, 300, 3, tmp_path / "one", DIGEST, 1, 20_000_000)
-    two = count_ngrams(iter(documents), 300, 3, tmp_path / "deeper" / "two", DIGEST, 2, 3000, told.append)
+    one = count_ngrams(documents, 300, 3, tmp_path / "one", DIGEST, 20_000_000)
+    two = count_ngrams(iter(documents), 300, 3, tmp_path / "deeper" / "two", DIGEST, 3000, told.append)
     assert one.path.read_bytes() == two.path.read_bytes()
     assert told == [3000, 6000, 9000, 12_000, 15_000, 18_000, 20_000]
     assert_equal(two, documents)
@@ -125,11 +110,11 @@ def test_two_processes_write_the_same_file(tmp_path):
     assert [path.name for path in two.path.parent.iterdir()] == ["two"]
 
 
-def test_large_counts_overflow_into_a_table(lookups, tmp_path):
+def test_large_counts_overflow_into_a_table(tmp_path):
     """A vocabulary of a million leaves 12 bits for a count."""
     vocabulary = 1_000_000
     documents = [[7, 999_999] * 2047, [7, 999_999] * 5000 + [7, 3], np.array([3] * 4095, np.uint32), [5] * 4094]
-    model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", DIGEST, 1, 5000)
+    model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", DIGEST, 5000)
     assert model.arrays.count_bits == 12
     assert_equal(model, [list(map(int, document)) for document in documents], contexts=10)
     tokens, counts = model.continuations([])
@@ -139,17 +124,17 @@ def test_large_counts_overflow_into_a_table(lookups, tmp_path):
     )  # 3, 7, 999,999; 7 999,999, and the other way; the same with a third
 
 
-def test_the_vocabulary_of_a_large_model(lookups, tmp_path):
+def test_the_vocabulary_of_a_large_model(tmp_path):
     documents = [[151_935, 0, 151_935, 0, 1], *skewed(4000, 151_936, seed=4)]
-    model = count_ngrams(documents, 151_936, 3, tmp_path / "x", DIGEST, 1, 1000)
+    model = count_ngrams(documents, 151_936, 3, tmp_path / "x", DIGEST, 1000)
     assert_equal(model, documents)
     assert model.probabilities([151_935, 0], [151_935, 1, 151_936, -1]).tolist()[2:] == [0, 0]
 
 
-def test_searches_among_many_children(lookups, tmp_path):
+def test_searches_among_many_children(tmp_path):
     """A thousand children against few tokens and against many: both ways of gathering; more than one group of nodes."""
     documents = [[1, 70_000 - 3 * child] for child in range(20_000)] + [[1, 70_000]] * 5
-    model = count_ngrams(documents, 70_001, 2, tmp_path / "x", DIGEST, 1)
+    model = count_ngrams(documents, 70_001, 2, tmp_path / "x", DIGEST)
     assert len(model.arrays.base) == 2
     counts = plain_counts(documents, 2)
     for tokens in ([], [70_000], [0, 10_001, 10_002, 10_003, 70_000, 70_000], range(9_000, 13_000)):
@@ -162,14 +147,12 @@ def test_searches_among_many_children(lookups, tmp_path):
 
 
 @pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (5, 900), (60, 1200), (1000, 600)])
-@pytest.mark.parametrize("block", [1 << 12, 7])
-def test_a_threshold_leaves_rare_ngrams_out(lookups, tmp_path, monkeypatch, vocabulary, tokens, block):
+def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, tokens):
     """All lookups are those of a dictionary from which what was seen too rarely is taken; the rest keeps its counts."""
-    monkeypatch.setattr("infer.ngrams.prune.BLOCK", block)
     documents = skewed(tokens, vocabulary, seed=vocabulary)
     for order, threshold in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
         out = tmp_path / "x.ngram"
-        model = count_ngrams(documents, vocabulary, order, out, DIGEST, 1, tokens // 3 + 1, threshold=threshold)
+        model = count_ngrams(documents, vocabulary, order, out, DIGEST, tokens // 3 + 1, threshold=threshold)
         counts = plain_counts(documents, order)
         assert_is(model, Counter({gram: seen for gram, seen in counts.items() if seen >= threshold or not gram}), 10)
         assert model.tokens == sum(map(len, documents))
@@ -184,15 +167,15 @@ def test_merged_files_are_those_of_all_texts(tmp_path, vocabulary, tokens):
     for order in (1, 2, 4):
         files = [tmp_path / str(n) for n in range(3)]
         for file, documents in zip(files, parts, strict=True):
-            count_ngrams(documents, vocabulary, order, file, DIGEST, 1)
-        whole = count_ngrams(sum(parts, []), vocabulary, order, tmp_path / "whole", DIGEST, 1)
+            count_ngrams(documents, vocabulary, order, file, DIGEST)
+        whole = count_ngrams(sum(parts, []), vocabulary, order, tmp_path / "whole", DIGEST)
         assert merge(files, tmp_path / "merged", DIGEST).path.read_bytes() == whole.path.read_bytes()
-        count_ngrams(parts[0], vocabulary, order, files[0], DIGEST, 1, threshold=2)
+        count_ngrams(parts[0], vocabulary, order, files[0], DIGEST, threshold=2)
         pruned, other = plain_counts(parts[0], order), plain_counts(parts[1], order)
         pruned = Counter({gram: seen for gram, seen in pruned.items() if seen >= 2 or not gram})
         both = Counter({gram: seen for gram, seen in (pruned + other).items() if seen >= 3 or not gram})
         assert_is(merge(files[:2], tmp_path / "merged", DIGEST, threshold=3), both, 10)
-    count_ngrams(parts[0], vocabulary, 3, files[1], DIGEST, 1)
+    count_ngrams(parts[0], vocabulary, 3, files[1], DIGEST)
     with pytest.raises(ValueError, match="order 3 over .*order 4 over .*count them again alike"):
         merge(files, tmp_path / "no", DIGEST)
 
@@ -200,7 +183,7 @@ def test_merged_files_are_those_of_all_texts(tmp_path, vocabulary, tokens):
 def test_large_counts_pass_the_threshold(tmp_path):
     """Counts beyond what a node's code can say, at a vocabulary of a million."""
     documents = [[7, 999_999] * 5000, [3, 7], [5] * 4095]
-    model = count_ngrams(documents, 1_000_000, 2, tmp_path / "x", DIGEST, 1, threshold=4095)
+    model = count_ngrams(documents, 1_000_000, 2, tmp_path / "x", DIGEST, threshold=4095)
     assert model.count([7]) == 5001 and model.count([7, 999_999]) == 5000
     assert model.count([5]) == 4095 and model.count([5, 5]) == model.count([3]) == model.count([3, 7]) == 0
     assert model.nodes == (1_000_000, 2)
@@ -208,58 +191,49 @@ def test_large_counts_pass_the_threshold(tmp_path):
 
 @pytest.mark.parametrize("documents", [[[3]], [[], [2], []], [[1, 2, 3], [], [0]]])
 @pytest.mark.parametrize("order", [1, 3])
-def test_short_documents(lookups, tmp_path, documents, order):
-    model = count_ngrams(documents, 4, order, tmp_path / "x", DIGEST, 1)
+def test_short_documents(tmp_path, documents, order):
+    model = count_ngrams(documents, 4, order, tmp_path / "x", DIGEST)
     assert_equal(model, documents)
     assert_equal(NGram.open(tmp_path / "x", DIGEST, check=True), documents)
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path):
-    def refused(message, documents=([1, 2],), vocabulary=100, order=2, digest=DIGEST, **options):
+    def refused(message, documents=([1, 2],), vocabulary=100, order=2, **options):
         with pytest.raises(ValueError, match=message):
-            count_ngrams(documents, vocabulary, order, tmp_path / "x", digest, workers=1, **options)
+            count_ngrams(documents, vocabulary, order, tmp_path / "x", DIGEST, **options)
         assert not list(tmp_path.iterdir())
 
     refused("no document has a token", documents=[])
     refused("no document has a token", documents=[[], []])
     refused("document 1 has token id 100, outside the vocabulary of 100", documents=[[5], [1, 100]], chunk_tokens=1)
     refused("document 0 has token id -1", documents=[[-1, 3]])
-    refused("no list of token ids", documents=[[0.5]])
-    refused("no list of token ids", documents=[[[1, 2]]])
     refused("3 is the largest order possible", vocabulary=151_936, order=4)
     refused("9 is the largest order possible", order=0)
-    refused("a vocabulary of 0 ids", vocabulary=0)
-    refused("a vocabulary of 2147483649 ids", vocabulary=2**31 + 1, order=1)
-    refused("64 hexadecimal digits", digest="qwen")
-    refused("chunk_tokens is 0", chunk_tokens=0)
-    refused("threshold is 0", threshold=0)
 
 
-def test_a_failure_in_a_process_leaves_nothing(tmp_path):
+def test_a_failure_leaves_nothing(tmp_path):
     def documents():
         yield from ([1, 2, 3] for _ in range(100))
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        count_ngrams(documents(), 4, 2, tmp_path / "x", DIGEST, workers=2, chunk_tokens=20)
+        count_ngrams(documents(), 4, 2, tmp_path / "x", DIGEST, chunk_tokens=20)
     assert not list(tmp_path.iterdir())
 
 
-def test_lookups_of_impossible_lengths(lookups, tmp_path):
-    model = count_ngrams([[1, 2, 3, 1, 2]], 4, 2, tmp_path / "x", DIGEST, 1)
-    for wrong in ([], [1, 2, 3]):
-        with pytest.raises(ValueError, match=f"an n-gram of {len(wrong)} ids: .*x counts those of 1 to 2"):
-            model.count(wrong)
-    with pytest.raises(ValueError, match="a context of 2 ids"):
-        model.continuations([1, 2])
-    assert model.count([4]) == model.count([1, -1]) == model.count([-1]) == 0
+def test_lookups_of_impossible_lengths(tmp_path):
+    model = count_ngrams([[1, 2, 3, 1, 2]], 4, 2, tmp_path / "x", DIGEST)
+    assert len(model.continuations([1, 2])[0]) == 0
+    assert (
+        model.count([]) == model.count([1, 2, 3]) == model.count([4]) == model.count([1, -1]) == model.count([-1]) == 0
+    )
     assert model.probabilities([9, 9, 9, 1], [2, 3]).tolist() == [1.0, 0.2]
 
 
 @pytest.fixture
 def small(tmp_path):
     """A small file of three levels."""
-    return count_ngrams(skewed(400, 12, seed=7), 12, 3, tmp_path / "small.ngram", DIGEST, 1).path
+    return count_ngrams(skewed(400, 12, seed=7), 12, 3, tmp_path / "small.ngram", DIGEST).path
 
 
 def test_files_that_are_none_of_ours_are_refused_by_name(small, tmp_path):
@@ -293,10 +267,10 @@ def test_every_altered_byte_is_noticed(small):
             NGram.open(small, check=at >= HEADER.itemsize)
 
 
-def test_lookups_in_damaged_files_do_no_harm(lookups, tmp_path):
+def test_lookups_in_damaged_files_do_no_harm(tmp_path):
     """Whatever the body holds, lookups answer something; a vocabulary of a million, so that there is an overflow."""
     documents = [[5, 6] * 3000, *skewed(300, 40, seed=8)]
-    path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", DIGEST, 1).path
+    path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", DIGEST).path
     whole = bytearray(path.read_bytes())
     generator = np.random.default_rng(0)
     sections = np.frombuffer(bytes(whole[: HEADER.itemsize]), HEADER)[0]["sections"].astype(int)
@@ -329,7 +303,7 @@ def test_two_may_read_one_file(small):
 
 
 def test_opening_reads_next_to_nothing(tmp_path):
-    model = count_ngrams(skewed(2000, 1 << 20, seed=1), 1 << 20, 3, tmp_path / "x", DIGEST, 1)
+    model = count_ngrams(skewed(2000, 1 << 20, seed=1), 1 << 20, 3, tmp_path / "x", DIGEST)
     start = time.perf_counter()
     NGram.open(model.path)
     assert time.perf_counter() - start < 0.1

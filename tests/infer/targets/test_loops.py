@@ -6,9 +6,6 @@ import torch
 from infer.attention.kv_cache import KVCache
 from infer.targets.lean import Layer, Norm
 from infer.trees import compiled
-from infer.utils import jit
-
-pytestmark = pytest.mark.skipif(not jit.AVAILABLE, reason="numba is not installed")
 
 
 def normal(*shape: int) -> torch.Tensor:

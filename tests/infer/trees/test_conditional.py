@@ -8,11 +8,10 @@ import torch
 
 from infer.ngrams.model import NGram
 from infer.trees.chain import chain
-from infer.trees.conditional import best_first, by_depth, conditional_ddtree
-from infer.trees.continuity import guided_ddtree
+from infer.trees.ddtree import best_first, by_depth, ddtree
+from infer.trees.guided import guided_ddtree
 from infer.trees.methods import TREES
 from infer.trees.tree import Nodes, Proposal
-from infer.utils import jit
 
 
 class RandomSteps:
@@ -61,7 +60,7 @@ class RandomSteps:
         return self.log_q[len(prefix) - 1][row, context, prefix[-1]]
 
     def ranked(self, row) -> list[tuple[tuple[int, ...], float]]:
-        """Every prefix of candidates with its score, in the order that `infer.trees.conditional` promises: by score, of
+        """Every prefix of candidates with its score, in the order that `infer.trees.ddtree` promises: by score, of
         equal ones the shallower first, then the one whose parent goes first, then the first candidate."""
         _, length, count = self.shape
         scores, place, everything = {(): torch.zeros(())}, {(): 0}, []
@@ -99,7 +98,7 @@ def test_the_tree_is_the_exhaustive_top_b_in_order(shape, recurrent, kind):
     steps = RandomSteps(shape, 7 * kind + shape[1], bool(recurrent), grain=(0, 0.5, 0, 1.0)[kind], forbidden=kind > 1)
     ranked = [steps.ranked(row) for row in range(shape[0])]
     for budget in (1, 2, 3, 8, 21, 1000):
-        searches = [by_depth] + [best_first] * (jit.AVAILABLE and not recurrent)
+        searches = [by_depth] + [best_first] * (not recurrent)
         for search in searches:
             nodes = search(steps, budget)
             for row in range(shape[0]):
@@ -108,7 +107,6 @@ def test_the_tree_is_the_exhaustive_top_b_in_order(shape, recurrent, kind):
                 assert nodes.log_probs[row].tolist() == [score for _, score in expected]
 
 
-@pytest.mark.skipif(not jit.AVAILABLE, reason="numba is not installed")
 @pytest.mark.parametrize("length, count, budget", [(7, 32, 64), (15, 16, 33), (3, 64, 256)])
 def test_both_searches_find_the_same_nodes_at_real_sizes(length, count, budget):
     for grain in (0.0, 0.25):
@@ -120,7 +118,7 @@ def test_both_searches_find_the_same_nodes_at_real_sizes(length, count, budget):
 def test_expected_length_is_the_enumerations():
     """The expected number of candidates that a sample of the drafter goes along, and the bonus token."""
     steps = RandomSteps((2, 3, 4), 5)
-    tree = conditional_ddtree(Proposal(torch.tensor([1, 2]), None, 9, steps=steps))
+    tree = ddtree(Proposal(torch.tensor([1, 2]), None, 9, steps=steps))
     for row in range(2):
         inside = {prefix for prefix, _ in steps.ranked(row)[:9]}
         expected = 1.0

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from infer.ngrams.count import count_ngrams
-from infer.ngrams.model import NGram
-from infer.trees import guided
-from infer.trees.continuity import Scoring, choices, continuity, continuity_unigrams, guided_ddtree
-from infer.trees.ddtree import ddtree
+from infer.ngrams.model import NGram, begin, extend, unigrams
+from infer.trees import guided, ngram_factor
+from infer.trees.compiled import search
+from infer.trees.continuity import continuity
+from infer.trees.ddtree import Marginals, ddtree
+from infer.trees.guided import guided_ddtree
 from infer.trees.tree import DraftTree, Proposal
 
 EPSILON = 1e-5  # of the guided DDTree
-# What the DART authors' code chooses where appendix D says nothing, and what `continuity_unigrams` does.
-AUTHORS = Scoring(epsilon=1e-10, renormalised=True, unigrams=False)
-SMOOTHED = Scoring(epsilon=1e-5, renormalised=False, unigrams=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +79,9 @@ def counted(texts: list[list[int]], order: int) -> Counter:
     return counts
 
 
-def fluency(counts: Counter, order: int, context: list[int], token: int, unigrams: bool) -> float:
+def fluency(counts: Counter, order: int, context: list[int], token: int) -> float:
     """Pr(token | context) behind the longest suffix of 1 to order - 1 tokens that it was seen behind, or 0."""
-    for length in range(min(order - 1, len(context)), -1 if unigrams else 0, -1):
+    for length in range(min(order - 1, len(context)), 0, -1):
         suffix = tuple(context[len(context) - length :])
         if counts[(*suffix, token)]:
             return counts[(*suffix, token)] / counts[suffix]
@@ -90,21 +89,21 @@ def fluency(counts: Counter, order: int, context: list[int], token: int, unigram
 
 
 def algorithm_1(
-    marginal: torch.Tensor, context: list[int], counts: Counter, order: int, budget: int, scoring: Scoring, ends=()
+    marginal: torch.Tensor, context: list[int], counts: Counter, order: int, budget: int, ends=()
 ) -> list[tuple]:
-    """DART algorithm 1 with appendix D's weights, best first: (prefix, score, log-probability under the drafter)."""
+    """DART algorithm 1 with appendix D's weights, and what the authors' code chooses where it says nothing, best first:
+    (prefix, score, log-probability under the drafter)."""
     top, ids = marginal.topk(min(25, marginal.shape[-1]), dim=-1)
-    judged = top.softmax(-1) if scoring.renormalised else top.exp()
+    judged = top.softmax(-1)
     active, everything = [((), 0.0, 0.0)], []
     for level in range(len(marginal)):
         grown = []
         for prefix, score, drafted in active:
             path = context + list(prefix)
             for token, q, log_q in zip(*(side[level].tolist() for side in (ids, judged, top)), strict=True):
-                step = 0.9**level * math.log(q + scoring.epsilon)
+                step = 0.9**level * math.log(q + 1e-10)
                 if level > 0:
-                    fluent = fluency(counts, order, path, token, scoring.unigrams)
-                    step += 0.5 * math.log(fluent + scoring.epsilon)
+                    step += 0.5 * math.log(fluency(counts, order, path, token) + 1e-10)
                 step = min(step * (level + 1) ** -0.7, 0.0)
                 grown.append(((*prefix, token), score + step, drafted + log_q))
         everything += grown
@@ -116,13 +115,12 @@ def algorithm_1(
 MODELS = [(97, 3, 8, ()), (97, 2, 8, (5,)), (60, 4, 8, (7, 11)), (12, 3, 5, (0, 3)), (30, 5, 3, (1,)), (97, 1, 4, ())]
 
 
-@pytest.mark.parametrize("build, scoring", [(continuity, AUTHORS), (continuity_unigrams, SMOOTHED)])
 @pytest.mark.parametrize("case", range(len(MODELS)))
-def test_continuity_is_algorithm_1(tmp_path, build, scoring, case):
+def test_continuity_is_algorithm_1(tmp_path, case):
     """25 trees of each model, 150 in all: the same nodes in the same order, and the authors' own choices in theirs."""
     vocabulary, order, length, ends = MODELS[case]
     texts = corpus(vocabulary, case)
-    model = count_ngrams(texts, vocabulary, order, tmp_path / "x.ngrams", "0" * 64, workers=1)
+    model = count_ngrams(texts, vocabulary, order, tmp_path / "x.ngrams", "0" * 64)
     counts = counted(texts, order)
     generator = torch.Generator().manual_seed(case)
     for number in range(25):
@@ -134,8 +132,8 @@ def test_continuity_is_algorithm_1(tmp_path, build, scoring, case):
         some, budget = logits.log_softmax(-1), int(torch.randint(8, 60, (), generator=generator))
         text = texts[number % len(texts)] or [0]
         context = text[: 1 + number % len(text)]
-        tree = build(Proposal(torch.tensor([context[-1]]), some, budget, model, [context], ends=ends))
-        expected = algorithm_1(some[0], context, counts, order, budget, scoring, ends)
+        tree = continuity(Proposal(torch.tensor([context[-1]]), some, budget, model, [context], ends=ends))
+        expected = algorithm_1(some[0], context, counts, order, budget, ends)
         found = prefixes(tree, 0)
         assert list(found) == [prefix for prefix, _, _ in expected], number
         assert list(found.values()) == pytest.approx([drafted for _, _, drafted in expected], abs=1e-4)
@@ -161,7 +159,7 @@ def test_rows_of_a_batch_are_algorithm_1(model, length, budget):
     tree = continuity(Proposal(torch.arange(rows), some, budget, model, ends))
     answers = ModelCounts(model)
     for row in range(rows):
-        expected = algorithm_1(some[row], ends[row], answers, model.order, budget, AUTHORS)
+        expected = algorithm_1(some[row], ends[row], answers, model.order, budget)
         found = prefixes(tree, row)
         assert list(found) == [prefix for prefix, _, _ in expected]
         assert list(found.values()) == pytest.approx([drafted for _, _, drafted in expected], abs=1e-4)
@@ -274,24 +272,24 @@ def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model):
         context = generator.integers(0, 97, generator.integers(1, 4))
         tokens = np.sort(generator.choice(97, 25, replace=False))
         suffixes, again = np.empty(2, np.int64), np.empty(2, np.int64)
-        guided.begin(model.arrays, context, suffixes)
+        begin(model.arrays, context, suffixes)
         grown, found = np.empty((3, 25), np.int64), np.empty(25)
         alone = np.empty(25)
-        guided.unigrams(model.arrays, model.tokens, tokens, alone)
-        guided.extend(model.arrays, suffixes, tokens, alone, grown, found)
+        unigrams(model.arrays, model.tokens, tokens, alone)
+        extend(model.arrays, suffixes, tokens, alone, grown, found)
         assert np.array_equal(found, model.probabilities(context, tokens))
         for i, token in enumerate(tokens):
-            guided.begin(model.arrays, np.append(context, token), again)
+            begin(model.arrays, np.append(context, token), again)
             assert np.array_equal(grown[:2, i], again)
 
 
 def test_a_text_that_repeats_itself_is_believed(recalled):
     """Behind a stretch that came before, what followed it then is nearly certain: 8 matches of 1 to 8 tokens."""
     text, tokens = np.array([*range(9)] * 2), np.arange(20)
-    found, recent = NGram.uniform(20).probabilities(text, tokens), np.empty(guided.REACH, np.int64)
+    found, recent = NGram.uniform(20).probabilities(text, tokens), np.empty(ngram_factor.REACH, np.int64)
     ends, lengths = np.empty((2, len(text)), np.int64)
-    guided.newest(text, recent)
-    guided.recall(text, ends, lengths, guided.meet(text, recent, ends, lengths), tokens, found)
+    ngram_factor.newest(text, recent)
+    ngram_factor.recall(text, ends, lengths, ngram_factor.meet(text, recent, ends, lengths), tokens, found)
     assert found[0] == 1 - 19 / 20 / 2**8 and np.allclose(found[1:], 1 / 20 / 2**8)
     assert np.allclose(found, recalled(text.tolist(), text.tolist(), tokens.tolist(), np.full(20, 1 / 20)))
 
@@ -299,38 +297,16 @@ def test_a_text_that_repeats_itself_is_believed(recalled):
 def test_tokens_that_are_not_listed_may_all_count_alike(model):
     """Where the marginals stay on another device, one number a position stands for all that are not listed."""
     some, text = marginals(1, 4, seed=2), np.array(repeating(1)[0])
-    table = guided.Table(*(part[0] for part in choices(Proposal(torch.tensor([text[-1]]), some, 30))))
+    proposal = Proposal(torch.tensor([text[-1]]), some, 30, model, [text])
     floor, found = np.full((4, 1), -2.0, np.float32), []
-    for alone in (floor, np.ascontiguousarray(np.broadcast_to(floor, table.alone.shape))):
-        nodes, scores = np.empty((3, 30), np.int64), np.empty(30)
-        guided.best_first(model.arrays, model.tokens, 3, 97, 1.0, table._replace(alone=alone), text, nodes, scores)
+    for alone in (floor, np.ascontiguousarray(np.broadcast_to(floor, some.shape[1:]))):
+        guide = guided.guides(proposal, Marginals(some, 25), 30)[0]._replace(alone=alone)
+        nodes, scores, tokens = np.empty((3, 30), np.int64), np.empty(30), np.empty_like(guide.listed)
+        search(np.empty(tokens.shape), tokens, 4, 0, guide, nodes, scores)
         found.append((nodes, scores))
     assert np.array_equal(found[0][0], found[1][0]) and np.array_equal(found[0][1], found[1][1])
     tokens, _, depths = found[0][0]
-    assert any(token not in table.tokens[depth - 1] for token, depth in zip(tokens, depths, strict=True))
-
-
-def test_the_searches_run_without_numba_too(model):
-    """The same functions as plain Python, on one row."""
-    if not hasattr(guided.beam, "py_func"):
-        pytest.skip("numba is not installed: the other tests ran them so")
-    log_q, tokens = marginals(1, 4, seed=2)[0, :, :25].double().numpy(), np.tile(np.arange(25), (4, 1))
-    candidates = guided.Candidates(tokens, log_q, np.full((4, 25), 0.01))
-    first, steps = np.float32(log_q[0]), np.float32(log_q[1:, None])
-    table = guided.Table(tokens[:, ::-1].copy(), first, steps, np.zeros((4, 97), np.float32))
-    judged, context = guided.Judged(np.exp(log_q), tokens == 3), np.array([5, 9, 5, 9])
-    calls = {
-        guided.beam: (model.arrays, 3, 1e-5, candidates, judged, context, 20),
-        guided.best_first: (model.arrays, model.tokens, 3, 97, 1.0, table, context),
-    }
-    for search, arguments in calls.items():
-        results = []
-        for function in (search, search.py_func):
-            nodes, scores = np.empty((3, 20), np.int64), np.empty(20)
-            function(*arguments, nodes, scores)
-            results.append((nodes, scores))
-        assert np.array_equal(results[0][0], results[1][0])
-        assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+    assert any(token not in guide.tokens[depth - 1] for token, depth in zip(tokens, depths, strict=True))
 
 
 def test_every_pair_of_positions_is_reachable(model):

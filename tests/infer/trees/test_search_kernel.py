@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infer.trees import conditional, ddtree
+from infer.trees.ddtree import by_depth
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -33,30 +33,22 @@ def drawn(shape: tuple[int, ...], kind: str, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "ranks", "budget"), [(1, 5, 4), (5, 9, 9), (15, 32, 32)])
 def test_marginals(length, ranks, budget, kind):
-    from infer.trees.search_kernel import best_first
-
-    top, ids = drawn((2, length, ranks), kind, budget).sort(dim=-1, descending=True, stable=True)
-    found = best_first(*(part.to(DEVICE) for part in (top[:, 0], top[:, 1:, None], ids)), budget)
-    assert same(found, ddtree.by_depth(top, ids, budget))
+    top, tokens = drawn((2, length, ranks), kind, budget).sort(dim=-1, descending=True, stable=True)
+    check(SimpleNamespace(recurrent=False, tokens=tokens, table=(top[:, 0], top[:, 1:, None])), budget)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "count", "budget"), [(1, 6, 6), (4, 3, 40), (6, 8, 20)])
 def test_tables_of_a_conditional_head(length, count, budget, kind):
-    from infer.trees.search_kernel import best_first
-
     first, steps = drawn((2, count), kind, count), drawn((2, length - 1, count, count), kind, 1)
     tokens = torch.randint(1000, (2, length, count), generator=torch.Generator().manual_seed(count))
-    found = best_first(*(part.to(DEVICE) for part in (first, steps, tokens)), budget)
-    table = SimpleNamespace(
-        tokens=tokens,
-        length=length,
-        count=count,
-        recurrent=False,
-        begin=lambda: (first[:, None], None),
-        extend=lambda slot, which, memory: (
-            steps[:, slot - 1].gather(1, which[..., None].expand(-1, -1, count)),
-            None,
-        ),
-    )
-    assert same(found, conditional.by_depth(table, budget))
+    check(SimpleNamespace(recurrent=False, tokens=tokens, table=(first, steps)), budget)
+
+
+def check(steps: SimpleNamespace, budget: int) -> None:
+    from infer.trees.search_kernel import best_first
+
+    first, others = steps.table
+    table = torch.cat([first[:, None], others.flatten(1, 2)], 1)
+    found = best_first(table.to(DEVICE), others.shape[2], steps.tokens.to(DEVICE), budget)
+    assert same(found, by_depth(steps, budget))

@@ -5,18 +5,16 @@ from itertools import product
 import pytest
 import torch
 
+from infer.trees import compiled
 from infer.trees.chain import chain
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
-from infer.utils import jit
 
 
 @pytest.fixture(autouse=True, params=["heap", "by depth"])
 def search(request, monkeypatch):
     """Everything holds for both ways to the tree: compiled for the CPU, and in tensors for any device."""
-    if request.param == "heap" and not jit.AVAILABLE:
-        pytest.skip("numba is not installed")
-    monkeypatch.setattr(jit, "AVAILABLE", request.param == "heap")
+    monkeypatch.setattr(compiled, "available", lambda tensor: request.param == "heap")
 
 
 def prefixes(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
@@ -82,8 +80,8 @@ def test_impossible_tokens_do_no_harm():
 def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     marginals = (torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3).log_softmax(-1)
     trees = []
-    for available in (False, jit.AVAILABLE):
-        monkeypatch.setattr(jit, "AVAILABLE", available)
+    for available in (False, True):
+        monkeypatch.setattr(compiled, "available", lambda tensor, here=available: here)
         trees.append(ddtree(Proposal(torch.tensor([1, 2]), marginals, budget)))
         trees[-1].ancestors()
     for row in range(2):

@@ -12,7 +12,6 @@ import torch
 from infer.trees import compiled, guided
 from infer.ngrams import model
 from infer.utils import jit
-assert jit.AVAILABLE
 @jit.njit
 def double(x):
     return 2 * x

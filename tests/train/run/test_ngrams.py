@@ -28,7 +28,7 @@ def test_documents_are_the_texts_that_were_packed(rows):
 
 def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, embedded, tmp_path):
     target, drafter = make_tiny(block_size=6)
-    counted = count_ngrams(documents(rows), 97, 4, tmp_path / NGRAMS, "0" * 64, workers=1)
+    counted = count_ngrams(documents(rows), 97, 4, tmp_path / NGRAMS, "0" * 64)
     assert counted.tokens == 20
     assert load_saved(drafter, tmp_path / "without").ngrams is None
 
@@ -54,7 +54,7 @@ def test_ngrams_that_a_drafter_brings_along_stay(rows, make_tiny, shallow_target
     """Their counts are added up before those seen once are left out."""
     target, _ = make_tiny()
     monkeypatch.setattr(target, "tokenizer", shallow_target.tokenizer)
-    earlier = count_ngrams([[9, 8, 7], [9, 8, 6], [5, 6, 7, 3]], 97, 4, tmp_path / "earlier", "0" * 64, workers=1)
+    earlier = count_ngrams([[9, 8, 7], [9, 8, 6], [5, 6, 7, 3]], 97, 4, tmp_path / "earlier", "0" * 64)
     for folder, came_along, counts in (("new", None, (0, 3, 0)), ("on", earlier.path, (2, 4, 2))):
         (tmp_path / folder).mkdir()
         count_rows(rows, target, tmp_path / folder, came_along)
