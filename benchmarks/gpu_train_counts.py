@@ -26,7 +26,6 @@ from infer.targets.target import Target
 from train.batches import Prefetch
 from train.config import ObjectiveConfig, TrainConfig
 from train.engine import build_engine
-from train.forecast import RandomRows
 from train.loop import train_step
 from train.plan import shape_of, step_memory
 from train.safety.processes import start_processes
@@ -43,6 +42,27 @@ SHAPES = {
     "hybrid": (2560, 9216, 32, 16, 4, 151_936, 5, 3072, 512, 16, True),
     "tiny": (256, 512, 6, 4, 2, 2048, 2, 512, 64, 16, False),
 }
+
+
+class RandomRows:
+    """Random rows, as `Prefetch` reads them, of so many documents each: one is the most work."""
+
+    def __init__(self, count: int, length: int, vocabulary: int, documents: int = 1) -> None:
+        generator = torch.Generator().manual_seed(0)
+        each = -(-length // documents)
+        numbers = torch.arange(length) // each
+        self.columns = {
+            "ids": torch.randint(vocabulary, (count, length), generator=generator),
+            "positions": (torch.arange(length) - numbers * each).expand(count, -1),
+            "documents": numbers.expand(count, -1),
+            "loss": torch.ones(count, length, dtype=torch.bool),
+        }
+
+    def __len__(self) -> int:
+        return len(self.columns["ids"])
+
+    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {name: column[indices] for name, column in self.columns.items()}
 
 
 def target_config(sizes: dict) -> PretrainedConfig:

@@ -48,9 +48,6 @@ COMMANDS = {
     "features": Command(
         "store what training needs of a target", "train.config:FeaturesConfig", "train.features:store_features"
     ),
-    "replay": Command(
-        "compute a skipped training step again", "train.config:ReplayConfig", "train.safety.replay:print_replay"
-    ),
     "plan": Command(
         "estimate what a training run takes", "train.config:TrainConfig", "train.forecast:print_plan", conf="train"
     ),

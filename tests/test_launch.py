@@ -153,14 +153,6 @@ def test_unknown_command_is_one_sentence(launch, word):
             ),
         ),
         (
-            ("replay", "run=x"),
-            "infer/main.py",
-            (
-                "replay",
-                "run=x",
-            ),
-        ),
-        (
             ("plan", "+model=qwen3-8b"),
             "infer/main.py",
             (

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 class Pass:
     """What one pass of a step is computed from, laid out ahead of it on the host."""
 
-    draw: int  # the first of its draws
     rows: dict[str, torch.Tensor]
     blocks: Blocks
     plan: RowPlan
@@ -37,12 +36,12 @@ class Pass:
     def to(self, device: torch.device) -> "Pass":
         """Return the same on a device."""
         rows = {name: column.to(device, non_blocking=True) for name, column in self.rows.items()}
-        return Pass(self.draw, rows, self.blocks.to(device), self.plan.to(device))
+        return Pass(rows, self.blocks.to(device), self.plan.to(device))
 
     def pinned(self) -> "Pass":
         """Return the same in memory that a GPU reads by itself."""
         rows = {name: column.pin_memory() for name, column in self.rows.items()}
-        return Pass(self.draw, rows, self.blocks.pinned(), self.plan.pinned())
+        return Pass(rows, self.blocks.pinned(), self.plan.pinned())
 
 
 StepRows = list[Pass]
@@ -90,13 +89,6 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
     drawn = torch.stack(jitter).to(rows["ids"].device)
     anchors, valid = draw_anchors(rows["loss"], rows["documents"], drawn, config.document_anchors)
-    return blocks_behind(rows, anchors, valid, config)
-
-
-def blocks_behind(
-    rows: dict[str, torch.Tensor], anchors: torch.Tensor, valid: torch.Tensor, config: TrainConfig
-) -> Blocks:
-    """Return the blocks behind anchors (B, N) of packed rows, with the labels that the objective learns from."""
     until_gap = DIVERGENCES[config.objective.divergence].until_gap
     return lay_out(rows, anchors, valid, config.drafter.block_size, until_gap)
 
@@ -136,7 +128,7 @@ class Prefetch:
             draw = first_draw(self.config, step, i, rank, world)
             rows = batch(self.dataset, draw, count, self.config.seed)
             blocks = draw_blocks(rows, self.config, draw)
-            laid = Pass(draw, rows, blocks, plan_blocks(blocks, self.config))
+            laid = Pass(rows, blocks, plan_blocks(blocks, self.config))
             read.append(laid.pinned() if self.pinned else laid)
         return read
 

@@ -4,7 +4,6 @@ A default is written once, here or in `infer.config` and `data.packing`; conf/ h
 """
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from data.rows import DataConfig
@@ -120,22 +119,18 @@ class TrackingConfig:
     """Where figures go besides metrics.jsonl, which is always written.
 
     wandb: log to Weights & Biases as well
-    tensorboard: log to TensorBoard as well, in the run's folder
     project: its project
     artifacts: at the end the best checkpoint's drafter goes there too, with its evaluation's numbers
     """
 
     wandb: bool = False
-    tensorboard: bool = False
     project: str = "blockdraft"
     artifacts: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for artifacts without a place to go, and for TensorBoard where it is not installed."""
+        """Raise ValueError for artifacts without a place to go."""
         if self.artifacts and not self.wandb:
             raise ValueError("tracking.artifacts=true needs tracking=wandb")
-        if self.tensorboard and find_spec("tensorboard") is None:
-            raise ValueError("tracking=tensorboard needs a package that is not installed: pip install tensorboard")
 
 
 @dataclass
@@ -159,24 +154,6 @@ class GuardsConfig:
         above_zero(self, "guards.", "stall_minutes")
         if not self.spike > 1:
             raise ValueError(f"guards.spike={self.spike}: above 1")
-
-
-@dataclass
-class ReplayConfig:
-    """What `./launch.sh replay` computes again.
-
-    run: the run's folder
-    step: which skipped step; None: the last one
-    device: cpu, cuda, cuda:1, ..., or auto
-    """
-
-    run: str = "runs/embedded-dflash"
-    step: int | None = None
-    device: str = "auto"
-
-    def check(self) -> None:
-        """Raise ValueError for a step that no run has; whether this one has it is seen when it is looked for."""
-        at_least(self, step=1)
 
 
 @dataclass
@@ -352,7 +329,6 @@ class PretrainConfig:
 
     out: the folder that is written
     init: a folder to go on from, tokenizer and weights, instead of random weights
-    deepen: with init, layers in the place of each of its own, of which the new ones add nothing at first
     seed: seed of weights and data order
     model_type: qwen3, or qwen3_5_text: three of four layers are Gated DeltaNet
     vocab_size: tokens, special ones among them
@@ -381,7 +357,6 @@ class PretrainConfig:
 
     out: str = "runs/embedded-target"
     init: str | None = None
-    deepen: int = 1
     seed: int = 0
     model_type: str = "qwen3"
     vocab_size: int = 512
@@ -411,9 +386,7 @@ class PretrainConfig:
         """Raise ValueError for a recipe that cannot run."""
         at_least(self, vocab_size=1, hidden_size=1, intermediate_size=1, num_hidden_layers=1, num_attention_heads=1)
         at_least(self, num_key_value_heads=1, head_dim=1, prompt_tokens=1, answer_tokens=1, answers=0, loops=0)
-        at_least(self, steps=1, batch=1, length=1, save_every=1, deepen=1)
-        if self.deepen > 1 and not self.init:
-            raise ValueError(f"deepen={self.deepen}: of a model that init= names; or num_hidden_layers= for a new one")
+        at_least(self, steps=1, batch=1, length=1, save_every=1)
         if self.loops and self.length < 256:
             raise ValueError(f"length={self.length}: windows that repeat themselves take 256 tokens; or loops=0")
         if not 0 <= self.loop_decline <= 1:

@@ -1,22 +1,17 @@
 """What a training run will take, before it is begun: `./launch.sh plan [the overrides of the run]`.
 
-Sizes, operations and memory follow from the target's config.json and the run's configuration (`train.plan`). The time
-of a step is measured where the device of the run is at hand: the run's own steps, on random rows, through a random
-target and a random drafter of its sizes.
+Sizes, operations and memory follow from the target's config.json and the run's configuration (`train.plan`); the time
+of a step follows from the rate of large matrix products, which is measured where the device is at hand.
 """
 
 import json
 import os
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from data.chat import THOUGHT
@@ -24,18 +19,13 @@ from data.packing import best_fit, flat, tokenize
 from data.prompts import evaluation_prompts
 from data.rows import DataConfig, files_of, single, training_rows
 from infer.config import TargetConfig
-from infer.drafters.base import default_mask_token, new_drafter
+from infer.drafters.base import default_mask_token
 from infer.evaluation.evaluate import brief, parts_of
-from infer.evaluation.measuring import synchronised_clock
-from infer.targets.loading import resolve_path, tell_template, without_memory
+from infer.targets.loading import resolve_path, tell_template
 from infer.targets.support import refuse_unsupported
-from infer.targets.target import Target
-from infer.utils.progress import doing
-from train.batches import Prefetch
 from train.config import TrainConfig
-from train.engine import build_engine, compute_dtype, micro_batch, target_dtype, with_precision
+from train.engine import compute_dtype, micro_batch, target_dtype, with_precision
 from train.features import row_bytes
-from train.loop import train_step
 from train.plan import (
     FITS,
     Recompute,
@@ -52,16 +42,12 @@ from train.plan import (
     total_steps,
 )
 from train.run.initial import named_mask, resolve_init
-from train.safety.processes import start_processes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SAMPLE = 2000  # texts whose lengths say how full rows become
-SHARE = 0.4  # of a device's rate that a run is expected to use where it could not be measured
-WARM = 2  # steps that are not timed: the first ones compile, and touch their memory
-PATIENCE = 10.0  # seconds of steps, at most
-ENOUGH = 30  # steps
+SHARE = 0.4  # of a device's rate of large matrix products that a run is expected to reach
 
 
 @dataclass
@@ -132,78 +118,6 @@ def tokenizer_at_hand(target: TargetConfig):
     return tokenizer
 
 
-class RandomRows:
-    """Random rows, as `Prefetch` reads them, of so many documents each: one is the most work."""
-
-    def __init__(self, count: int, length: int, vocabulary: int, documents: int = 1) -> None:
-        generator = torch.Generator().manual_seed(0)
-        each = -(-length // documents)
-        numbers = torch.arange(length) // each
-        self.columns = {
-            "ids": torch.randint(vocabulary, (count, length), generator=generator),
-            "positions": (torch.arange(length) - numbers * each).expand(count, -1),
-            "documents": numbers.expand(count, -1),
-            "loss": torch.ones(count, length, dtype=torch.bool),
-        }
-
-    def __len__(self) -> int:
-        return len(self.columns["ids"])
-
-    def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        return {name: column[indices] for name, column in self.columns.items()}
-
-
-def random_target(theirs: "PretrainedConfig", dtype: torch.dtype, device: torch.device) -> Target:
-    """Return a target of a config's sizes with random weights, without a tokenizer."""
-    from transformers import AutoModelForCausalLM
-
-    attention = without_memory(theirs).config.get_text_config()._attn_implementation
-    with device:
-        return Target(AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation=attention))
-
-
-@contextmanager
-def random_steps(
-    config: TrainConfig, theirs: "PretrainedConfig", device: torch.device, count: int
-) -> Iterator[tuple[Callable[[], object], Target]]:
-    """A function that takes the next one of `count` steps of a run on random rows, from random weights; the target."""
-    start_processes(device)
-    target = random_target(theirs, target_dtype(config, device), device)
-    with device:
-        drafter = new_drafter(config.drafter, None, target.config)
-    engine = build_engine(drafter, config, device)
-    rows = RandomRows(4 * config.optim.batch, config.data.length, target.config.vocab_size)
-    with closing(Prefetch(rows, config, 0, count, pinned=device.type == "cuda")) as prefetch:
-        yield lambda: train_step(engine, target, prefetch(), config, lambda phase: None), target
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What random weights took here."""
-
-    step: float  # seconds, of one process
-    token: float  # seconds of the target's pass over one token
-
-
-def measure(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> Measured:
-    """Return the seconds of a step, the median of `ENOUGH` steps or of those of ten seconds, and of a plain pass."""
-    last, clock = WARM + ENOUGH, synchronised_clock(device)
-
-    def timed(work: Callable[[], object]) -> float:
-        began = clock()
-        work()
-        return clock() - began
-
-    seconds = []
-    with random_steps(config, theirs, device, last) as (step, target):
-        while len(seconds) < last and (len(seconds) <= WARM or sum(seconds[WARM:]) < PATIENCE):
-            seconds.append(timed(step))
-        one = torch.zeros(1, 1, dtype=torch.long, device=device)
-        with torch.inference_mode():
-            tokens = [timed(lambda: target.model(one)) for _ in range(5)]
-    return Measured(statistics.median(seconds[WARM:]), statistics.median(tokens))
-
-
 @dataclass(frozen=True)
 class Work:
     """A run on a device, as far as it is known before anything is loaded."""
@@ -254,19 +168,6 @@ def work_on(kind: str, config: TrainConfig, theirs: "PretrainedConfig") -> Work:
     return Work(replace(config, recompute=recompute.chosen), theirs, shape, world, device, recompute)
 
 
-def obstacle(work: Work) -> str | None:
-    """Say why a step cannot be measured here; None where it can."""
-    config, room = work.config, work.recompute.room
-    if room is None:
-        return "there is no GPU here" if work.device.type == "cuda" else "it is for a CPU, and here is a GPU"
-    if config.features or config.target.shard:
-        return "that needs the stored features" if config.features else "that takes all processes"
-    if sum(work.memory.values()) > FITS * room:
-        return "it does not fit"
-    least = sum(work.operations.values()) / work.world / matmul_rate(work.device, compute_dtype(config, work.device))
-    return f"it takes at least {least:.0f} seconds" if (WARM + 1) * least > PATIENCE else None
-
-
 def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
     """Return how many tokens all evaluations of a run decode at most. Raises ValueError where there is no prompt."""
     options = config.evaluation
@@ -278,35 +179,20 @@ def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
 
 
 def print_time(work: Work, steps: int, decoded: int | None) -> None:
-    """Print how long so many steps and the evaluations take: as measured, otherwise by an assumption. decoded: tokens
-    of all evaluations, None where they are not known."""
-    config, why = work.config, obstacle(work)
-    if why is None:
-        own = replace(config, optim=replace(config.optim, batch=config.optim.batch // work.world))
-        try:
-            with doing("measuring a step with random weights"):
-                took = measure(own, work.theirs, work.device)
-        except RuntimeError as error:  # of memory, of kernels: the plan is of use without it
-            why = str(error).splitlines()[0]
-    if why is None:
-        alone = " of one process alone" if work.world > 1 else ""
-        print(
-            f"time       {steps:,} steps: about {in_time(steps * took.step)} without evaluations, by steps{alone} of "
-            f"{1000 * took.step:,.0f} ms, measured here with random weights"
-        )
-    rates = {"an H100 (989 TFLOP/s in bfloat16)": 989e12}
+    """Print how long so many steps take at a share of the device's rate, an H100's where the device is not at hand.
+    decoded: tokens of all evaluations, None where they are not known."""
+    config, name, rate = work.config, "an H100 (989 TFLOP/s in bfloat16)", 989e12
     if work.recompute.room is not None:
-        rates = {f"this machine's {work.device.type}": matmul_rate(work.device, compute_dtype(config, work.device))}
-    for name, rate in rates.items() if why else ():
-        seconds = steps * sum(work.operations.values()) / work.world / (SHARE * rate)
-        print(
-            f"time       {steps:,} steps: about {in_time(seconds)} without evaluations, if they reach "
-            f"{100 * SHARE:.0f} % of {name}; a step was not measured: {why}"
-        )
+        name = f"this machine's {work.device.type}"
+        rate = matmul_rate(work.device, compute_dtype(config, work.device))
+    seconds = steps * sum(work.operations.values()) / work.world / (SHARE * rate)
+    print(
+        f"time       {steps:,} steps: about {in_time(seconds)} without evaluations, if they reach "
+        f"{100 * SHARE:.0f} % of {name}"
+    )
     if decoded is not None:
         count = f"{config.checkpoints} evaluation{'s' * (config.checkpoints > 1)}"
-        takes = "" if why else f": about {in_time(decoded * took.token / work.world)}, if each takes a plain pass"
-        print(f"           {count} of at most {decoded:,} tokens, every way of decoding counted{takes}")
+        print(f"           {count} of at most {decoded:,} tokens, every way of decoding counted")
 
 
 def print_data(work: Work, sample: Sample | None) -> int:
@@ -362,8 +248,6 @@ def print_plan(config: TrainConfig) -> None:
     steps = print_data(work, sample)
     known = tokenizer is not None and sample is not None
     print_time(work, steps, evaluated_tokens(config, tokenizer) if known else None)
-    if dist.is_initialized():  # a step was measured
-        dist.destroy_process_group()
 
 
 def mask_of(work: Work, tokenizer, sample: Sample | None) -> str:

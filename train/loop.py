@@ -368,7 +368,7 @@ def step_on(
 ) -> int | None:
     """Take the remaining steps; return the signal that stopped them, if one did."""
     config, engine, stopping = run.config, run.engine, catch_signals()
-    log, skips = StepLog(config, run.folder, len(run.dataset), run.seconds), Skips(run.folder, config)
+    log, skips = StepLog(config, run.folder, len(run.dataset), run.seconds), Skips(config, len(run.dataset))
     saved_at, meetings = time.perf_counter(), Meetings(run.done, config.log_every, run.device)
     for step in range(run.done + 1, run.total + 1):
         watch.begin_step(step, "reading its rows")
@@ -376,7 +376,7 @@ def step_on(
         rate = set_rate(engine.optimizer, learning_rate(config.optim, step - 1, run.total))
         metrics = train_step(engine, run.target, rows, config, watch.report_progress)
         if not metrics.grad_norm.isfinite():
-            progress.say(skips({"step": step, "lr": rate, **metrics.numbers()}, rows, engine))
+            progress.say(skips(step, metrics.numbers()["loss"]))
         log.add(step, rate, metrics)
         if step % config.log_every == 0 or step in run.stops or log.due:
             log.write(progress, tracker)

@@ -18,16 +18,8 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from data.corpus import stdlib_documents, stdlib_prose
 from infer.api import decode
@@ -182,38 +174,18 @@ def new_model(config: PretrainConfig, tokenizer) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
 
 
-def deepen(model: PreTrainedModel, times: int) -> PreTrainedModel:
-    """Return a model of `times` as many layers that computes the same: behind each layer come copies of it whose last
-    products are zero, and so add nothing before they are trained (LLaMA Pro, Wu et al. 2024, arXiv:2401.02415). Raises
-    ValueError for another kind of model."""
-    own = model.model.layers
-    if times == 1:
-        return model
-    if not isinstance(model, Qwen3ForCausalLM):
-        raise ValueError(f"deepen={times}: of a Qwen3, not of a {model.config.model_type}")
-    sizes = {"num_hidden_layers": times * len(own), "layer_types": None}
-    deeper = Qwen3ForCausalLM(Qwen3Config(**model.config.to_dict() | sizes))
-    deeper.load_state_dict({name: value for name, value in model.state_dict().items() if ".layers." not in name}, False)
-    for index, layer in enumerate(deeper.model.layers):
-        layer.load_state_dict(own[index // times].state_dict())
-        if index % times:
-            for product in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                nn.init.zeros_(product.weight)
-    return deeper
-
-
 def pretrain(config: PretrainConfig) -> dict:
     """Train tokenizer and model, save both (bf16 safetensors) to `config.out`, and return the figures."""
     out = Path(config.out)
     torch.manual_seed(config.seed)
-    earlier = None if config.init is None else continued(config)  # before texts are read, since it may be refused
     out.mkdir(parents=True, exist_ok=True)
     code = {split: [document.text for document in stdlib_documents(split)] for split in SPLITS}
     prose = {split: [document.text for document in stdlib_prose(split)] for split in SPLITS}
-    model, tokenizer = earlier or begun(config, code["train"] + prose["train"])
+    texts = code["train"] + prose["train"]
+    model, tokenizer = continued(config.init) if config.init else begun(config, texts)
     tokenizer.save_pretrained(out)
-    stream = token_stream(code["train"] + prose["train"], tokenizer, config.seed)
-    held_code, held_prose = (token_stream(texts["held_out"], tokenizer, config.seed) for texts in (code, prose))
+    stream = token_stream(texts, tokenizer, config.seed)
+    held_code, held_prose = (token_stream(of_kind["held_out"], tokenizer, config.seed) for of_kind in (code, prose))
     held_bytes = sum(len(text.encode()) for text in code["held_out"])
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(stream):,} training tokens", flush=True)
     began = time.time()
@@ -240,10 +212,10 @@ def pretrain(config: PretrainConfig) -> dict:
     return figures
 
 
-def continued(config: PretrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return model and tokenizer of the folder to go on from. Raises ValueError where it cannot be deepened."""
-    model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32)
-    return deepen(model, config.deepen), PreTrainedTokenizerFast.from_pretrained(config.init)
+def continued(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return model and tokenizer of the folder to go on from."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def begun(config: PretrainConfig, texts: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:

@@ -48,7 +48,6 @@ FOREIGN = (
     "suite=specbench",
     "suite=ddtree",
     "NPROC",
-    "replay",
     "states=",
     "train=head",
     "doctor",

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from infer.targets.support import refuse_unsupported
 from train import forecast
 from train.batches import draw_blocks
 from train.config import TrainConfig
-from train.plan import recompute_of, shape_of, step_memory, step_operations
+from train.plan import in_time, recompute_of, shape_of, step_memory, step_operations
 
 
 def tiny(make_tiny, family="dflash"):
@@ -153,28 +152,16 @@ def test_layers_are_computed_again_where_a_step_does_not_fit(make_tiny, asked):
     assert "may be too much" in str(choose(known.with_it / 2)) and "may be too much" not in str(choose(1e12))
 
 
-def test_a_step_is_measured_before_a_run_where_it_can_be(small, monkeypatch, capsys):
-    monkeypatch.setattr(forecast, "ENOUGH", 2)
+def test_time_is_by_the_rate_of_the_device_or_an_h100s(small, capsys):
     work = forecast.work_of(small("target.device=cpu"))
-    assert forecast.obstacle(work) is None
-    with monkeypatch.context() as taken:
-        taken.setattr(forecast, "measure", lambda config, theirs, device: forecast.Measured(0.25, 0.03))
-        forecast.print_time(work, 240, 4000)
+    forecast.print_time(work, 240, 4000)
     printed = capsys.readouterr().out
-    assert "240 steps: about 1.0 minutes without evaluations, by steps of 250 ms, measured" in printed
-    assert "evaluation of at most 4,000 tokens, every way of decoding counted: about 2.0 minutes" in printed
-    with monkeypatch.context() as taken:
-        taken.setattr(forecast, "random_target", Mock(side_effect=RuntimeError("out of memory\nby 3 GB")))
-        forecast.print_time(work, 240, None)
-    assert capsys.readouterr().out.endswith("a step was not measured: out of memory\n")
-    took = forecast.measure(work.config, work.theirs, work.device)
-    assert 0 < took.token < took.step < 60
-    nowhere = replace(work, recompute=replace(work.recompute, room=None))
-    too_small = replace(work, recompute=replace(work.recompute, room=1e6))
-    for other, why in ((nowhere, "here is a GPU"), (too_small, "it does not fit")):
-        assert why in forecast.obstacle(other)
-        forecast.print_time(other, 240, None)
-        assert "40 %" in (said := capsys.readouterr().out) and why in said
+    assert "240 steps: about" in printed and "if they reach 40 % of this machine's cpu" in printed
+    assert "1 evaluation of at most 4,000 tokens, every way of decoding counted" in printed
+    forecast.print_time(replace(work, recompute=replace(work.recompute, room=None)), 10**9, None)
+    seconds = 10**9 * sum(work.operations.values()) / (0.4 * 989e12)
+    said = capsys.readouterr().out
+    assert f"about {in_time(seconds)} without" in said and "an H100" in said
 
 
 def test_a_plan_needs_neither_weights_nor_a_network(start_command):

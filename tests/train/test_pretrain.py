@@ -5,11 +5,10 @@ from itertools import islice
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from data.corpus import stdlib_documents, stdlib_prose
 from train.config import PretrainConfig
-from train.pretrain import Loop, LoopWindows, deepen, loop_loss, pretrain
+from train.pretrain import Loop, LoopWindows, loop_loss, pretrain
 
 
 def test_loop_loss_is_what_the_paper_says() -> None:
@@ -38,27 +37,6 @@ def test_loop_windows_repeat_from_where_they_say() -> None:
     for text, (begin, period) in zip(texts, marks.tolist(), strict=True):
         assert torch.equal(text[begin:], text[begin - period : -period])
     assert texts[0, :5].tolist() == [9, 4, 5, 6, 4] and marks[0].tolist() == [4, 3]
-
-
-def test_a_deepened_model_computes_the_same_until_its_new_layers_learn() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
-    deeper, ids = deepen(model, 3), torch.arange(10)[None]
-    assert len(deeper.model.layers) == deeper.config.num_hidden_layers == len(deeper.config.layer_types) == 6
-    assert torch.equal(deeper(ids).logits, model(ids).logits)
-    deeper(ids).logits.square().sum().backward()
-    assert all(layer.mlp.down_proj.weight.grad.abs().sum() > 0 for layer in deeper.model.layers)
-
-
-def test_a_model_that_cannot_be_deepened_is_refused_before_texts_are_read(repo, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("train.pretrain.stdlib_documents", lambda split: pytest.fail("texts are read"))
-    sizes = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match="deepen=2: of a Qwen3, not of a llama"):
-        pretrain(PretrainConfig(out=str(tmp_path / "out"), init=str(tmp_path / "llama"), deepen=2))
-    assert not (tmp_path / "out").exists()
 
 
 def test_prose_is_held_out_with_its_module(monkeypatch) -> None:

@@ -49,7 +49,7 @@ def plain(config: TrainConfig) -> dict:
 
 def begun(run: Path) -> bool:
     """Return whether a run took a step: one that ended before that keeps nobody from using its name."""
-    return any((run / name).exists() for name in ("metrics.jsonl", "checkpoints", "skipped"))
+    return any((run / name).exists() for name in ("metrics.jsonl", "checkpoints"))
 
 
 def completed(known: dict, defaults: dict) -> dict:

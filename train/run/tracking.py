@@ -1,5 +1,4 @@
-"""Weights & Biases and TensorBoard, if asked for. They never stop or delay a run; without a key or network, Weights &
-Biases works offline."""
+"""Weights & Biases, if asked for. It never stops or delays a run; without a key or network it works offline."""
 
 import os
 import threading
@@ -10,7 +9,6 @@ from queue import Full, Queue
 from secrets import token_hex
 
 from infer.evaluation.results import Evaluation
-from infer.evaluation.tables import method_table
 from infer.utils.files import atomic_write
 from infer.utils.redact import redact, redact_text
 from train.config import TrainConfig
@@ -51,18 +49,13 @@ def start_wandb(config: TrainConfig, folder: Path):
 
 
 class Tracker:
-    """Logs to wandb when `tracking.wandb` is on, and to TensorBoard when `tracking.tensorboard` is; otherwise does
-    nothing. A thread of its own talks to wandb, so that training only queues a message; TensorBoard has its own."""
+    """Logs to wandb when `tracking.wandb` is on; otherwise does nothing. A thread of its own talks to wandb, so that
+    training only queues a message."""
 
     def __init__(self, config: TrainConfig, folder: Path, enabled: bool) -> None:
         self.config, self.folder = config, folder
         self.messages: Queue[Callable | None] = Queue(maxsize=WAITING)
         self.thread: threading.Thread | None = None
-        self.board = None
-        if enabled and config.tracking.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(folder / "tensorboard"))
         if enabled and config.tracking.wandb:
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
@@ -92,31 +85,14 @@ class Tracker:
         flat = {key: value for key, value in line.items() if not isinstance(value, list) and value is not None}
         flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
         self._send(lambda run: run.log(flat, step=line["step"]))
-        self._plot(flat, line["step"])
 
     def summary(self, evaluation: Evaluation) -> None:
         """Log an evaluation's acceptance lengths and speedups."""
         figures = figures_of(evaluation)
         self._send(lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures)))
-        self._plot(figures, evaluation.step)
-
-    def _plot(self, figures: dict[str, float], step: int) -> None:
-        """Add figures to TensorBoard, which is left out from where it fails."""
-        try:
-            if self.board is not None:
-                for name, value in figures.items():
-                    self.board.add_scalar(name, value, step)
-        except Exception as error:  # noqa: BLE001
-            print(redact_text(f"TensorBoard stopped working and is left out from here on: {error}"))
-            self.board = None
 
     def report(self, folder: Path, evaluation: Evaluation) -> None:
         """Upload the report: its page, the table of methods, and the samples."""
-        if self.board is not None:
-            self.board.add_text("methods", method_table(evaluation), evaluation.step)
-            for i, sample in enumerate(evaluation.samples):
-                words = "".join(f"    {line}\n" for line in (sample.prompt + sample.completion).splitlines())
-                self.board.add_text(f"sample/{i + 1}", words, evaluation.step)
 
         def upload(run) -> None:
             import wandb
@@ -148,8 +124,6 @@ class Tracker:
 
     def close(self) -> None:
         """Wait until everything is sent, at most PATIENCE seconds (ten times that with artifacts)."""
-        if self.board is not None:
-            self.board.close()
         self._send(None)
         if self.thread is not None:
             patience = PATIENCE * (10 if self.config.tracking.artifacts else 1)

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import train.run.tracking as tracking
-from infer.evaluation.results import Evaluation, MethodResult, PromptResult, TextSample, write_result
+from infer.evaluation.results import Evaluation, MethodResult, PromptResult, write_result
 from train.config import TrackingConfig, TrainConfig
 from train.run.hooks import finish_report
 from train.run.tracking import Tracker
@@ -181,31 +180,3 @@ def test_a_resumed_run_is_the_same_run_there(tmp_path, monkeypatch):
         Tracker(TrainConfig(tracking=TrackingConfig(wandb=True)), folder, enabled=True).close()
     ids = [options["id"] for options in calls]
     assert ids[0] == ids[1] != ids[2] and all(options["resume"] == "allow" for options in calls)
-
-
-def test_tensorboard_gets_figures_table_and_samples(tmp_path, monkeypatch):
-    seen = []
-
-    class Writer:
-        def __init__(self, folder):
-            seen.append(folder)
-
-        def __getattr__(self, name):
-            return lambda *arguments: seen.append((name, *arguments))
-
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    tracker = Tracker(TrainConfig(tracking=TrackingConfig(tensorboard=True)), tmp_path, enabled=True)
-    tracker.log({"step": 3, "loss": 1.5, "agreement": [0.5]})
-    evaluation = evaluation_of(3, tmp_path)
-    tracker.summary(evaluation)
-    tracker.report(tmp_path, replace(evaluation, samples=[TextSample("a", "b", [1], [])]))
-    tracker.close()
-    assert seen[0] == str(tmp_path / "tensorboard") and ("add_scalar", "loss", 1.5, 3) in seen
-    assert ("add_scalar", "tau/chain3", 1.8, 3) in seen and ("add_text", "sample/1", "    ab\n", 3) in seen
-    assert any(call[:2] == ("add_text", "methods") and "| chain |" in call[2] for call in seen)
-    assert seen[-1] == ("close",)
-    monkeypatch.setattr("train.config.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="tracking=tensorboard needs a package that is not installed"):
-        TrainConfig(tracking=TrackingConfig(tensorboard=True)).check()
