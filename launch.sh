@@ -90,13 +90,12 @@ set_up() {
     echo "$pins" >"$venv/.installed"
 }
 
-# Whether one process is enough: for what is answered by printing something, and for a sweep, which starts
-# its runs itself.
+# Whether one process is enough: for what is answered by printing something.
 alone() {
     local argument
     for argument; do
         case $argument in
-        --cfg* | -c | --help | -h | --multirun | -m) return 0 ;;
+        --cfg* | -c | --help | -h) return 0 ;;
         esac
     done
     return 1

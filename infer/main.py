@@ -91,10 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = COMMANDS[name]
     sys.argv[1:] = overrides  # Hydra's own flags are read there
     try:
-        if name == "train" and {"--multirun", "-m"} & set(overrides):
-            find("train.run.sweep:sweep")(overrides)
-        else:
-            entry(command.conf or name, command.options_class(), lambda options: find(command.run)(options), overrides)
+        entry(command.conf or name, command.options_class(), lambda options: find(command.run)(options), overrides)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in EXTRAS:

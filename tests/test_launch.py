@@ -465,9 +465,3 @@ def test_questions_start_no_cluster(launch, repo):
     for question in ("--help", "--cfg=job"):
         _, calls = launch("train", question, NPROC="4", NODES="a,b", NODE="a")
         assert [call[3:] for call in calls] == [[str(repo / "train" / "main.py"), question]]
-
-
-def test_a_sweep_is_one_process_that_starts_the_others(launch, repo):
-    for flag in ("--multirun", "-m"):
-        _, calls = launch(flag, "a=1,2", NPROC="4", NODES="a,b", NODE="a")
-        assert [call[3:] for call in calls] == [[str(repo / "train" / "main.py"), flag, "a=1,2"]]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from infer.utils.entry import STOPPED, Stopped, entry
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
-from train.run.sweep import sweep
 
 
 def run(config: TrainConfig) -> None:
@@ -71,7 +70,4 @@ def run_alone(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    if {"--multirun", "-m"} & set(sys.argv):
-        sweep(sys.argv[1:])
-    else:
-        entry("train", TrainConfig, run)
+    entry("train", TrainConfig, run)

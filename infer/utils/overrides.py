@@ -1,7 +1,7 @@
 """What a person types after a command, made into Hydra's overrides.
 
 Where a key of ours is a text, everything behind its `=` is that text: quotes, brackets, newlines, any language. Hydra's
-grammar is kept for what is Hydra's: groups, lists, numbers, `a,b` under --multirun; and a text that is a whole quoted
+grammar is kept for what is Hydra's: groups, lists, numbers; and a text that is a whole quoted
 string already, `name='a b'` as Hydra sees it, is what stands between the quotes.
 """
 
@@ -102,18 +102,15 @@ def readable(override: str) -> bool:
     return True
 
 
-def hydra_overrides(schema: type, arguments: list[str], sweep: bool = False) -> list[str]:
+def hydra_overrides(schema: type, arguments: list[str]) -> list[str]:
     """Return the arguments in Hydra's grammar: texts quoted, and lists of texts that Hydra cannot read as they are. A
-    recipe comes last, as it changes what a model's bundle says.
-
-    sweep: leave what Hydra can read, as `optim.name=adamw,muon` may be two runs.
-    """
+    recipe comes last, as it changes what a model's bundle says."""
     keys = {key.name: key for key in keys_of(schema)}
     ordered = sorted(arguments, key=lambda argument: argument.startswith("+recipe="))
-    return [in_grammar(argument, keys, sweep) for argument in ordered]
+    return [in_grammar(argument, keys) for argument in ordered]
 
 
-def in_grammar(argument: str, keys: dict[str, Key], sweep: bool) -> str:
+def in_grammar(argument: str, keys: dict[str, Key]) -> str:
     """Return one argument in Hydra's grammar."""
     typed = TYPED.fullmatch(argument)
     key = keys.get(typed["key"]) if typed and not typed["package"] else None
@@ -123,7 +120,7 @@ def in_grammar(argument: str, keys: dict[str, Key], sweep: bool) -> str:
     value = typed["value"]
     start = f"{typed['sign'] or '++' * key.open_ended}{key.name}="  # ++: names that are not known before
     if key.is_text:
-        own = QUOTED.fullmatch(value) or (key.optional and value == "null") or (sweep and readable(argument))
+        own = QUOTED.fullmatch(value) or (key.optional and value == "null")
         return argument if own else start + quote(value)
     if value.startswith(("[", "{")) and not readable(argument):
         try:

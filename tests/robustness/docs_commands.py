@@ -164,15 +164,9 @@ def compose(found: Found) -> str | None:
     """Compose a command's configuration; return what is refused."""
     words = [argument for argument in found.arguments if argument not in ("--cfg", "job")]
     command = COMMANDS[found.name]
-    if {"--multirun", "-m"} & set(words):
-        from train.run.sweep import combinations
-
-        runs = combinations(words)
-    else:
-        runs = [[argument for argument in words if not argument.startswith("--")]]
+    overrides = [argument for argument in words if not argument.startswith("--")]
     try:
-        for run in runs:
-            composed(command.conf or found.name, command.options_class(), run)
+        composed(command.conf or found.name, command.options_class(), overrides)
     except ValueError as error:
         return str(error)
     return None
