@@ -51,7 +51,11 @@ COMMANDS = {
     "plan": Command(
         "estimate what a training run takes", "train.config:TrainConfig", "train.forecast:print_plan", conf="train"
     ),
-    "pretrain": Command("make the embedded target anew", "train.config:PretrainConfig", "train.pretrain:pretrain"),
+    "pretrain": Command(
+        "make the embedded target anew",
+        "train.pretraining.config:PretrainConfig",
+        "train.pretraining.language_model:pretrain",
+    ),
     "diffusion": Command(
         "train a masked diffusion model from a causal one",
         "train.masked.config:DiffusionConfig",

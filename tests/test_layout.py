@@ -43,6 +43,8 @@ ROOMS: dict[str, set[str]] = {
     "serving": _BELOW_ENGINE | {"formats", "engine", "api", "evaluation"},
     "cli": _BELOW_ENGINE | {"formats", "engine", "masked", "api", "evaluation", "doctor", "serving"},
 }
+# Leaf rooms, and scripts: module or room -> those that may import it besides itself.
+LEAVES = {"train.masked": set(), "train.pretraining": {"train.masked"}, "train.vllm_states": set()}
 CODE_IN_INIT = {"infer/__init__.py", "infer/trees/__init__.py", "infer/drafters/__init__.py"}
 
 OPTION_MODULES = {"data.rows", "data.suites"}
@@ -195,6 +197,16 @@ def room_faults(graph: dict[str, set[str]]) -> list[str]:
     return sorted(faults)
 
 
+def leaf_faults(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of leaf rooms by what may not import them."""
+    faults = []
+    for leaf, allowed in LEAVES.items():
+        places = (leaf, *allowed)
+        others = [module for module in graph if not any(f"{module}.".startswith(f"{place}.") for place in places)]
+        faults += [f"{a} -> {b}" for a in others for b in sorted(graph[a]) if f"{b}.".startswith(f"{leaf}.")]
+    return faults
+
+
 def function_faults(code: str) -> list[str]:
     """Functions in `code` that are too long or return a tuple longer than two."""
     faults = []
@@ -254,6 +266,12 @@ def test_the_import_check_sees_faults():
 
 def test_rooms_import_only_what_they_may():
     assert room_faults(module_graph()) == []
+
+
+def test_the_core_imports_no_leaf():
+    assert leaf_faults(module_graph()) == []
+    core = {"train.loop": {"train.masked.config"}, "train.masked.config": {"train.pretraining.config"}}
+    assert leaf_faults(core) == ["train.loop -> train.masked.config"]
 
 
 def test_the_rooms_check_sees_faults():

@@ -12,7 +12,7 @@ from data.prompts import evaluation_prompts, held_out_prompts
 from data.rows import DataConfig, is_held_out, read_rows
 from data.template import sequences, tokenize_chat
 from infer.targets.target import tokenizer_digest
-from train.pretrain import train_tokenizer
+from train.pretraining.language_model import train_tokenizer
 
 # Written for this test after the behaviour of the two families' templates: Qwen3 shows the thoughts of the last answer
 # only, and gives it an empty thought if it has none; Llama 3 begins with a token of its own and trims.

@@ -10,7 +10,7 @@ import pytest
 
 from data.chat import NothingWhole, normalise
 from data.template import sequences, tokenize_chat
-from train.pretrain import train_tokenizer
+from train.pretraining.language_model import train_tokenizer
 
 TEMPLATE = """
 {%- if tools %}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from data.rows import DataConfig
 from infer.utils.checks import at_least, one_of
-from train.config import check_recipe
+from train.pretraining.config import check_recipe
 
 
 @dataclass

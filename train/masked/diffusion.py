@@ -42,9 +42,9 @@ from train.engine import plain_state, restore_moments
 from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
 from train.optim import make_optimizer
+from train.pretraining.single import take_steps
 from train.run.log import trim_log
 from train.safety.processes import catch_signals
-from train.single import take_steps
 
 # streams of random numbers, see train.batches.seeded
 TRAINING, HELD_OUT, COLD_START = range(3)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from data.corpus import stdlib_documents, stdlib_prose
-from train.config import PretrainConfig
-from train.pretrain import Loop, LoopWindows, loop_loss, pretrain
+from train.pretraining.config import PretrainConfig
+from train.pretraining.language_model import Loop, LoopWindows, loop_loss, pretrain
 
 
 def test_loop_loss_is_what_the_paper_says() -> None:
@@ -52,7 +52,7 @@ def test_a_model_is_trained_gone_on_with_and_answers(tmp_path, monkeypatch) -> N
     """Two steps from random weights, one more from the folder they wrote."""
     page = [document for document in stdlib_prose("train") if document.name == "argparse.py:questions"]
     for name in ("stdlib_documents", "stdlib_prose"):
-        monkeypatch.setattr(f"train.pretrain.{name}", lambda split: page)
+        monkeypatch.setattr(f"train.pretraining.language_model.{name}", lambda split: page)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8, "length": 256}
     common = {"compile": False, "batch": 2, "loops": 2, "answers": 3, "prompt_tokens": 16, "answer_tokens": 8, **sizes}
     first = pretrain(PretrainConfig(out=str(tmp_path / "a"), steps=2, **common))

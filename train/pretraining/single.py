@@ -1,5 +1,5 @@
-"""The steps of a small model's training in one process, without an engine: what pretrain.py and masked/diffusion.py
-share."""
+"""The steps of a small model's training in one process, without an engine: what language_model.py and
+masked/diffusion.py share."""
 
 import sys
 import time

@@ -29,9 +29,10 @@ from infer.targets.loading import load_target
 from infer.utils.entry import going_on
 from infer.utils.files import write_json
 from infer.utils.progress import Progress
-from train.config import OptimConfig, PretrainConfig
+from train.config import OptimConfig
 from train.optim import make_optimizer
-from train.single import take_steps
+from train.pretraining.config import PretrainConfig
+from train.pretraining.single import take_steps
 
 SPLITS = ("train", "held_out")
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
