@@ -53,11 +53,12 @@ def begun(run: Path) -> bool:
 
 
 def completed(known: dict, defaults: dict) -> dict:
-    """Return a configuration with the default of every option that there was not yet when it was written."""
-    filled = defaults | known
-    for key, value in known.items():
-        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
-            filled[key] = completed(value, defaults[key])
+    """Return a configuration with the default of every option that there was not yet when it was written, and without
+    those that there are no more."""
+    filled = dict(defaults)
+    for key in known.keys() & defaults.keys():
+        inside = isinstance(known[key], dict) and defaults[key]  # where there are no defaults, keys are free
+        filled[key] = completed(known[key], inside) if inside else known[key]
     return filled
 
 
