@@ -3,7 +3,6 @@ stage and number of processes."""
 
 import time
 import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,13 +52,12 @@ def faster_precision(hidden: int, inner: int, rows: int) -> str:
     return "bfloat16" if min(seconds[True]) < min(seconds[False]) else "float32"
 
 
-def with_precision(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> TrainConfig:
-    """Return the configuration with the dtype that optim.precision=auto means on this CPU, which is measured."""
+def measured_precision(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> str:
+    """Return what optim.precision means on this CPU, where auto is measured; elsewhere the option as it is."""
     if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
-        return config
+        return config.optim.precision
     rows = min(config.anchors * config.drafter.block_size, MOST_ROWS)
-    kind = faster_precision(theirs.hidden_size, mlp_size(theirs), rows)
-    return replace(config, optim=replace(config.optim, precision=kind))
+    return faster_precision(theirs.hidden_size, mlp_size(theirs), rows)
 
 
 def compiles(config: TrainConfig, cuda: bool) -> bool:

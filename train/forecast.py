@@ -24,7 +24,7 @@ from infer.evaluation.evaluate import brief, parts_of
 from infer.targets.loading import resolve_path, tell_template
 from infer.targets.support import refuse_unsupported
 from train.config import TrainConfig
-from train.engine import compute_dtype, micro_batch, target_dtype, with_precision
+from train.engine import compute_dtype, measured_precision, micro_batch, target_dtype
 from train.features import row_bytes
 from train.plan import (
     FITS,
@@ -161,7 +161,8 @@ def work_on(kind: str, config: TrainConfig, theirs: "PretrainedConfig") -> Work:
     cuda = kind == "cuda"
     room = device_memory(device, world) if cuda == torch.cuda.is_available() else None
     if room is not None:
-        config = with_precision(config, theirs.get_text_config(), device)
+        precision = measured_precision(config, theirs.get_text_config(), device)
+        config = replace(config, optim=replace(config.optim, precision=precision))
     shape = shape_of(config, theirs, micro_batch(config, world)[0])
     weight, product = target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize
     recompute = recompute_of(shape, config, world, weight, product, cuda, room)

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from infer.utils.interrupts import INTERRUPTED
 from infer.utils.progress import HEARTBEAT
 from train.batches import Prefetch, StepRows, prepared_rows
 from train.blocks import Blocks
-from train.config import TrainConfig, check_head_training
+from train.config import TrainConfig
 from train.engine import (
     build_engine,
     compute_dtype,
@@ -38,30 +38,26 @@ from train.engine import (
     restore,
     take_step,
     target_dtype,
-    with_precision,
 )
 from train.features import StoredRows, dependencies, stored_features
 from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
-from train.optim import has_bfloat16, learning_rate, set_rate
+from train.optim import learning_rate, set_rate
 from train.plan import (
-    Recompute,
-    Shape,
-    device_memory,
     matmul_rate,
-    recompute_of,
     shape_of,
     step_operations,
     total_steps,
 )
 from train.run.checkpoints import Writer, checkpoint_folder, load, newest, save, save_rolling, step_of, tidy
-from train.run.folder import as_begun, begun_precision, check_run_folder, open_run
+from train.run.folder import check_run_folder, open_run
 from train.run.hooks import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
-from train.run.initial import initial_drafter, named_mask, resolve_init, take_weights
+from train.run.initial import initial_drafter, named_mask, take_weights
 from train.run.log import METRICS, StepLog, StepMetrics, read_log, trim_log
 from train.run.ngrams import count_rows
 from train.run.overview import overview
 from train.run.progress import Progress
-from train.run.sources import most_anchors, sources, with_mask_token
+from train.run.settle import completed, settled
+from train.run.sources import sources
 from train.run.tracking import Tracker
 from train.safety.guards import Skips
 from train.safety.processes import (
@@ -69,6 +65,7 @@ from train.safety.processes import (
     StallWatch,
     catch_signals,
     first_only,
+    own_gpu,
     start_processes,
     stopped_at_once,
 )
@@ -218,10 +215,10 @@ def load_frozen(
 
 
 @dataclass(frozen=True)
-class Run:
-    """Everything that the steps need, loaded."""
+class RunState:
+    """Everything that the steps need, loaded; computed once from the configuration."""
 
-    config: TrainConfig
+    config: TrainConfig  # complete: `train.run.settle.completed`
     folder: Path
     device: torch.device
     target: Target
@@ -249,27 +246,22 @@ class Run:
         return {round(self.total * (i + 1) / count) for i in range(count)} - {0} | {self.total}
 
 
-def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> Run:
+def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> RunState:
     """Load everything, from the newest undamaged checkpoint if there is one; `held` keeps the lock of the folder."""
     micro_batch(config, dist.get_world_size())  # raises, before anything is loaded, if the rows cannot be shared evenly
     first_only(lambda: check_run_folder(config))
     stored = StoredRows(config.features) if config.features else None
     target = load_frozen(config, device, stored)
     dataset = stored if stored is not None else prepared_rows(config, target)
-    begun = as_begun(config)
-    begun = replace(begun, drafter=with_mask_token(begun.drafter, target, dataset))
-    drafter = initial_drafter(begun, target)
+    asked, (config, recompute) = config, completed(config, target, dataset, device)
+    seconds = seconds_at_full_rate(config, target, device)
+    drafter = initial_drafter(config, target)
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
     few = first_only(lambda: note_few_prompts(config, target))
     learnt_from = first_only(lambda: sources(config.target.path, target, dataset))
-    folder = first_only(lambda: held.enter_context(open_run(config, learnt_from)))
-    asked, config = config.anchors, replace(begun, anchors=first_only(lambda: most_anchors(dataset, config)))
-    shape = shape_of(config, target.config)
-    seconds = seconds_at_full_rate(shape, config, device)
+    folder = first_only(lambda: held.enter_context(open_run(asked, learnt_from)))
     said = first_only(lambda: overview(config, target, dataset, total_steps(config, len(dataset))))
-    recompute = choose_recompute(shape, config, target.dtype, device)
-    config = replace(config, recompute=recompute.chosen)
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
         print(*said, recompute, sep="\n", flush=True)
     if config.target.shard:
@@ -277,8 +269,8 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
     if stored is not None:
         target.body.layers.to("meta")
     checkpoint, notes = newest(folder)
-    if config.anchors < asked:
-        notes.append(f"anchors={asked}: no row has room for more than {config.anchors}")
+    if config.anchors < asked.anchors:
+        notes.append(f"anchors={asked.anchors}: no row has room for more than {config.anchors}")
     state = load(checkpoint) if checkpoint is not None else {}
     if state:
         take_weights(drafter, state, checkpoint)
@@ -303,7 +295,7 @@ def prepare_run(config: TrainConfig, device: torch.device, held: ExitStack) -> R
         first_only(lambda: count_rows(dataset, target, folder, drafter.ngrams))
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done, config.keep_states)))
-    return Run(config, folder, device, target, stored, dataset, engine, done, notes, seconds)
+    return RunState(config, folder, device, target, stored, dataset, engine, done, notes, seconds)
 
 
 def train(config: TrainConfig) -> Path:
@@ -312,33 +304,19 @@ def train(config: TrainConfig) -> Path:
     Raises ValueError or FileNotFoundError with a sentence for what the user can mend before anything is begun, Stopped
     for what ends a run that was begun.
     """
-    device = resolve_device(config.target.device)
+    device = resolve_device(own_gpu(config.target.device))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     start_processes(device)
-    config = replace(config, drafter=resolve_init(config.drafter, config.target))
-    check_head_training(config)
-    config = first_only(lambda: settle_precision(config, device))
     with ExitStack() as held:
-        run = prepare_run(config, device, held)
+        run = prepare_run(settled(config, device), device, held)
         watch = StallWatch(config.guards.stall_minutes)
         held.callback(watch.close)
         return run_steps(run, watch)
 
 
-def settle_precision(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return the configuration with the precision that this run keeps: what it began with, else as measured here."""
-    config = begun_precision(config)
-    if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
-        return config
-    theirs = load_config(config.target.path, config.target.trust_remote_code).get_text_config()
-    settled = with_precision(config, theirs, device)
-    print(f"optim.precision=auto: {settled.optim.precision}, in which a layer takes less time here", flush=True)
-    return settled
-
-
-def run_steps(run: Run, watch: StallWatch) -> Path:
+def run_steps(run: RunState, watch: StallWatch) -> Path:
     """Take the remaining steps, with their log, checkpoints and evaluations; return the run's folder."""
     config, stops = run.config, run.stops
     progress = Progress(run.total, run.done, enabled=dist.get_rank() == 0)
@@ -358,13 +336,13 @@ def run_steps(run: Run, watch: StallWatch) -> Path:
     return run.folder
 
 
-def prefetch_of(run: Run) -> Prefetch:
+def prefetch_of(run: RunState) -> Prefetch:
     """Begin to read the remaining steps ahead."""
     return Prefetch(run.dataset, run.config, run.done, run.total, pinned=run.device.type == "cuda")
 
 
 def step_on(
-    run: Run, prefetch: Prefetch, writer: Writer, watch: StallWatch, progress: Progress, tracker: Tracker
+    run: RunState, prefetch: Prefetch, writer: Writer, watch: StallWatch, progress: Progress, tracker: Tracker
 ) -> int | None:
     """Take the remaining steps; return the signal that stopped them, if one did."""
     config, engine, stopping = run.config, run.engine, catch_signals()
@@ -405,7 +383,7 @@ def step_on(
     return stopping.number
 
 
-def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker: Tracker) -> None:
+def evaluate(run: RunState, step: int, watch: StallWatch, progress: Progress, tracker: Tracker) -> None:
     """Decode held-out prompts with the checkpoint of a step, and update the report."""
 
     def whole_target() -> Target:  # with stored features, or trained in another dtype: in memory only meanwhile
@@ -424,7 +402,7 @@ def evaluate(run: Run, step: int, watch: StallWatch, progress: Progress, tracker
         evaluate_best(run.folder, *shared)
 
 
-def finish(run: Run, progress: Progress, tracker: Tracker) -> None:
+def finish(run: RunState, progress: Progress, tracker: Tracker) -> None:
     """Report skipped steps, write the last report, and close the tracker."""
     lost = sum(line["grad_norm"] is None for line in read_log(run.folder)) if dist.get_rank() == 0 else 0
     if lost:
@@ -434,21 +412,10 @@ def finish(run: Run, progress: Progress, tracker: Tracker) -> None:
     dist.barrier()
 
 
-def seconds_at_full_rate(shape: Shape, config: TrainConfig, device: torch.device) -> float:
+def seconds_at_full_rate(config: TrainConfig, target: Target, device: torch.device) -> float:
     """Return the seconds that a step's work would take at this machine's rate of large matrix products."""
-    operations = step_operations(shape)
+    operations = step_operations(shape_of(config, target.config))
     if config.features:
         operations.pop("target")
     rate = matmul_rate(device, compute_dtype(config, device))
     return sum(operations.values()) / dist.get_world_size() / rate
-
-
-def choose_recompute(shape: Shape, config: TrainConfig, weights: torch.dtype, device: torch.device) -> Recompute:
-    """Return whether all processes compute the drafter's layers again in the backward pass: the smallest device's
-    memory decides, as sharded weights are gathered by all of them together. weights: the target's dtype."""
-    world, product = dist.get_world_size(), compute_dtype(config, device).itemsize
-    room = torch.tensor(device_memory(device, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)), dtype=torch.float64)
-    room = room.to(device)
-    dist.all_reduce(room, dist.ReduceOp.MIN)
-    of_pass = replace(shape, rows=micro_batch(config, world)[0])
-    return recompute_of(of_pass, config, world, weights.itemsize, product, device.type == "cuda", room.item())

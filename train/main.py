@@ -3,7 +3,6 @@
 import os
 import sys
 import traceback
-from dataclasses import replace
 
 from infer.utils.entry import STOPPED, Stopped, entry
 from infer.utils.redact import redact_text
@@ -18,7 +17,7 @@ def run(config: TrainConfig) -> None:
 
     code = 0
     try:
-        train(on_own_gpu(config))
+        train(config)
     except Stopped as error:
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         code = STOPPED
@@ -34,27 +33,6 @@ def run(config: TrainConfig) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def on_own_gpu(config: TrainConfig) -> TrainConfig:
-    """Where target.device names one GPU, cuda:1, show this process that one only: DeepSpeed counts its GPUs by ranks.
-    Raises ValueError for a GPU that there is not, and for several processes, which would all ask for the same one."""
-    kind, _, number = config.target.device.partition(":")
-    if kind != "cuda" or not number:
-        return config
-    import torch
-
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(
-            f"target.device={config.target.device}: several processes take a GPU each; leave it away, or start one, "
-            "NPROC=1 ./launch.sh ..."
-        )
-    count = torch.cuda.device_count()  # reads no more than a list: CUDA itself is not initialised yet
-    if int(number) >= count > 0:
-        raise ValueError(f"target.device={config.target.device}: there are {count} GPUs, counted from 0")
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(number)] if seen and count else number
-    return replace(config, target=replace(config.target, device="cuda"))
 
 
 def run_alone(config: TrainConfig) -> None:

@@ -20,7 +20,7 @@ from train.blocks import anchor_room, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.divergences import DIVERGENCES
 from train.loop import block_loss, draft_states
-from train.run.sources import most_anchors
+from train.run.settle import most_anchors
 
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from train.config import TrainConfig
-from train.main import on_own_gpu
 from train.run.log import StepLog
+from train.safety.processes import own_gpu
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,13 @@ def test_a_named_gpu_is_the_only_one_that_training_sees(monkeypatch, visible, sh
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    config = TrainConfig()
-    config.target.device = "cuda:1"
-    assert on_own_gpu(config).target.device == "cuda" and os.environ["CUDA_VISIBLE_DEVICES"] == shown
-    config.target.device = "cuda:3"
+    assert own_gpu("cuda:1") == "cuda" and os.environ["CUDA_VISIBLE_DEVICES"] == shown
     with pytest.raises(ValueError, match="there are 3 GPUs"):
-        on_own_gpu(config)
+        own_gpu("cuda:3")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="several processes take a GPU each"):
-        on_own_gpu(config)
-    config.target.device = "auto"
-    assert on_own_gpu(config) is config
+        own_gpu("cuda:1")
+    assert own_gpu("auto") == "auto"
 
 
 def test_the_hub_is_asked_only_for_what_is_not_here(monkeypatch, tmp_path):

@@ -8,19 +8,14 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from infer.drafters.base import fixed_options
-from infer.formats.folders import open_folder
-from infer.formats.layouts import find_problems, read
 from infer.utils.entry import disk
 from infer.utils.files import locked, refuse_other_settings, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
-from train.run.checkpoints import checkpoints, remove_partial
+from train.run.checkpoints import remove_partial
 from train.run.sources import SOURCES, refuse_other_sources
 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
@@ -75,31 +70,6 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
         raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
     message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
     refuse_other_settings(completed(known, plain(TrainConfig())), plain(config), message, FREE)
-
-
-def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with what the drafter of the run's newest checkpoint has, where its options are left to
-    their defaults: those may have changed since the run began."""
-    for checkpoint in reversed(checkpoints(run_folder(config))):
-        with suppress(ValueError, OSError):  # damaged: the one before says it too
-            folder = open_folder(str(checkpoint / "drafter"))
-            reading = read(folder)
-            if not find_problems(folder, reading):
-                with torch.device("meta"):
-                    known = fixed_options(reading.family.load()(reading.config()))
-                left = {key: value for key, value in known.items() if getattr(config.drafter, key) is None}
-                return replace(config, drafter=replace(config.drafter, **left))
-    return config
-
-
-def begun_precision(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the precision that the run began with, where its option is left to auto."""
-    run = run_folder(config)
-    if config.optim.precision == "auto" and begun(run):
-        with suppress(ValueError, OSError, KeyError):  # damaged: it is refused later
-            known = json.loads((run / "config.json").read_text())["optim"]["precision"]
-            return replace(config, optim=replace(config.optim, precision=known))
-    return config
 
 
 def check_run_folder(config: TrainConfig) -> None:

@@ -4,20 +4,14 @@ what was there when the run was begun."""
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from infer.config import DrafterConfig
-from infer.drafters.base import default_mask_token
 from infer.targets.identity import target_identity
 from infer.targets.target import Target
 from infer.utils.files import refuse_other_settings, write_json
-from train.blocks import anchor_room
-from train.config import TrainConfig
 from train.features import StoredRows
 
 if TYPE_CHECKING:
@@ -51,29 +45,6 @@ def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray
         return
     for chunk in rows.data.column(name).chunks:  # pyarrow's, memory-mapped
         yield chunk.flatten().to_numpy(zero_copy_only=False)
-
-
-def with_mask_token(options: DrafterConfig, target: Target, rows: "StoredRows | Dataset") -> DrafterConfig:
-    """Return the options of a new drafter with a mask token that the training rows do not use. Raises ValueError where
-    they use all."""
-    if options.family != "dflash" or options.init is not None or options.mask_token_id is not None:
-        return options
-
-    def used() -> set[int]:
-        return {int(id) for part in column_parts(rows, "ids") for id in np.unique(part)}
-
-    mask = default_mask_token(target.tokenizer, target.config.vocab_size, target.end_ids, used)
-    return replace(options, mask_token_id=mask)
-
-
-def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
-    """Return how many of the configuration's anchors any row has room for: the slots beyond would be computed and
-    learn nothing."""
-    most = 1
-    for columns in zip(column_parts(rows, "loss"), column_parts(rows, "documents"), strict=True):
-        loss, documents = (torch.from_numpy(np.array(part)).view(-1, config.data.length) for part in columns)
-        most = max(most, int(anchor_room(loss, documents.long(), config.document_anchors).max()))
-    return min(config.anchors, most)
 
 
 def refuse_other_sources(run: Path, wanted: dict) -> None:

@@ -30,6 +30,26 @@ PATIENCE = timedelta(
 BETWEEN = 3.0  # seconds, about, until processes agree again
 
 
+def own_gpu(device: str) -> str:
+    """Where `device` names one GPU, cuda:1, show this process that one only, and return cuda: DeepSpeed counts its GPUs
+    by ranks. Raises ValueError for a GPU that there is not, and for several processes, which would all ask for the same
+    one."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number:
+        return device
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(
+            f"target.device={device}: several processes take a GPU each; leave it away, or start one, "
+            "NPROC=1 ./launch.sh ..."
+        )
+    count = torch.cuda.device_count()  # reads no more than a list: CUDA itself is not initialised yet
+    if int(number) >= count > 0:
+        raise ValueError(f"target.device={device}: there are {count} GPUs, counted from 0")
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(number)] if seen and count else number
+    return kind
+
+
 def start_processes(device: torch.device) -> None:
     """Join the process group that torchrun announced, or found one of a single process."""
     if device.type == "cpu":

@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.loop import block_loss
 from train.objective import position_weights
 from train.run.initial import initial_drafter, named_mask, resolve_init
-from train.run.sources import with_mask_token
+from train.run.settle import with_mask_token
 
 EMBEDDED = TargetConfig()
 

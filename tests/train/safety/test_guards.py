@@ -19,6 +19,7 @@ from train.engine import build_engine, compute_dtype, faster_precision, target_d
 from train.features import checksum, write_features, write_manifest
 from train.objective import RowLoss
 from train.run.log import read_log
+from train.run.settle import precision_of
 from train.safety.guards import Spikes
 from train.safety.processes import start_processes
 from train.safety.selfcheck import SelfCheck
@@ -154,11 +155,11 @@ def test_a_run_keeps_the_precision_that_was_faster_as_it_began(monkeypatch, tmp_
     config.target.path = str(shallow)
     for kind in ("bfloat16", "float32"):
         monkeypatch.setattr("train.engine.faster_precision", lambda *sizes, kind=kind: kind)
-        assert loop.settle_precision(config, cpu).optim.precision == kind
+        assert precision_of(config, cpu) == kind
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "metrics.jsonl").write_text("{}")
     (tmp_path / "kept" / "config.json").write_text('{"optim": {"precision": "bfloat16"}}')
-    assert loop.settle_precision(config, cpu).optim.precision == "bfloat16"
+    assert precision_of(config, cpu) == "bfloat16"
 
 
 def test_the_faster_precision_is_timed():
