@@ -15,7 +15,7 @@ from infer.config import DrafterConfig
 from infer.drafters.base import head_weight, new_drafter
 from infer.drafters.dart.model import DART
 from infer.targets.target import Target
-from train.batches import blocks_behind, draw_blocks
+from train.batches import draw_blocks
 from train.blocks import anchor_room, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.divergences import DIVERGENCES
@@ -241,7 +241,6 @@ def test_which_labels_of_a_block_with_gaps_are_learnt(kind):
             elif kind == "ce_l1":
                 break
     assert torch.equal(blocks.supervised, expected)
-    assert torch.equal(blocks_behind(rows, blocks.anchors, blocks.valid, settings).supervised, expected)
 
 
 def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
