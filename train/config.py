@@ -120,17 +120,13 @@ class TrackingConfig:
 
     wandb: log to Weights & Biases as well
     project: its project
-    artifacts: at the end the best checkpoint's drafter goes there too, with its evaluation's numbers
     """
 
     wandb: bool = False
     project: str = "blockdraft"
-    artifacts: bool = False
 
     def check(self) -> None:
-        """Raise ValueError for artifacts without a place to go."""
-        if self.artifacts and not self.wandb:
-            raise ValueError("tracking.artifacts=true needs tracking=wandb")
+        """Any project's name will do."""
 
 
 @dataclass

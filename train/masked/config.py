@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from data.rows import DataConfig
-from infer.utils.checks import at_least, one_of
-from train.pretraining.config import check_recipe
+from infer.utils.checks import above_zero, at_least, one_of
 
 
 @dataclass
@@ -15,8 +14,8 @@ class DiffusionConfig:
     seed: seed of data order and noise
     start: the causal model to begin with, and its tokenizer: a Qwen3's folder or hub id
     device: cpu, cuda, cuda:1, ..., or auto
-    warm_start: begin with that model's weights; false: with its sizes only
-    shifted: whether the output at i - 1 predicts the token at i; None: if it starts warm
+    warm_start: begin with that model's weights, whose output at i - 1 predicts the token at i; false: with its sizes
+        only, and the output at i predicts the token at i
     mask_token_id: id of the mask; None: the tokenizer's mask token, else an id that no text uses
     block_length: tokens decoded as one block; None: documents are noised whole
     whole: share of the rows whose documents are noised whole all the same
@@ -29,10 +28,6 @@ class DiffusionConfig:
     batch: rows a step
     steps: training steps
     lr: peak rate of both optimisers
-    weight_decay: weight decay of matrices
-    warmup: share of the steps
-    decay: share of the steps, linear to zero, at the end
-    clip: largest norm of the gradient
     precision: dtype of products: float32 or bfloat16; weights stay float32
     save_every: steps between saves, and between measurements of the held-out bound
     held_out: rows that the bound is measured on, each under 4 noise levels
@@ -43,7 +38,6 @@ class DiffusionConfig:
     start: str = "embedded"
     device: str = "auto"
     warm_start: bool = True
-    shifted: bool | None = None
     mask_token_id: int | None = None
     block_length: int | None = 32
     whole: float = 0.25
@@ -54,10 +48,6 @@ class DiffusionConfig:
     batch: int = 16
     steps: int = 440
     lr: float = 1e-3
-    weight_decay: float = 0.05
-    warmup: float = 0.05
-    decay: float = 0.9
-    clip: float = 1.0
     precision: str = "bfloat16"
     save_every: int = 40
     held_out: int = 32
@@ -81,7 +71,7 @@ class DiffusionConfig:
             )
         if not 0 <= self.whole <= 1:
             raise ValueError(f"whole={self.whole}: a share of the rows, from 0 to 1")
-        check_recipe(self)
+        above_zero(self, "", "lr")
         one_of(self, weighting=("elbo", "flat"), precision=("float32", "bfloat16"))
         if not self.out:
             raise ValueError("out=<folder>: where should the model go?")

@@ -37,17 +37,16 @@ from infer.utils.files import READABLE, refuse_other_settings, replacing, write_
 from infer.utils.interrupts import INTERRUPTED
 from infer.utils.progress import Progress
 from train.batches import seeded
-from train.config import OptimConfig
 from train.engine import plain_state, restore_moments
 from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
-from train.optim import make_optimizer
-from train.pretraining.single import take_steps
+from train.pretraining.single import small_optimizer, take_steps
 from train.run.log import trim_log
 from train.safety.processes import catch_signals
 
 # streams of random numbers, see train.batches.seeded
 TRAINING, HELD_OUT, COLD_START = range(3)
+WARMUP, DECAY = 0.05, 0.9  # shares of the steps
 
 
 def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
@@ -80,7 +79,7 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
             table = model.get_input_embeddings().weight
             table[mask] = table.mean(0)
     model.config.mask_token_id = mask
-    model.config.masked_diffusion = {"shifted": config.warm_start if config.shifted is None else config.shifted}
+    model.config.masked_diffusion = {"shifted": config.warm_start}
     model.config.dtype = torch.float32
     return model.to(start.device), start.tokenizer
 
@@ -194,7 +193,8 @@ def open_folder(config: DiffusionConfig, out: Path) -> None:
     file, options = out / "options.json", asdict(config)
     if file.exists():
         message = f"out={out} holds a run with other options ({{keys}}): choose another folder"
-        refuse_other_settings(json.loads(file.read_text()), options, message)
+        known = {key: value for key, value in json.loads(file.read_text()).items() if key in options}
+        refuse_other_settings(known, options, message)
     out.mkdir(parents=True, exist_ok=True)
     write_json(file, options)
 
@@ -210,8 +210,7 @@ def train(config: DiffusionConfig) -> dict:
         for data in config.sets()
     ]
     held_out = held_out_batch(config, tokenizer)
-    optim = OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay)
-    optimizer, first = make_optimizer(model, optim), 0
+    optimizer, first = small_optimizer(model, config.lr), 0
     if (out / "state.safetensors").exists():
         first = load_state(out / "state.safetensors", model, optimizer)
     trim_log(out / "metrics.jsonl", first)
@@ -238,7 +237,7 @@ def train(config: DiffusionConfig) -> dict:
         if first == 0:
             figures = measure(0)
         stopping = catch_signals()
-        for taken in take_steps(model, optimizer, config, first, backward):
+        for taken in take_steps(model, optimizer, config, first, backward, WARMUP, DECAY):
             note(**asdict(taken))
             if stopping.is_set:
                 with disk(str(out)):

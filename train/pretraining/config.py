@@ -5,14 +5,6 @@ from dataclasses import dataclass
 from infer.utils.checks import above_zero, at_least
 
 
-def check_recipe(config: "PretrainConfig") -> None:
-    """Raise ValueError for an optimiser or schedule, of options such as PretrainConfig's, that cannot work."""
-    above_zero(config, "", "lr", "clip")
-    at_least(config, weight_decay=0)
-    if not 0 <= config.warmup <= 1 or not 0 <= config.decay <= 1:
-        raise ValueError(f"warmup={config.warmup} and decay={config.decay}: shares of the run, from 0 to 1")
-
-
 @dataclass
 class PretrainConfig:
     """Options of the embedded target's pre-training; data/embedded/pretraining.json has those of the shipped one.
@@ -34,10 +26,6 @@ class PretrainConfig:
     loop_decline: how likely a repeated token is to be, as a share of the time before
     steps: training steps
     lr: peak rate of both optimisers
-    weight_decay: weight decay of matrices
-    warmup: share of the steps
-    decay: share of the steps, linear to zero, at the end
-    clip: largest norm of the gradient
     compile: train under torch.compile
     save_every: steps between saves
     answers: texts that the finished target writes, for drafters to learn from
@@ -62,10 +50,6 @@ class PretrainConfig:
     loop_decline: float = 0.5
     steps: int = 1000
     lr: float = 3e-3
-    weight_decay: float = 0.05
-    warmup: float = 0.02
-    decay: float = 0.5
-    clip: float = 1.0
     compile: bool = True
     save_every: int = 100
     answers: int = 2560
@@ -85,4 +69,4 @@ class PretrainConfig:
             raise ValueError(f"model_type={self.model_type}: qwen3 or qwen3_5_text")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"num_key_value_heads={self.num_key_value_heads} divides num_attention_heads")
-        check_recipe(self)
+        above_zero(self, "", "lr")

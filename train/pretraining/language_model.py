@@ -29,12 +29,11 @@ from infer.targets.loading import load_target
 from infer.utils.entry import going_on
 from infer.utils.files import write_json
 from infer.utils.progress import Progress
-from train.config import OptimConfig
-from train.optim import make_optimizer
 from train.pretraining.config import PretrainConfig
-from train.pretraining.single import take_steps
+from train.pretraining.single import small_optimizer, take_steps
 
 SPLITS = ("train", "held_out")
+WARMUP, DECAY = 0.02, 0.5  # shares of the steps
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 # The target is no chat model: a chat with it is one text, which it continues.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -227,7 +226,7 @@ def begun(config: PretrainConfig, texts: list[str]) -> tuple[PreTrainedModel, Pr
 
 def trained(model: PreTrainedModel, stream: torch.Tensor, config: PretrainConfig) -> Iterator[int]:
     """Train the model on the token stream; yield how many steps are taken, after each."""
-    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=config.lr, weight_decay=config.weight_decay))
+    optimizer = small_optimizer(model, config.lr)
     body = torch.compile(model.model) if config.compile else model.model
     batches = windows(stream, config.length, config.batch, config.steps, config.seed)
     loops = LoopWindows(stream, config.length, torch.Generator().manual_seed(config.seed))
@@ -246,7 +245,7 @@ def trained(model: PreTrainedModel, stream: torch.Tensor, config: PretrainConfig
         (loss + leaving).backward()
         return loss.item()
 
-    for taken in take_steps(model, optimizer, config, 0, backward):
+    for taken in take_steps(model, optimizer, config, 0, backward, WARMUP, DECAY):
         yield taken.step
 
 

@@ -295,7 +295,6 @@ def finish_report(run: Path, tracker: Tracker) -> None:
     evaluations = evaluations_of(run)
     best = best_of(evaluations)
     tracker.report(page.parent, best)
-    tracker.artifact(run / "checkpoints" / Path(best.checkpoint).name / "drafter", best)
     print(f"\n{why}" if (why := too_few(evaluations)) else "")
     print(f"Best checkpoint: step {best.step}, greedy on {best.prompts} held-out prompts, {best.device}\n")
     print(f"{table(best)}\n\n{headline(best)}")

@@ -107,29 +107,13 @@ class Tracker:
 
         self._send(upload)
 
-    def artifact(self, drafter: Path, evaluation: Evaluation) -> None:
-        """Upload a drafter's folder with the numbers of its evaluation, if `tracking.artifacts` is on."""
-        if not self.config.tracking.artifacts:
-            return
-
-        def upload(run) -> None:
-            import wandb
-
-            numbers = {"step": evaluation.step} | figures_of(evaluation)
-            artifact = wandb.Artifact(self.config.name, type="model", metadata=numbers)
-            artifact.add_dir(str(drafter))
-            run.log_artifact(artifact, aliases=["best"])
-
-        self._send(upload)
-
     def close(self) -> None:
-        """Wait until everything is sent, at most PATIENCE seconds (ten times that with artifacts)."""
+        """Wait until everything is sent, at most PATIENCE seconds."""
         self._send(None)
         if self.thread is not None:
-            patience = PATIENCE * (10 if self.config.tracking.artifacts else 1)
-            self.thread.join(patience)
+            self.thread.join(PATIENCE)
             if self.thread.is_alive():
-                print(f"wandb has not answered for {patience:.0f} seconds, and is left behind")
+                print(f"wandb has not answered for {PATIENCE:.0f} seconds, and is left behind")
 
 
 def tell_sync(folder: Path) -> None:
