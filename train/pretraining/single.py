@@ -15,7 +15,6 @@ from train.config import OptimConfig
 from train.optim import make_optimizer, set_rate, trapezoid
 
 if TYPE_CHECKING:
-    from train.masked.config import DiffusionConfig
     from train.pretraining.config import PretrainConfig
 
 CLIP = 1.0  # largest norm of the gradient
@@ -40,7 +39,7 @@ def small_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 def take_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    config: "PretrainConfig | DiffusionConfig",
+    config: "PretrainConfig",
     first: int,
     backward: Callable[[int], float],
     warmup: float,
@@ -48,8 +47,8 @@ def take_steps(
 ) -> Iterator[StepTaken]:
     """Take the steps after the `first`, and yield each; show the loss, a running mean.
 
-    backward(step): computes the gradients of a step, counted from 0, and
-    returns its loss.
+    config: or another with its steps, lr, batch and length; backward(step): computes the gradients of a step, counted
+    from 0, and returns its loss.
     """
     began, progress = time.time(), Progress("training", "steps", first, stream=sys.stdout)
     mean = None
