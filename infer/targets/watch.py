@@ -14,11 +14,11 @@ class Watch:
     """Notices that weights of a module were replaced or written to.
 
     Writing by way of `.data`, as peft merges adapters, leaves a tensor's version and address as they are: some numbers
-    of every weight are compared too, read through views that serve as long as the addresses stay.
+    of every weight are compared too. No view of a weight is kept: it would keep the memory of one that is replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.places, self.views = module, None, []
+        self.module = module
         self._note(list(module.parameters()))
 
     def changed(self) -> bool:
@@ -43,14 +43,11 @@ class Watch:
 
     def _sample(self) -> list[torch.Tensor]:
         """Return some numbers of every weight; not of weights of other classes, which are spread or quantised."""
-        plain = [weight for weight in self.weights if type(weight) is nn.Parameter]
-        places = [weight.data_ptr() for weight in plain]
-        if places != self.places:
-            groups = defaultdict(list)
-            for weight in plain:
+        groups = defaultdict(list)
+        for weight in self.weights:
+            if type(weight) is nn.Parameter and not weight.is_meta:
                 groups[weight.device, weight.dtype].append(_middle(weight.detach()))
-            self.places, self.views = places, list(groups.values())
-        return [torch.cat(views) for views in self.views if not views[0].is_meta]
+        return [torch.cat(views) for views in groups.values()]
 
 
 def _middle(weight: torch.Tensor) -> torch.Tensor:
