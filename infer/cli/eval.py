@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from data.suites import SuiteConfig
-from infer.cli.models import OfData, load
+from infer.cli.measured import OfData
+from infer.cli.models import load
 from infer.config import MaskedConfig
 from infer.utils.progress import Progress
 from infer.utils.together import own_place

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from data.rows import DataConfig
-from infer.config import MASKED_METHODS, EngineConfig, EvaluationConfig, TargetConfig
+from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
 from infer.utils.checks import check_parts
 
 
@@ -21,19 +20,6 @@ class OfTarget:
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
         check_parts(self)
-
-
-@dataclass
-class OfData(OfTarget):
-    """Options of a command that decodes held-out text.
-
-    data: see DataConfig in data/rows.py
-    evaluation: see EvaluationConfig in infer/config.py
-    """
-
-    FROM_RUN: ClassVar = ("target", "data")
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 def check_together(target: TargetConfig, decoding: EngineConfig) -> None:
