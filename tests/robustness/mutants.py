@@ -142,7 +142,7 @@ MUTANTS = [
     ("DART: an item holds its own token", "infer/drafters/dart/model.py", ("ids.roll(-1, dims=1)", "ids"), BLOCKS),
     (
         "DART: the last position is forgotten",
-        "infer/drafters/shifted.py",
+        "infer/drafters/dart/model.py",
         ("state.pending[:rows] = ends\n", "pass\n"),
         BLOCKS,
     ),
@@ -215,7 +215,7 @@ MUTANTS = [
     ),
     (
         "a drafter starts as a layer that looks alike",
-        "infer/drafters/base.py",
+        "infer/drafters/warm.py",
         ("return bool((found - expected)", "return True or bool((found - expected)"),
         TARGETS,
     ),
@@ -241,7 +241,12 @@ MUTANTS = [
         ("[i - first for i in ids]", "ids"),
         LAYOUTS,
     ),
-    ("a draft vocabulary's rows are tokens", "infer/drafters/base.py", ("tokens = self.d2t + ", "tokens = "), LAYOUTS),
+    (
+        "a draft vocabulary's rows are tokens",
+        "infer/drafters/base.py",
+        ("tokens = drafter.d2t + ", "tokens = "),
+        LAYOUTS,
+    ),
     (
         "a flipped weight is believed",
         "infer/formats/folders.py",
