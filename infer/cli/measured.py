@@ -17,5 +17,5 @@ class OfData(OfTarget):
     """
 
     FROM_RUN: ClassVar = ("target", "data")
-    data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    data: DataConfig = field(default_factory=DataConfig, kw_only=True)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, kw_only=True)

@@ -15,7 +15,7 @@ class OfTarget:
     """
 
     FROM_RUN: ClassVar = ("target",)
-    target: TargetConfig = field(default_factory=TargetConfig)
+    target: TargetConfig = field(default_factory=TargetConfig, kw_only=True)
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""

@@ -246,7 +246,9 @@ class Target:
     def lean(self) -> LeanDecoder | None:
         """The lean pass where it computes what Hugging Face's layers do; None where it does not (`unlike` says why), or
         layers keep states, or keys and values of several sizes."""
-        if not self.shapes.alike:
+        if self.spread:  # their weights are here one layer at a time
+            self.unlike = "layers that are spread over processes"
+        if self.spread or not self.shapes.alike:
             return None
         alone = list(self.windows) * self.config.num_hidden_layers
         kinds = alone if len(self.windows) == 1 else self.config.layer_types

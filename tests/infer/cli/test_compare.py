@@ -78,7 +78,9 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
     evaluation = EvaluationConfig(**sizes, continuity=str(counted))
     checkpoints += [str(counted), "lookup"]
     data = DataConfig(source="jsonl", path=str(counted.parent.parent / "texts.jsonl"))
-    command = CompareCommand(checkpoints, str(tmp_path / "out"), TargetConfig(str(shallow)), data, evaluation)
+    command = CompareCommand(
+        checkpoints, str(tmp_path / "out"), target=TargetConfig(str(shallow)), data=data, evaluation=evaluation
+    )
     command.check()
     run_compare(command)
     assert len(loaded) == 1  # for all drafters

@@ -38,10 +38,10 @@ def test_trees_ask_the_file_beside_the_weights(rows, make_tiny, embedded, tmp_pa
     drafter = load_drafter(folder)
     methods = {"ddtree": "ddtree+ngrams", "chain": "chain", "plain": "plain"}
     for method, expected in methods.items():
-        assert open_engine(target, drafter, DecodeOptions(method=method), 50).method.name == expected
-    assert open_engine(target, drafter, DecodeOptions(continuity="none"), 50).method.name == "ddtree"
+        assert open_engine(target, drafter, DecodeOptions(method=method), 50).runner.method.name == expected
+    assert open_engine(target, drafter, DecodeOptions(continuity="none"), 50).runner.method.name == "ddtree"
     target.tokenizer = embedded.tokenizer  # with another digest than the file: another template leaves the ids alone
-    assert open_engine(target, drafter, DecodeOptions(), 50).method.name == "ddtree+ngrams"
+    assert open_engine(target, drafter, DecodeOptions(), 50).runner.method.name == "ddtree+ngrams"
     with pytest.raises(ValueError, match="another tokenizer"):
         open_engine(target, drafter, DecodeOptions(continuity=str(drafter.ngrams)), 50)
     target.tokenizer = None

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+import infer.evaluation.ruler as ruler
 import train.batches as batches
 import train.loop as loop
 import train.run.checkpoints as state
@@ -25,7 +26,6 @@ import train.run.hooks as hooks
 import train.run.tracking as tracking
 from infer import load_drafter
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.results import write_result
 from infer.utils.entry import Stopped
 from infer.utils.files import locked
 from infer.utils.redact import HIDDEN, redact, redact_text
@@ -118,16 +118,7 @@ def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, t
 
 def test_the_best_drafter_is_kept_and_old_states_are_not(small, run_here, monkeypatch):
     taus = {1: 1.5, 2: 4.0, 3: 1.2, 4: 1.1}
-    plain = hooks.write_evaluation
-
-    def written(out, *rest):
-        result = plain(out, *rest)
-        last = replace(result.methods[-1], tau=taus[result.step])
-        result = replace(result, methods=[*result.methods[:-1], last])
-        write_result(out / "evaluation.json", result)
-        return result
-
-    monkeypatch.setattr(hooks, "write_evaluation", written)
+    monkeypatch.setattr(ruler, "is_better", lambda one, other: taus[one.step] > taus[other.step])
     run = run_here(small("optim.steps=4", "checkpoints=4", "keep_states=1"))
     assert (run / "checkpoints" / "best").readlink().name == "step-00000002"
     assert (run / "checkpoints" / "best" / "drafter" / "model.safetensors").is_file()
