@@ -8,7 +8,7 @@ from data.rows import DataConfig
 from infer.cli.models import OfTarget, check_together, load
 from infer.config import DecodeOptions
 from infer.utils.checks import at_least, check_parts
-from infer.utils.together import own_place
+from infer.utils.together import join, own_place
 
 PROMPT_TOKENS = 96  # of a row that is one text, which are the prompt
 MOST_FAILURES = 100  # rows that may fail; more end the run
@@ -73,8 +73,11 @@ class RegenerateCommand(OfTarget):
 
 
 def run(config: RegenerateCommand) -> None:
+    from infer.targets.loading import resolve_device
     from infer.utils.files import locked
 
+    if config.target.tp_plan:  # before the model is loaded: processes must know where each of them writes
+        join(resolve_device(config.target.device))
     out = Path(own_place(config.out, config.target.tp_plan is not None))
     out.parent.mkdir(parents=True, exist_ok=True)
     with locked(Path(f"{out}.lock"), f"out={out}", "out="):
