@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infer.engine.engine import Engine
     from infer.engine.sequence import DecodeStats
     from infer.formats.checkpoint import load_drafter, save_drafter
+    from infer.masked.config import MaskedOptions
     from infer.masked.model import MaskedModel, load_masked
     from infer.targets.loading import load_target
     from infer.targets.target import Target
@@ -28,6 +29,7 @@ _NAMES = {  # by the module that defines them
     "infer.engine.engine": ("Engine",),
     "infer.engine.sequence": ("DecodeStats",),
     "infer.formats.checkpoint": ("load_drafter", "save_drafter"),
+    "infer.masked.config": ("MaskedOptions",),
     "infer.masked.model": ("MaskedModel", "load_masked"),
     "infer.targets.loading": ("load_target",),
     "infer.targets.target": ("Target",),
@@ -43,6 +45,7 @@ __all__ = [
     "EngineConfig",
     "Generation",
     "MaskedModel",
+    "MaskedOptions",
     "Target",
     "generate",
     "load_drafter",

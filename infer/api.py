@@ -14,11 +14,13 @@ from infer.engine.engine import Engine
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import DecodeStats, Processor, Sequence, TokenLogprob
 from infer.engine.words import firm_length, words_of
+from infer.masked.config import MaskedConfig, MaskedOptions
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
 from infer.targets.target import Target
 
 AnyTarget = Target | MaskedModel
+Options = DecodeOptions | MaskedOptions
 Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token ids, or the messages of a chat
 
 
@@ -39,7 +41,7 @@ def generate(
     target: AnyTarget,
     drafter: Drafter | None,
     prompts: Prompt | abc.Sequence[Prompt],
-    options: DecodeOptions | None = None,
+    options: Options | None = None,
     processors: abc.Sequence[Processor] = (),
     clock: abc.Callable[[], float] = time.perf_counter,
     **overrides: object,
@@ -48,7 +50,7 @@ def generate(
     through the tokenizer's chat template. Options are those of `DecodeOptions`, as one object or by name:
     `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7, seed=1)`.
 
-    A masked diffusion model (`load_masked`) is decoded with method "ssd" or "steps" and None as its drafter.
+    A masked diffusion model (`load_masked`) has the options of `MaskedOptions`, and None as its drafter.
 
     The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text for the same seed,
     whatever the method, budget and drafter. Of many prompts, number i is sampled with `derived_seed(seed, i)`, and the
@@ -56,11 +58,10 @@ def generate(
     logits processors; each sees the true prefix of every token it judges. Raises ValueError for options or prompts that
     make no sense.
     """
-    options = settings(options, overrides)
+    options = settings(target, options, overrides)
     one = is_prompt(prompts)
     ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
-    for prompt in ids:
-        check_length(target, len(prompt) + options.room(options.max_new_tokens))
+    check_length(target, options, ids)
     done = decode(target, drafter, ids, options, clock, processors=processors)
     answers = [generation(target, text) for text in done]
     return answers[0] if one else answers
@@ -70,14 +71,14 @@ def stream(
     target: AnyTarget,
     drafter: Drafter | None,
     prompt: Prompt,
-    options: DecodeOptions | None = None,
+    options: Options | None = None,
     processors: abc.Sequence[Processor] = (),
     **overrides: object,
 ) -> abc.Iterator[str]:
     """Continue one prompt and yield its text as rounds commit it: the pieces joined are `generate(...).text`."""
-    options = settings(options, overrides)
+    options = settings(target, options, overrides)
     ids = encode(target, prompt)
-    check_length(target, len(ids) + options.room(options.max_new_tokens))
+    check_length(target, options, [ids])
     engine = open_engine(target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens)
     text = engine.submit(ids, options, processors)
     return _pieces(engine, text, TextStream(target, text))
@@ -94,7 +95,7 @@ def _pieces(engine: Engine, text: Sequence, pieces: "TextStream") -> abc.Iterato
 def open_engine(
     target: AnyTarget,
     drafter: Drafter | None,
-    options: EngineConfig,
+    options: EngineConfig | MaskedConfig,
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
@@ -110,7 +111,7 @@ def decode(
     target: AnyTarget,
     drafter: Drafter | None,
     prompts: list[list[int]],
-    options: DecodeOptions,
+    options: Options,
     clock: abc.Callable[[], float] = time.perf_counter,
     seeds: list[int] | None = None,
     processors: abc.Sequence[Processor] = (),
@@ -170,16 +171,15 @@ class TextStream:
         return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in stops)), 0)
 
 
-def settings(options: DecodeOptions | None, overrides: dict[str, object]) -> DecodeOptions:
-    """Return checked options. Raises ValueError for unknown names and for options given both ways."""
+def settings(target: AnyTarget, options: Options | None, overrides: dict[str, object]) -> Options:
+    """Return checked options for this kind of model. Raises ValueError for unknown names, and for options given both
+    ways."""
     if options is not None and overrides:
         raise ValueError(f"give options or {', '.join(overrides)}, not both")
-    unknown = sorted(overrides.keys() - DecodeOptions.__dataclass_fields__.keys())
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)}: no such option; there is {', '.join(DecodeOptions.__dataclass_fields__)}"
-        )
-    options = options or DecodeOptions(**overrides)
+    kind = MaskedOptions if isinstance(target, MaskedModel) else DecodeOptions
+    if unknown := sorted(overrides.keys() - kind.__dataclass_fields__.keys()):
+        raise ValueError(f"{', '.join(unknown)}: no such option; there is {', '.join(kind.__dataclass_fields__)}")
+    options = options or kind(**overrides)
     options.check()
     return options
 
@@ -189,9 +189,10 @@ def positions_of(target: AnyTarget) -> int:
     return getattr(target.config, "max_position_embeddings", None) or 2**31
 
 
-def check_length(target: AnyTarget, positions: int) -> None:
-    """Raise ValueError when the target has fewer positions than prompt and answer may take."""
-    limit = positions_of(target)
+def check_length(target: AnyTarget, options: Options, prompts: list[list[int]]) -> None:
+    """Raise ValueError when the target has fewer positions than a prompt and its answer may take."""
+    answer = options.room(options.max_new_tokens) if isinstance(target, MaskedModel) else options.max_new_tokens
+    positions, limit = max(map(len, prompts), default=0) + answer, positions_of(target)
     if positions > limit:
         raise ValueError(f"prompt and answer may take {positions} positions, the target has {limit}: shorten either")
 

@@ -14,8 +14,6 @@ from infer.drafters.heads.table import check_head
 from infer.trees.methods import TREES, TreeMethod
 from infer.utils.checks import FREE_TEXT, at_least, one_of, temperature
 
-MASKED_METHODS = ("steps", "ssd")  # the target is a masked diffusion model, which has no drafter
-METHODS = (*TREES, *MASKED_METHODS)
 NO_NGRAMS, TEXT_NGRAMS = "none", "text"  # in place of a file's name: no n-grams, and those of the text itself alone
 GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
 
@@ -209,43 +207,11 @@ class TextOptions:
             raise ValueError(f"logprobs={self.logprobs}: 0 to 20 alternatives, or none at all")
 
 
-def check_masked_text(options: TextOptions) -> None:
-    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and a token is the
-    likeliest one of its position, or drawn from the whole distribution there."""
-    neutral = TextOptions()
-    for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMARS):
-        value = getattr(options, name)
-        if value != getattr(neutral, name):
-            raise ValueError(f"{name}={value}: masked diffusion decoding cannot follow it, leave it out")
-
-
-@dataclass(kw_only=True)
-class MaskedConfig:
-    """How a masked diffusion model writes. Unlike the rest of an engine, this decides what is written.
-
-    block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
-        cut
-    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are kept
-    refresh: with cache=dual, the kept keys and values are computed again after so many tokens, and when a block begins
-    """
-
-    block_length: int = 8
-    cache: str = "none"
-    refresh: int = 8
-
-    def check(self) -> None:
-        """Raise ValueError for a way of decoding that does not exist."""
-        at_least(self, block_length=1, refresh=1)
-        one_of(self, cache=("none", "dual"))
-
-
-@inherited_help
 @dataclass
-class EngineConfig(MaskedConfig):
+class EngineConfig:
     """How texts are decoded. All of this changes the speed, never the text.
 
-    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py; of masked models steps or
-        ssd: docs/methods.md
+    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py: docs/methods.md
     budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto": as
         machine and load allow, down to none
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree corrects its counts
@@ -260,12 +226,8 @@ class EngineConfig(MaskedConfig):
         prompts together, never less than one tree; one behind a long context counts as several. null: no limit.
         More let new texts begin sooner, and texts in work wait longer
     prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that begins as one of them
-        did is computed from there on; 0: nothing is kept. Masked models keep nothing
+        did is computed from there on; 0: nothing is kept
     compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
-    draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
-    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
-        guided, the same with what the text has shown of itself so far: docs/methods.md
-    nodes: of ssd, orders tree and guided: states verified each round, the current text among them
     """
 
     method: str = "ddtree"
@@ -278,15 +240,12 @@ class EngineConfig(MaskedConfig):
     positions: int | None = 144  # a stream that others join waits at most 5 times as long: docs/serving.md
     prefix_memory: int = 0
     compile: bool | None = None
-    draft_length: int | str = 4
-    order: str = "guided"
-    nodes: int = 8
 
     @property
-    def tree(self) -> TreeMethod | None:
-        """Return the row of the tree method, which an n-gram file may change; None for methods of masked models."""
-        row = TREES.get(self.method)
-        return TREES[row.with_ngrams] if row and row.with_ngrams and self.asks_ngrams else row
+    def tree(self) -> TreeMethod:
+        """Return the row of the tree method, which an n-gram file may change."""
+        row = TREES[self.method]
+        return TREES[row.with_ngrams] if row.with_ngrams and self.asks_ngrams else row
 
     @property
     def asks_ngrams(self) -> bool:
@@ -295,37 +254,29 @@ class EngineConfig(MaskedConfig):
 
     def beside(self, ngrams: Path | None) -> Self:
         """Return the options for a drafter with an n-gram file of its own, for methods that have a use for one."""
-        row = TREES.get(self.method)
-        if ngrams is None or self.continuity is not None or row is None or row.with_ngrams is None:
+        if ngrams is None or self.continuity is not None or TREES[self.method].with_ngrams is None:
             return self
         return replace(self, continuity=str(ngrams))
 
     def name_with(self, drafter) -> str:
         """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file of its own."""
-        tree = self.beside(None if drafter is None else drafter.ngrams).tree
-        return self.method if tree is None else tree.name
+        return self.beside(None if drafter is None else drafter.ngrams).tree.name
 
     @property
     def drafts(self) -> bool:
         """Return whether the method needs a drafter."""
-        return self.tree is not None and self.tree.drafts
-
-    def room(self, tokens: int) -> int:
-        """Return the positions that an answer of so many tokens takes: a masked model writes whole blocks."""
-        return tokens + -tokens % self.block_length if self.method in MASKED_METHODS else tokens
+        return self.tree.drafts
 
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
-        MaskedConfig.check(self)
-        one_of(self, method=METHODS, order=("greedy", "mixed", "tree", "guided"))
-        at_least(self, width=1, candidates=1, rows=1, nodes=1, prefix_memory=0)
+        one_of(self, method=TREES)
+        at_least(self, width=1, candidates=1, rows=1, prefix_memory=0)
         if self.positions is not None and self.positions < 1:
             raise ValueError(f"positions={self.positions}: at least 1, or null for no limit")
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
-        if self.tree is not None:
-            self._check_tree(self.tree)
-        if self.asks_ngrams and not (self.tree and self.tree.ngrams):
+        self._check_tree(self.tree)
+        if self.asks_ngrams and not self.tree.ngrams:
             takers = " or ".join(name for name, row in TREES.items() if row.ngrams or row.with_ngrams)
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
         if not 0 <= self.continuity_weight < float("inf"):
@@ -335,8 +286,6 @@ class EngineConfig(MaskedConfig):
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
-        if self.draft_length != "auto" and (isinstance(self.draft_length, str) or not 1 <= self.draft_length <= 8):
-            raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
 
     def _check_tree(self, tree: TreeMethod) -> None:
         """Raise ValueError where the options lack what the tree method needs."""
@@ -357,8 +306,6 @@ class DecodeOptions(EngineConfig, TextOptions):
         """Raise ValueError for options that cannot be followed."""
         TextOptions.check(self)
         EngineConfig.check(self)
-        if self.method in MASKED_METHODS:
-            check_masked_text(self)
 
 
 @dataclass

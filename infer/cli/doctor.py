@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from infer.cli.models import OfTarget, load
+from infer.cli.models import OfTarget, load_all
 from infer.utils.progress import HEARTBEAT, doing
 
 
@@ -43,7 +43,7 @@ def run(config: DoctorCommand) -> None:
 
     reference = None if config.record else find_reference(config.checkpoint)
     carded = reference is not None
-    target, drafter = load(config.target, config.checkpoint, "chain")
+    target, [drafter] = load_all(config.target, [config.checkpoint])
     if target.tokenizer is None:
         raise ValueError(f"target.path={config.target.path}: it has no tokenizer, and prompts are sent as texts")
     if reference is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from data.suites import SuiteConfig
 from infer.cli.measured import OfData
 from infer.cli.models import load
-from infer.config import MaskedConfig
+from infer.masked.config import MaskedConfig
 from infer.utils.progress import Progress
 from infer.utils.together import own_place
 
@@ -25,7 +25,7 @@ class EvalCommand(OfData):
     evaluation: see EvaluationConfig in infer/config.py
     suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says, without
         its prompts
-    masked: where the target is a masked diffusion model, see MaskedConfig in infer/config.py
+    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 
     checkpoint: str = "embedded"
@@ -42,11 +42,11 @@ def run(config: EvalCommand) -> None:
     from infer.evaluation.report import write_report
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import headline, table
-    from infer.masked.evaluation import evaluate_masked, masked_options, masked_table
+    from infer.masked.evaluation import evaluate_masked, evaluation_options, masked_table
     from infer.masked.model import is_masked
 
     options, masked = config.evaluation, is_masked(config.target.path)
-    target, drafter = load(config.target, None, "ssd") if masked else load(config.target, config.checkpoint)
+    target, drafter = load(config.target, config.checkpoint)
     outside = 0 if masked else options.outside
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
     if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
@@ -55,7 +55,7 @@ def run(config: EvalCommand) -> None:
         result = evaluate_masked(
             target,
             [prompt.ids for prompt in prompts],
-            masked_options(options, config.masked),
+            evaluation_options(options, config.masked),
             progress=Progress("evaluating", "prompts"),
         )
     else:
@@ -85,7 +85,7 @@ def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.evaluation.tables import suite_table
-    from infer.masked.evaluation import masked_options
+    from infer.masked.evaluation import evaluation_options
     from infer.masked.model import is_masked
     from infer.masked.suite import evaluate_masked_suite, masked_suite_table
     from infer.utils.files import atomic_write
@@ -99,8 +99,8 @@ def run_suite(config: EvalCommand) -> None:
         drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
     if masked:
-        model, _ = load(config.target, None, "ssd")
-        decoding = masked_options(options, config.masked)
+        model, _ = load(config.target, None)
+        decoding = evaluation_options(options, config.masked)
         result = evaluate_masked_suite(model, suite, config.suite, decoding, out, say, progress)
         text = masked_suite_table(result)
     else:

@@ -3,8 +3,9 @@
 import sys
 from dataclasses import dataclass, field
 
-from infer.cli.models import OfTarget, check_together, load
+from infer.cli.models import OfTarget, check_together, load, text_options
 from infer.config import DecodeOptions
+from infer.masked.config import MaskedConfig
 from infer.utils.checks import FREE_TEXT, check_parts
 
 
@@ -18,12 +19,14 @@ class GenerateCommand(OfTarget):
         writes more than the messages
     target: see TargetConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
+    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 
     checkpoint: str = "embedded"
     prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
     chat: bool | None = None
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be decoded."""
@@ -45,15 +48,15 @@ def has_chat_template(target) -> bool:
 def run(config: GenerateCommand) -> None:
     from infer import generate
 
-    options = config.decoding
-    target, drafter = load(config.target, config.checkpoint, options.method)
+    options = text_options(config.target, config.decoding, config.masked)
+    target, drafter = load(config.target, config.checkpoint)
     chat = has_chat_template(target) if config.chat is None else config.chat
     prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
     answer = generate(target, drafter, prompt, options)
-    stats = answer.stats
+    stats, name = answer.stats, options.name_with(drafter) if drafter else options.method
     print(answer.text if chat else config.prompt + answer.text)
     print(
-        f"\n[{options.name_with(drafter)}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
+        f"\n[{name}: {stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}, "
         f"{stats.tokens_per_second:.0f} tokens/s, ended by {answer.finish_reason}]",
         file=sys.stderr,
     )

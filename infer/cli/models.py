@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from infer.config import MASKED_METHODS, EngineConfig, TargetConfig
+from infer.config import EngineConfig, TargetConfig, TextOptions
+from infer.masked.config import MaskedConfig, masked_options
 from infer.utils.checks import check_parts
 
 
@@ -28,37 +29,40 @@ def check_together(target: TargetConfig, decoding: EngineConfig) -> None:
         raise ValueError("decoding.budget=auto follows the clock, and target.tp_plan=auto has several: give a number")
 
 
-def load(place: TargetConfig, checkpoint: str | None, method: str = "ddtree"):
+def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
+    """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one cannot follow."""
+    from infer.masked.model import is_masked
+
+    return masked_options(decoding, masked) if is_masked(place.path) else decoding
+
+
+def load(place: TargetConfig, checkpoint: str | None):
     """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no checkpoint, or a
-    masked diffusion model. Raises ValueError, before weights are loaded, if the method is for the other kind of model;
-    else as `load_all`."""
+    masked diffusion model. Raises ValueError as `load_all`."""
     from infer import load_masked
     from infer.masked.model import is_masked
 
-    if place.tp_plan and (method in MASKED_METHODS or is_masked(place.path)):
-        raise ValueError("target.tp_plan=auto is for causal targets, not for masked diffusion models")
-    if method in MASKED_METHODS:
+    if is_masked(place.path):
+        if place.tp_plan:
+            raise ValueError("target.tp_plan=auto is for causal targets, not for masked diffusion models")
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
-    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], method)
+    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint])
     return target, next(iter(drafters), None)
 
 
-def load_all(place: TargetConfig, checkpoints: list[str], method: str = "ddtree"):
+def load_all(place: TargetConfig, checkpoints: list[str]):
     """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
     costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
     target's options say otherwise. An n-gram file is a drafter too, of its pairs. Raises ValueError for a drafter that
-    does not fit, for several that were trained with a target asked in different ways, and, before weights are loaded,
-    for a masked diffusion model, which has none and which `method` cannot decode."""
+    does not fit, for several that were trained with a target asked in different ways, and for a masked diffusion model.
+    """
     from infer import load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
     from infer.targets.loading import load_config
 
     if is_masked(place.path):
-        raise ValueError(
-            f"target.path={place.path}: a masked diffusion model has no drafter, and method={method} cannot decode it: "
-            "use decoding.method=ssd"
-        )
+        raise ValueError(f"target.path={place.path}: a masked diffusion model has no drafter")
     drafters = []
     if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers

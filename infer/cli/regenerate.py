@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
-from infer.cli.models import OfTarget, check_together, load
+from infer.cli.models import OfTarget, check_together, load, text_options
 from infer.config import DecodeOptions
+from infer.masked.config import MaskedConfig
 from infer.utils.checks import at_least, check_parts
 from infer.utils.together import join, own_place
 
@@ -32,6 +33,7 @@ class RegenerateCommand(OfTarget):
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
     decoding: see DecodeOptions in infer/config.py
+    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 
     out: str = "runs/answers.jsonl"
@@ -45,6 +47,7 @@ class RegenerateCommand(OfTarget):
     capacity: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
 
     @property
     def part(self) -> tuple[int, int]:
@@ -95,9 +98,10 @@ def answer(config: RegenerateCommand, out: Path) -> None:
     if config.merge:
         print(f"{out}: {merge([Path(part) for part in config.merge], out)} answers")
         return
-    ours = config.server is None and config.batch is None
+    ours, options = config.server is None and config.batch is None, config.decoding
     if ours:
-        target, drafter = load(place, config.checkpoint if config.decoding.drafts else None, config.decoding.method)
+        options = text_options(place, options, config.masked)
+        target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer
     else:  # others have the model
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
@@ -111,12 +115,12 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         identity = target_identity(place.path, identity["tokenizer"])
         identity |= {"adapter": weights_digest(place.adapter)} if place.adapter else {}
     settings = {"target": place.path, "server": config.server or config.batch, "data": asdict(config.data)}
-    settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(config.decoding)
+    settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
     settings["content"] = {"target": identity, "data": rows_digest}
     settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
     if ours:
-        capacity = config.capacity or longest(rows(), target, config.decoding)
-        answers = by_engine(target, drafter, config.decoding, capacity)
+        capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
+        answers = by_engine(target, drafter, options, capacity)
     elif (answers := by_others(config, rows(), prompt_ends(tokenizer))) is None:
         return
     counts = regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
@@ -171,8 +175,8 @@ def prompt_ends(tokenizer) -> Callable:
     return ends
 
 
-def longest(rows: Iterator, target, options: DecodeOptions) -> int:
-    """Return the tokens of the longest row with all its answers, those of a chat as long as they may become."""
+def longest(rows: Iterator, target, answer: int) -> int:
+    """Return the tokens of the longest row with all its answers, each of so many tokens at most."""
     from infer.api import encode, positions_of
 
     most = 0
@@ -181,7 +185,7 @@ def longest(rows: Iterator, target, options: DecodeOptions) -> int:
         if not isinstance(row.prompt, str):
             turns += sum(message["role"] == "assistant" for message in row.prompt)
         try:
-            most = max(most, len(encode(target, row.prompt, row.template, row.tools)) + turns * options.max_new_tokens)
+            most = max(most, len(encode(target, row.prompt, row.template, row.tools)) + turns * answer)
         except ValueError:  # this row's fault is found again when it is asked
             continue
-    return min(most, positions_of(target)) or options.max_new_tokens + 1
+    return min(most, positions_of(target)) or answer + 1

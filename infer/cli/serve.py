@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from infer.cli.models import OfTarget, check_together, load
-from infer.config import MASKED_METHODS, EngineConfig, TextOptions
+from infer.config import EngineConfig, TextOptions
+from infer.masked.config import MaskedConfig
 from infer.serving.config import ServerConfig
 from infer.utils.checks import check_parts
 from infer.utils.progress import HEARTBEAT
@@ -21,11 +22,13 @@ class ServeCommand(OfTarget):
     checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
     target: see TargetConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
+    masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     server: see ServerConfig in infer/serving/config.py
     """
 
     checkpoint: str = "embedded"
     decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512))
+    masked: MaskedConfig = field(default_factory=MaskedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def check(self) -> None:
@@ -34,24 +37,25 @@ class ServeCommand(OfTarget):
         check_together(self.target, self.decoding)
         if self.target.tp_plan and self.server.verify:
             raise ValueError(f"server.verify={self.server.verify}: not with target.tp_plan=auto")
-        if self.server.verify and self.decoding.method in MASKED_METHODS:
-            raise ValueError(f"server.verify={self.server.verify}: for causal targets, not for {self.decoding.method}")
 
 
 def run(config: ServeCommand) -> None:
     from infer import open_engine
     from infer.api import positions_of
+    from infer.masked.model import is_masked
     from infer.serving.server import serve
     from infer.serving.together import LeadingEngine, follow
 
-    decoding, server = config.decoding, config.server
+    masked, server = is_masked(config.target.path), config.server
+    decoding = config.masked if masked else config.decoding
+    if masked and server.verify:
+        raise ValueError(f"server.verify={server.verify}: for causal targets, not for masked diffusion models")
     if server.memory is not None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    checkpoint = config.checkpoint if decoding.drafts else None
-    target, drafter = load(config.target, checkpoint, decoding.method)
-    spare = decoding.room(1) - 1  # an answer's last block is a whole one
+    target, drafter = load(config.target, config.checkpoint if config.decoding.drafts else None)
+    spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one
     capacity = min(server.max_length, positions_of(target) - spare)
     engine = open_engine(target, drafter, decoding, capacity)
     if server.warm:
@@ -62,8 +66,9 @@ def run(config: ServeCommand) -> None:
             return follow(engine)
         engine = LeadingEngine(engine)
     place = f"[{server.host}]" if ":" in server.host else server.host
+    name = decoding.method if masked else decoding.name_with(drafter)
     said = (
-        f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {decoding.name_with(drafter)}, "
+        f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {name}, "
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat"
     )
     try:

@@ -5,7 +5,7 @@ from collections import abc
 
 import torch
 
-from infer.config import MASKED_METHODS, EngineConfig, TextOptions
+from infer.config import EngineConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.engine.grammar import follow
 from infer.engine.runner import Runner
@@ -34,8 +34,6 @@ class Engine:
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         EngineConfig.check(options)
-        if options.method in MASKED_METHODS:
-            raise ValueError(f"method={options.method} is for masked diffusion models, which {target.name} is not")
         self._run(Runner(target, drafter, options, capacity, Stopwatch(clock)))
 
     def _run(self, runner: Runner) -> None:

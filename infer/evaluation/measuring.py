@@ -242,7 +242,7 @@ def measure(
 
     parts = [slice(first, first + rows) for first in range(0, len(prompts), rows)]
     for variant in variants if prompts else ():  # warm-up: first calls pay for allocations and kernels
-        tokens = variant.options.room(min(16, variant.options.max_new_tokens))
+        tokens = min(16, variant.options.max_new_tokens)
         short = replace(variant, options=replace(variant.options, max_new_tokens=tokens))
         run(slice(rows), Measured(short), Batch(0, 0))
     measured = [Measured(variant) for variant in variants]

@@ -13,11 +13,12 @@ from collections import abc
 
 import torch
 
-from infer.config import MASKED_METHODS, EngineConfig, TextOptions, check_masked_text
+from infer.config import TextOptions
 from infer.engine.budget import Budget
 from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
 from infer.engine.sequence import Processor, Stopwatch
+from infer.masked.config import MaskedConfig, check_masked_text
 from infer.masked.drafting import Guesses, as_guesses, follow_steps, pick_states, summarize
 from infer.masked.model import MaskedModel
 from infer.masked.passes import DualCache, Rows, Task
@@ -29,23 +30,18 @@ class MaskedEngine(Engine):
 
     An answer's last block may go beyond `capacity`. A text does not depend on what is written beside it, nor on
     anything that is drafted (float32; lower precisions round differently in other batch shapes). `ranks` is how many
-    likeliest tokens of every position are considered. Raises ValueError where the options do not fit the model.
+    likeliest tokens of every position are considered.
     """
 
     def __init__(
         self,
         model: MaskedModel,
-        options: EngineConfig,
+        options: MaskedConfig,
         capacity: int,
         clock: abc.Callable[[], float] = time.perf_counter,
         ranks: int = 2,
     ) -> None:
-        EngineConfig.check(options)
-        if options.method not in MASKED_METHODS:
-            raise ValueError(
-                f"{model.name} is a masked diffusion model, which method={options.method} cannot decode: use "
-                f"method={' or '.join(MASKED_METHODS)}"
-            )
+        MaskedConfig.check(options)
         self._run(MaskedRunner(model, options, capacity, Stopwatch(clock), ranks))
 
     def check_text(self, options: TextOptions) -> None:
@@ -56,7 +52,7 @@ class MaskedEngine(Engine):
 class MaskedRunner:
     """Runs what a `Scheduler` decides, as `infer.engine.runner.Runner` does with a causal target."""
 
-    def __init__(self, model: MaskedModel, options: EngineConfig, capacity: int, watch: Stopwatch, ranks: int) -> None:
+    def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch, ranks: int) -> None:
         self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
         self.ranks, self.budget, self.shares = ranks, Budget(0), True
         self.reset()

@@ -5,14 +5,15 @@ save.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from infer.config import DecodeOptions, EvaluationConfig, MaskedConfig
+from infer.config import EvaluationConfig, TextOptions
 from infer.engine.sampling import derived_seed
 from infer.evaluation.evaluate import describe_device, method_result
 from infer.evaluation.measuring import Measured, Progress, Variant, measure
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
 from infer.evaluation.tables import DASH
+from infer.masked.config import MaskedConfig, MaskedOptions, masked_options
 from infer.masked.drafting import Guesses
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
@@ -29,31 +30,29 @@ class Trace:
     guesses: list[Guesses]
 
 
-def masked_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> DecodeOptions:
+def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
     """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that all texts are equally
     long."""
-    options = DecodeOptions(
-        method="ssd",
+    text = TextOptions(
+        max_new_tokens=masked.room(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
         seed=evaluation.seed,
-        rows=evaluation.rows,
         ignore_eos=True,
-        **asdict(masked),
     )
-    return replace(options, max_new_tokens=options.room(evaluation.max_new_tokens))
+    return masked_options(text, replace(masked, rows=evaluation.rows))
 
 
 def evaluate_masked(
     model: MaskedModel,
     prompts: Sequence[Sequence[int]],
-    options: DecodeOptions,
+    options: MaskedOptions,
     lengths: Sequence[int] = (1, 2, 3, 4, 5),
     orders: Sequence[str] = ("greedy", "mixed", "tree", "guided"),
     nodes: int = 16,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
     """Decode every prompt step by step and with drafts of every length and order. `options` are those that
-    `masked_options` makes; `nodes`: states a round of the trees with the longest drafts."""
+    `evaluation_options` makes; `nodes`: states a round of the trees with the longest drafts."""
     measured = measure(model, None, masked_variants(options, lengths, orders, nodes), prompts, progress)
     traces = [
         trace(model, prompt, replace(options, seed=derived_seed(options.seed, number)))
@@ -73,7 +72,7 @@ def evaluate_masked(
 def masked_evaluation(
     model: MaskedModel,
     prompts: int,
-    options: DecodeOptions,
+    options: MaskedOptions,
     measured: Sequence[Measured],
     limits: dict[str, list[float]],
 ) -> Evaluation:
@@ -93,7 +92,7 @@ def masked_evaluation(
     )
 
 
-def masked_variants(options: DecodeOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Variant]:
+def masked_variants(options: MaskedOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Variant]:
     """Return step by step, then drafts of every length: a chain, swapped drafts, trees of as many states as either;
     then trees of `nodes` states with the longest drafts; then drafts whose length follows their probability."""
     ssd = replace(options, method="ssd")
@@ -129,7 +128,7 @@ def masked_result(measured: Measured, plain: Measured) -> MethodResult:
     )
 
 
-def trace(model: MaskedModel, prompt: Sequence[int], options: DecodeOptions) -> Trace:
+def trace(model: MaskedModel, prompt: Sequence[int], options: MaskedOptions) -> Trace:
     """Decode step by step and note what a draft could have known. Slower than decoding: for limits, not for times."""
     steps = replace(options, method="steps", rows=1)
     engine = MaskedEngine(model, steps, len(prompt) + options.max_new_tokens, ranks=RANKS)
@@ -140,7 +139,7 @@ def trace(model: MaskedModel, prompt: Sequence[int], options: DecodeOptions) -> 
     return Trace(text, guesses)
 
 
-def full_steps(options: DecodeOptions) -> list[bool]:
+def full_steps(options: MaskedOptions) -> list[bool]:
     """Return which steps of a text are full passes, which no draft may reach beyond."""
     length = options.max_new_tokens
     if options.cache == "none":
@@ -152,7 +151,7 @@ def full_steps(options: DecodeOptions) -> list[bool]:
     return full
 
 
-def fewest_passes(steps: Trace, options: DecodeOptions, draft_length: int, ranks: int) -> int:
+def fewest_passes(steps: Trace, options: MaskedOptions, draft_length: int, ranks: int) -> int:
     """Return the fewest passes that SSD can take, whatever states it computes, when drafts are among the `ranks`
     likeliest tokens of the pass before (section 5.1). Rounds may end anywhere, so this is a bound and no estimate."""
     full, start, length = full_steps(options), len(steps.text.prompt), options.max_new_tokens

@@ -228,7 +228,7 @@ def mask_and_shift(path: str, config: dict) -> tuple[int, bool]:
     if kind not in NATIVE or ours is None:
         raise ValueError(
             f"target.path={path}: a {config['model_type']} model that was not trained to fill masks (no "
-            "masked_diffusion in its config.json), which method=ssd and steps need: give one of ours, LLaDA or Dream"
+            "masked_diffusion in its config.json): give one of ours, LLaDA or Dream"
         )
     if mask is None:
         raise ValueError(

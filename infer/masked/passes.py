@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from infer.attention.masks import additive
-from infer.config import EngineConfig
+from infer.masked.config import MaskedConfig
 from infer.masked.drafting import LONGEST, Plan, State
 from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedSequence
@@ -46,7 +46,7 @@ def with_writes(ids: torch.Tensor, states: Sequence[State]) -> torch.Tensor:
 class Rows:
     """Computes every state as a whole row of its own: exact, for any model."""
 
-    def __init__(self, model: MaskedModel, options: EngineConfig) -> None:
+    def __init__(self, model: MaskedModel, options: MaskedConfig) -> None:
         self.model, self.block_length = model, options.block_length
 
     def plan(self, text: MaskedSequence) -> Plan:
@@ -106,7 +106,7 @@ class DualCache:
     attends to what is kept outside the block, and to itself. A round that begins with a full step computes the whole
     row and the blocks of its other states in one pass: in every layer they attend to the full row's new keys."""
 
-    def __init__(self, model: MaskedModel, options: EngineConfig, rows: int, capacity: int) -> None:
+    def __init__(self, model: MaskedModel, options: MaskedConfig, rows: int, capacity: int) -> None:
         self.model, self.options = model, options
         self.width = options.block_length + int(model.shifted)  # K: a shifted block's outputs begin one position before
         self.buffer = model.cache(rows, capacity)

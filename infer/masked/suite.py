@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from infer.config import DecodeOptions
 from infer.evaluation.measuring import Progress
 from infer.evaluation.published import figures_of
 from infer.evaluation.results import MethodResult, SetResult, SuiteResult
 from infer.evaluation.suite import Asking, Questions, SuiteOptions, ask, ask_sets, settings_of, write_suite
 from infer.evaluation.tables import DASH, markdown, means, span
+from infer.masked.config import MaskedOptions
 from infer.masked.evaluation import how_cached, masked_evaluation, masked_variants
 from infer.masked.model import MaskedModel
 
@@ -43,13 +43,13 @@ def evaluate_masked_suite(
     model: MaskedModel,
     suite: Sequence[Questions],
     options: SuiteOptions,
-    decoding: DecodeOptions,
+    decoding: MaskedOptions,
     out: Path,
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
 ) -> SuiteResult:
-    """Ask every set at every temperature, step by step and with drafts of LENGTHS. `decoding`: what `masked_options`
-    makes. Writes each set to out/sets as soon as it is done, and the whole to out/suite.json.
+    """Ask every set at every temperature, step by step and with drafts of LENGTHS. `decoding`: what
+    `evaluation_options` makes. Writes each set to out/sets as soon as it is done, and the whole to out/suite.json.
 
     Raises ValueError where `out` holds a set that was measured with other settings, and where no question of a set fits
     into the model.
@@ -68,7 +68,7 @@ def evaluate_masked_set(
     model: MaskedModel,
     questions: Questions,
     settings: dict[str, object],
-    config: DecodeOptions,
+    config: MaskedOptions,
     progress: Progress,
 ) -> SetResult:
     """Ask one set at one temperature."""

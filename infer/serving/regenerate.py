@@ -13,7 +13,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from infer.config import MASKED_METHODS, DecodeOptions, MaskedConfig
+from infer.config import DecodeOptions, EngineConfig, TextOptions
 from infer.serving.clients import request_body, turn_of
 from infer.serving.dialogue import Answer, Answering, Dialogue, Row, Turn, of_row, with_opening
 from infer.utils.entry import disk, going_on
@@ -92,6 +92,7 @@ def regenerate(
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
         known = _settings(settings_path, out)
+        known = {key: value for key, value in known.items() if key in settings}  # options that are no more
         if "content" not in known:  # of an earlier version, which had no record
             known |= {"content": settings.get("content")}
         message = f"out={out} was begun with another {{keys}}: give another out, or delete it"
@@ -260,9 +261,7 @@ def write_requests(
     return count
 
 
-def options_of(options: DecodeOptions) -> dict:
+def options_of(options: TextOptions) -> dict:
     """Return the options that decide an answer, without those that only change the speed."""
-    speed = {"method", "budget", "rows", "compile", "draft_length", "order", "nodes"}
-    if options.method not in MASKED_METHODS:
-        speed |= MaskedConfig.__dataclass_fields__.keys()
+    speed = {*EngineConfig.__dataclass_fields__, "draft_length", "order", "nodes"}
     return {key: value for key, value in asdict(options).items() if key not in speed}

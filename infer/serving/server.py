@@ -231,9 +231,8 @@ class Worker(threading.Thread):
         ticket.tell(piece)  # who has an answer finds it counted
         if text.finish is not None:
             del self.open[text]
-            tree = self.engine.options.tree
-            drawn = tree is not None and tree.draws and text.options.temperature > 0
-            if not drawn:  # such a tree writes another text, of the same distribution
+            sampled = text.options.temperature > 0
+            if self.checker.share and not (sampled and self.engine.options.tree.draws):  # which writes another text
                 self.checker.offer(text)
 
 

@@ -165,7 +165,7 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
     if setting(config, "is_encoder_decoder"):
         refuse("an encoder beside its decoder")
     if getattr(config, "masked_diffusion", None) is not None:
-        refuse("no order from left to right (masked_diffusion: decoding.method=ssd is for such models)")
+        refuse("no order from left to right (masked_diffusion: such models draft for themselves)")
     text = config.get_text_config()
     names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
     kinds = set(setting(text, "layer_types") or [])

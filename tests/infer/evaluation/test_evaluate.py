@@ -16,6 +16,7 @@ from infer.evaluation import cost, evaluate, measuring
 from infer.evaluation.evaluate import decode_all, method_results, parts_of, summarise
 from infer.evaluation.measuring import PromptSet, Variant, join, measure, variants
 from infer.evaluation.suite import ask
+from infer.masked.config import MaskedOptions
 from infer.masked.evaluation import evaluate_masked
 from infer.ngrams.count import count_ngrams
 
@@ -170,12 +171,8 @@ def test_a_suites_turns_have_noise_of_their_own(shallow_target, make_tiny):
 
 def test_masked_prompts_have_noise_of_their_own(make_masked):
     model = make_masked()
-    options = DecodeOptions(
-        method="ssd", max_new_tokens=8, block_length=4, temperature=1.0, seed=5, rows=3, ignore_eos=True
-    )
-    measured = measure(
-        model, None, [Variant("steps", 1, DecodeOptions(**(vars(options) | {"method": "steps"})))], PROMPTS
-    )
+    options = MaskedOptions(max_new_tokens=8, block_length=4, temperature=1.0, seed=5, rows=3, ignore_eos=True)
+    measured = measure(model, None, [Variant("steps", 1, replace(options, method="steps"))], PROMPTS)
     assert len({tuple(text) for text in ids(measured[0])}) > 3
     result = evaluate_masked(model, PROMPTS, options, lengths=(1, 2), orders=("greedy",), nodes=2)
     assert all(method.identical for method in result.methods)

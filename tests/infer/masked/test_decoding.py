@@ -7,8 +7,8 @@ from itertools import permutations, product
 import pytest
 import torch
 
-from infer.config import DecodeOptions
 from infer.engine.sampling import gumbel_noise
+from infer.masked.config import MaskedOptions
 from infer.masked.drafting import (
     Guess,
     Plan,
@@ -42,12 +42,12 @@ def shifted(make_masked) -> MaskedModel:
     return make_masked(shifted=True)
 
 
-def options_of(length: int = 16, block_length: int = 8, **more) -> DecodeOptions:
+def options_of(length: int = 16, block_length: int = 8, **more) -> MaskedOptions:
     settings = {"method": "ssd", "ignore_eos": True, "max_new_tokens": length, "block_length": block_length} | more
-    return DecodeOptions(**settings)
+    return MaskedOptions(**settings)
 
 
-def fill(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> MaskedSequence:
+def fill(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> MaskedSequence:
     """One text, alone."""
     engine = MaskedEngine(model, replace(options, rows=1), len(prompt) + options.max_new_tokens)
     text = engine.submit(prompt, options)
@@ -77,7 +77,7 @@ class Kept:
 
 
 @torch.no_grad()
-def reference(model: MaskedModel, prompt: list[int], options: DecodeOptions) -> list[tuple[int, int]]:
+def reference(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> list[tuple[int, int]]:
     """One token a pass, with nothing of ours but the noise."""
     ids = torch.tensor([prompt + [MASK] * options.max_new_tokens])
     width, kept, since, writes, shift = ids.shape[1], Kept(), 0, [], int(model.shifted)

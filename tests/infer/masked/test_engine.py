@@ -18,8 +18,9 @@ from infer.cli.eval import EvalCommand
 from infer.cli.eval import run as run_eval
 from infer.cli.generate import GenerateCommand
 from infer.cli.generate import run as run_generate
-from infer.cli.models import load, load_all
-from infer.config import DecodeOptions, EngineConfig, EvaluationConfig, MaskedConfig, TargetConfig, TextOptions
+from infer.cli.models import load_all
+from infer.config import DecodeOptions, EvaluationConfig, TargetConfig, TextOptions
+from infer.masked.config import MaskedConfig, MaskedOptions
 from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel, is_masked, load_masked
 from infer.serving.dialogue import Row
@@ -30,7 +31,7 @@ PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50
 LENGTHS = [5, 16, 11, 24]  # not whole blocks
 
 
-def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: EngineConfig) -> list:
+def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: MaskedConfig) -> list:
     """Texts that come one after the other, a round apart."""
     engine, done = MaskedEngine(model, engine, 64), []
     for prompt, options in zip(prompts, texts, strict=True):
@@ -51,7 +52,7 @@ def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shif
         TextOptions(max_new_tokens=length, temperature=temperature, seed=at)
         for at, (length, temperature) in enumerate(zip(LENGTHS, (0.0, 0.9, 0.0, 1.3), strict=True))
     ]
-    how = EngineConfig("ssd", rows=3, block_length=8, cache=cache, refresh=5)
+    how = MaskedConfig(rows=3, block_length=8, cache=cache, refresh=5)
     steps = replace(how, method="steps", rows=1)
     alone = [written(model, [prompt], [text], steps)[0] for prompt, text in zip(PROMPTS, texts, strict=True)]
     for order, length in (("guided", 4), ("mixed", 3)):
@@ -84,7 +85,7 @@ def test_an_answer_ends_where_a_causal_one_would(make_masked):
 
 def test_pieces_come_in_order_while_later_tokens_are_missing(folder):
     model = load_masked(str(folder), "float32", "cpu")
-    options = DecodeOptions(max_new_tokens=24, method="ssd", block_length=8)
+    options = MaskedOptions(max_new_tokens=24)
     whole = generate(model, None, "import os", options)
     pieces = list(stream(model, None, "import os", options))
     assert "".join(pieces) == whole.text and len(pieces) > 2
@@ -97,7 +98,7 @@ def test_pieces_come_in_order_while_later_tokens_are_missing(folder):
 
 def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
     model = make_masked()
-    engine = MaskedEngine(model, EngineConfig("ssd", rows=1, cache="dual"), 64)
+    engine = MaskedEngine(model, MaskedConfig(rows=1, cache="dual"), 64)
     first, second, third = (engine.submit(prompt, TextOptions(max_new_tokens=24)) for prompt in PROMPTS[:3])
     engine.step()
     first.cancelled = third.cancelled = True
@@ -114,15 +115,14 @@ def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
 
 def test_answers_are_regenerated_with_a_masked_model(folder):
     model = load_masked(str(folder), "float32", "cpu")
-    options = DecodeOptions(method="ssd", max_new_tokens=12, rows=2, order="tree")
+    options = MaskedOptions(max_new_tokens=12, rows=2, order="tree")
     prompts = ["import os", "def f(", "x = "]
     answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
     steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
     assert [answer.text for answer in answers] == steps
     assert options_of(options) == options_of(replace(options, order="mixed", nodes=3, method="steps"))
     assert options_of(options) != options_of(replace(options, block_length=4))
-    plain = DecodeOptions(method="plain")
-    assert "block_length" not in options_of(plain) and options_of(plain) == options_of(replace(plain, cache="dual"))
+    assert "block_length" not in options_of(DecodeOptions(method="plain"))
 
 
 WRONG_TEXTS = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"logprobs": 0}]
@@ -132,10 +132,10 @@ WRONG_TEXTS = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalt
 def test_options_of_other_models_are_refused(make_masked, changes):
     name, value = next(iter(changes.items()))
     with pytest.raises(ValueError, match=f"^{name}={value}: masked diffusion decoding cannot follow it"):
-        DecodeOptions(method="ssd", **changes).check()
-    DecodeOptions(method="ddtree", **changes).check()
+        MaskedOptions(**changes).check()
+    DecodeOptions(**changes).check()
     with pytest.raises(ValueError, match=f"^{name}={value}"):
-        MaskedEngine(make_masked(), EngineConfig("ssd"), 64).submit([1], TextOptions(**changes))
+        MaskedEngine(make_masked(), MaskedConfig(), 64).submit([1], TextOptions(**changes))
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_options_of_other_models_are_refused(make_masked, changes):
         ({"order": "random"}, "order=random: use greedy, mixed, tree or guided"),
         ({"draft_length": 9}, "draft_length=9: 1 to 8 tokens, or auto"),
         ({"draft_length": "long"}, "draft_length=long: 1 to 8 tokens, or auto"),
-        ({"method": "ddtree"}, "tiny is a masked diffusion model, which method=ddtree cannot decode"),
-        ({"method": "plain"}, "use method=steps or ssd"),
+        ({"method": "ddtree"}, "method=ddtree: use steps or ssd"),
+        ({"budget": 4}, "budget: no such option; there is"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(make_masked, changes, words):
@@ -160,7 +160,7 @@ def test_engines_that_cannot_be_are_refused(make_masked, changes, words):
 def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, folder, repo):
     target, drafter = make_tiny()
     model = make_masked()
-    with pytest.raises(ValueError, match="method=ssd is for masked diffusion models, which target is not"):
+    with pytest.raises(ValueError, match="method=ssd: use plain"):
         generate(target, None, [1, 2], method="ssd")
     with pytest.raises(ValueError, match="drafts for itself: give None as its drafter"):
         generate(model, drafter, [1, 2], method="ssd", max_new_tokens=8)
@@ -172,18 +172,16 @@ def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, fold
         generate(model, None, [1] * 113, method="ssd", max_new_tokens=15)  # whole blocks: 16
     assert is_masked(str(folder)) and not is_masked("embedded")
     (folder / "model.safetensors").unlink()  # both before weights are looked at
-    with pytest.raises(ValueError, match="a masked diffusion model has no drafter, and method=plain cannot"):
-        load(TargetConfig(str(folder)), "no/such/drafter", "plain")
     with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
         load_all(TargetConfig(str(folder)), ["no/such/drafter"])
     with pytest.raises(ValueError, match="^target.path=embedded: a qwen3 model that was not trained to fill masks"):
-        load(TargetConfig("embedded"), "no/such/drafter", "ssd")
+        load_masked("embedded")
 
 
 @pytest.fixture(scope="module")
 def served(running, tmp_path_factory, repo):
     model = load_masked(str(masked_folder(repo, tmp_path_factory.mktemp("served") / "model")), "float32", "cpu")
-    engine = open_engine(model, None, EngineConfig("ssd", rows=3, block_length=8, cache="dual", refresh=4), 60)
+    engine = open_engine(model, None, MaskedConfig(rows=3, block_length=8, cache="dual", refresh=4), 60)
     with running(engine, max_texts=40) as (url, service):
         yield url, service, model
 
@@ -364,7 +362,7 @@ def test_models_with_their_own_code_load_decode_and_serve(running, tmp_path, rep
         generate(model, None, prompts, method="ssd", cache="dual")
     with pytest.raises(ValueError, match="takes no padding"):
         model.logits(ids, torch.tensor([[True, True, True, False]]))
-    with running(open_engine(model, None, EngineConfig("ssd", rows=2), 60)) as (url, _):
+    with running(open_engine(model, None, MaskedConfig(rows=2), 60)) as (url, _):
         body = {"prompt": ["import os", "x", "import os"], "max_tokens": 12, "temperature": 0}
         answers = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
         alone = [generate(model, None, p, method="steps", max_new_tokens=12).text for p in body["prompt"]]
@@ -412,11 +410,11 @@ def edit(folder: Path, **changes) -> None:
 def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, capsys):
     place = TargetConfig(str(folder), "float32", "cpu")
     config = GenerateCommand(prompt="import os", target=place)
-    config.decoding = DecodeOptions(method="ssd", max_new_tokens=8, cache="dual")
+    config.decoding, config.masked = DecodeOptions(max_new_tokens=8), MaskedConfig(cache="dual")
     config.check()
     run_generate(config)
     said = capsys.readouterr()
-    answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", config.decoding)
+    answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", max_new_tokens=8, cache="dual")
     assert said.out == f"import os{answer.text}\n" and f"[ssd: 8 tokens in {answer.stats.rounds} rounds" in said.err
     evaluation = EvaluationConfig(prompts=2, prompt_tokens=8, max_new_tokens=5, rows=2)
     config = EvalCommand(

@@ -3,9 +3,10 @@
 import pytest
 
 from data.suites import Questions, SuiteConfig, said
-from infer.config import EvaluationConfig, MaskedConfig
+from infer.config import EvaluationConfig
 from infer.evaluation.results import SuiteResult, read_result
-from infer.masked.evaluation import masked_options
+from infer.masked.config import MaskedConfig
+from infer.masked.evaluation import evaluation_options
 from infer.masked.suite import TABLE, evaluate_masked_suite, masked_suite_table, published_ssd
 
 SETS = ("gsm8k", "math500", "humaneval", "mbpp")  # the columns of the paper's table
@@ -19,7 +20,7 @@ def test_the_table_has_ours_and_the_papers(make_masked, tmp_path):
     sets = [Questions(name, name.upper(), [said([f"Say {n}.", "Not asked."]) for n in range(5)]) for name in SETS]
     sets[0].chats.append(said(["word " * 100]))
     config = SuiteConfig("ddtree", temperatures=[0.0])
-    decoding = masked_options(EvaluationConfig(max_new_tokens=8), MaskedConfig(block_length=4, cache="dual"))
+    decoding = evaluation_options(EvaluationConfig(max_new_tokens=8), MaskedConfig(block_length=4, cache="dual"))
     result = evaluate_masked_suite(model, sets, config, decoding, tmp_path)
     assert read_result(tmp_path / "suite.json", SuiteResult) == result
     assert [(one.questions, one.answers, one.left_out) for one in result.sets] == [(6, 5, 1), *[(5, 5, 0)] * 3]
@@ -38,7 +39,7 @@ def test_the_table_has_ours_and_the_papers(make_masked, tmp_path):
     evaluate_masked_suite(model, sets, config, decoding, tmp_path, lines.append)
     assert len(lines) == 4 and all("measured before" in line for line in lines)
     with pytest.raises(ValueError, match="no question and 4096 new tokens fit"):
-        decoding = masked_options(EvaluationConfig(max_new_tokens=4096), MaskedConfig(block_length=4))
+        decoding = evaluation_options(EvaluationConfig(max_new_tokens=4096), MaskedConfig(block_length=4))
         evaluate_masked_suite(model, sets[:1], config, decoding, tmp_path / "long")
 
 

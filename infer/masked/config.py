@@ -1,0 +1,77 @@
+"""Options of masked diffusion models. No torch here: a wrong option is refused before it loads."""
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from infer.config import GRAMMARS, TextOptions, inherited_help
+from infer.utils.checks import at_least, one_of
+
+
+@dataclass(kw_only=True)
+class MaskedConfig:
+    """How a masked diffusion model writes. block_length, cache and refresh decide what is written, the others only how
+    fast.
+
+    method: ssd, which drafts for itself; or steps, one token a pass: docs/methods.md
+    rows: texts decoded side by side at most; others wait
+    block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
+        cut
+    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are kept
+    refresh: with cache=dual, the kept keys and values are computed again after so many tokens, and when a block begins
+    draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
+    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
+        guided, the same with what the text has shown of itself so far: docs/methods.md
+    nodes: of ssd, orders tree and guided: states verified each round, the current text among them
+    """
+
+    method: str = "ssd"
+    rows: int = 16
+    block_length: int = 8
+    cache: str = "none"
+    refresh: int = 8
+    draft_length: int | str = 4
+    order: str = "guided"
+    nodes: int = 8
+    positions: ClassVar = None  # of a step: there is no limit, prompts are computed with their answers
+
+    def room(self, tokens: int) -> int:
+        """Return the positions that an answer of so many tokens takes: whole blocks are written."""
+        return tokens + -tokens % self.block_length
+
+    def check(self) -> None:
+        """Raise ValueError for a way of decoding that does not exist."""
+        at_least(self, rows=1, block_length=1, refresh=1, nodes=1)
+        one_of(self, method=("steps", "ssd"), cache=("none", "dual"), order=("greedy", "mixed", "tree", "guided"))
+        if self.draft_length not in ("auto", *range(1, 9)):
+            raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
+
+
+@inherited_help
+@dataclass
+class MaskedOptions(MaskedConfig, TextOptions):
+    """What is written and how a masked model writes it: the options of MaskedConfig and TextOptions."""
+
+    def check(self) -> None:
+        """Raise ValueError for options that cannot be followed."""
+        TextOptions.check(self)
+        MaskedConfig.check(self)
+        check_masked_text(self)
+
+
+def check_masked_text(options: TextOptions) -> None:
+    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and a token is the
+    likeliest one of its position, or drawn from the whole distribution there."""
+    neutral = TextOptions()
+    for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMARS):
+        value = getattr(options, name)
+        if value != getattr(neutral, name):
+            raise ValueError(f"{name}={value}: masked diffusion decoding cannot follow it, leave it out")
+
+
+def masked_options(text: TextOptions, masked: MaskedConfig) -> MaskedOptions:
+    """Return the options of both. Raises ValueError for those of a text that a masked model cannot follow."""
+    options = MaskedOptions(
+        **{name: getattr(text, name) for name in TextOptions.__dataclass_fields__}, **asdict(masked)
+    )
+    options.check()
+    return options
