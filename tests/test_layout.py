@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": _BELOW_ENGINE | {"formats", "engine", "masked", "api", "evaluation", "doctor", "serving"},
 }
 # Leaf rooms, and scripts: module or room -> those that may import it besides itself.
-LEAVES = {"train.masked": set(), "train.pretraining": {"train.masked"}, "train.vllm_states": set()}
+LEAVES = {"train.masked": set(), "train.pretraining": {"train.masked"}}
 CODE_IN_INIT = {"infer/__init__.py", "infer/trees/__init__.py", "infer/drafters/__init__.py"}
 
 OPTION_MODULES = {"data.rows", "data.suites"}

@@ -158,10 +158,6 @@ class FeaturesConfig:
 
     out: the folder that is written
     store: dtype of features. bfloat16; int8: half of its size, each vector with a scale
-    shard_mb: megabytes of a shard, about
-    documents: a file to be written instead: the token ids of all documents, for an engine to run
-    states: a folder of hidden states that an engine wrote for them (train/vllm_states.py): read, not computed
-    compare: of these, so many documents are run here too and compared; 0: none, for targets that do not run here
     target: the target, see TargetConfig
     drafter: the drafter that will be trained, see DrafterConfig: it decides which layers are stored
     data: the training data, see DataConfig
@@ -169,10 +165,6 @@ class FeaturesConfig:
 
     out: str = "features"
     store: str = "bfloat16"
-    shard_mb: int = 512
-    documents: str | None = None
-    states: str | None = None
-    compare: int = 2
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -183,11 +175,6 @@ class FeaturesConfig:
         if not self.out:
             raise ValueError("out=<folder>: where should the features go?")
         one_of(self, store=("bfloat16", "int8"))
-        at_least(self, shard_mb=1, compare=0)
-        if self.documents and self.states:
-            raise ValueError("documents= writes what an engine is to run, states= reads what it wrote: one at a time")
-        if self.states is not None and not Path(self.states).is_dir():
-            raise ValueError(f"states={self.states}: no such folder; train/vllm_states.py writes it")
         check_source(self.data, self.target)
 
 

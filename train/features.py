@@ -15,9 +15,8 @@ thread that reads ahead. A digest of whole shards would have to read them all be
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +24,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from data.packing import packed_rows
+from data.rows import DataConfig
 from infer.targets.identity import weights_digest
 from infer.targets.target import Features, Target
 from infer.utils.entry import disk, going_on
 from infer.utils.files import atomic_write, json_digest, refuse_other_settings, replacing, save_readable
 from infer.utils.redact import redact
 from train.config import FeaturesConfig, TrainConfig
-from train.states import EngineStates, compare, write_documents
 
 MANIFEST = "manifest.json"
+SHARD = 512 * 10**6  # bytes, about
 COLUMNS = {"ids": torch.int32, "positions": torch.int32, "documents": torch.int32, "loss": torch.bool}
-Compute = Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]  # of a row: context, last
 
 
 def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +65,7 @@ def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: t
         },
         "tokenizer": target.tokenizer_digest,
         "layers": list(layers),
-        "data": json.loads(json.dumps(asdict(config.data))),
+        "data": asdict(config.data),
     }
     return redact(known)
 
@@ -78,13 +77,9 @@ def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
 
 
 @torch.no_grad()
-def write_features(
-    config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance, read: Compute | None = None
-) -> Path:
-    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. They are the target's own,
-    or what `read` returns. Goes on with what a stopped run left. Raises ValueError when the folder holds features of
-    something else."""
-    compute = read or partial(own_features, target, layers)
+def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
+    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a stopped
+    run left. Raises ValueError when the folder holds features of something else."""
     out, known = Path(config.out), dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
     manifest = {"format": 1, "store": config.store, **known, "rows": len(dataset), "length": config.data.length}
@@ -95,12 +90,13 @@ def write_features(
         refuse_other_settings(found, manifest, message, free=("shards", "sha256"))
         manifest = found
     hidden = target.config.hidden_size
-    count = max(1, config.shard_mb * 10**6 // row_bytes(config.data.length, len(layers), hidden, config.store))
+    count = max(1, SHARD // row_bytes(config.data.length, len(layers), hidden, config.store))
     for stale in out.glob(".shard-*"):
         stale.unlink()
     done = sum(shard["rows"] for shard in manifest["shards"])
     while done < len(dataset):
-        rows = [packed_row(dataset[i], compute, config.store) for i in range(done, min(done + count, len(dataset)))]
+        part = range(done, min(done + count, len(dataset)))
+        rows = [with_features(target, layers, dataset[i], config.store) for i in part]
         tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         name = f"shard-{len(manifest['shards']):05d}.safetensors"
         with disk(f"{name} of {out}"), replacing(out / name) as fresh:
@@ -113,19 +109,13 @@ def write_features(
     return out
 
 
-def own_features(
-    target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the target over a packed row of (T,) columns: context (T, K, D), last (T, D)."""
+def with_features(target: Target, layers: tuple[int, ...], row: dict[str, torch.Tensor], store: str) -> dict:
+    """Run the target over a packed row of (T,) columns; return it with its features, on the host."""
     ids, positions, documents = (row[name][None].to(target.device) for name in ("ids", "positions", "documents"))
     features = target.packed_features(ids, positions, documents, layers)
-    return features.context[0].unflatten(-1, (len(layers), -1)), features.last[0]
-
-
-def packed_row(row: dict[str, torch.Tensor], compute: Compute, store: str) -> dict:
-    """A packed row of (T,) columns with its features, on the host."""
+    context = features.context[0].unflatten(-1, (len(layers), -1))  # (T, K, D)
     out = {name: row[name].to(kind) for name, kind in COLUMNS.items()}
-    for name, value in zip(("context", "last"), compute(row), strict=True):
+    for name, value in (("context", context), ("last", features.last[0])):
         if store == "int8":
             value, scale = quantise(value)
             out[f"{name}_scale"] = scale.cpu()
@@ -143,8 +133,7 @@ def checksum(row: dict[str, torch.Tensor]) -> int:
 
 def manifest_digest(manifest: dict) -> str:
     """Return the SHA-256 of a manifest without its own digest."""
-    said = {key: value for key, value in manifest.items() if key != "sha256"}
-    return json_digest(said)
+    return json_digest({key: value for key, value in manifest.items() if key != "sha256"})
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -154,24 +143,19 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest, after checking what everything else relies on. Raises ValueError or FileNotFoundError."""
+    """Return the manifest, after checking that it is what was written. Raises ValueError or FileNotFoundError."""
     file = folder / MANIFEST
     if not file.is_file():
         raise FileNotFoundError(f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one")
     try:
         manifest = json.loads(file.read_text())
-        rows = sum(shard["rows"] for shard in manifest["shards"])
-        sound = all(
-            len(shard["checksums"]) == shard["rows"] and Path(shard["file"]).name == shard["file"]
-            for shard in manifest["shards"]
-        )
-        if manifest["format"] != 1 or manifest.get("sha256", manifest_digest(manifest)) != manifest_digest(manifest):
-            raise ValueError
-        if rows > manifest["rows"] or not sound:
-            raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged, or was written by another version") from error
-    return manifest
+        sound = manifest["format"] == 1 and manifest["sha256"] == manifest_digest(manifest)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{file} is damaged, or was written by another version")
+    options = DataConfig.__dataclass_fields__  # an earlier version had more of them
+    return manifest | {"data": {key: value for key, value in manifest["data"].items() if key in options}}
 
 
 class StoredRows:
@@ -195,11 +179,8 @@ class StoredRows:
 
     def check(self, expected: dict) -> None:
         """Raise ValueError, naming what differs, unless the features are what `dependencies` says that a run needs."""
-        for key, value in expected.items():
-            if self.manifest.get(key) != value:
-                raise ValueError(
-                    f"{self.folder} has features of another {key}: {self.manifest.get(key)}, this run has {value}"
-                )
+        known = {key: self.manifest[key] for key in expected}
+        refuse_other_settings(known, expected, f"{self.folder} has features of another {{keys}}")
 
     def column_parts(self, name: str) -> Iterator[np.ndarray]:
         """Yield a column of all rows, shard by shard, (entries,) each."""
@@ -234,8 +215,7 @@ class StoredRows:
 
 
 def store_features(config: FeaturesConfig) -> None:
-    """`./launch.sh features`: packs the data; runs the target, or reads what an engine wrote, or lists the documents
-    for one. Says how much it will be first."""
+    """`./launch.sh features`: packs the data and runs the target. Says how much it will be first."""
     from infer.drafters.base import tapped_layers
     from infer.targets.loading import load_target
     from infer.utils.progress import Progress
@@ -243,41 +223,18 @@ def store_features(config: FeaturesConfig) -> None:
 
     options = config.target
     config = replace(config, drafter=resolve_init(config.drafter, options))
-    runs = not config.documents and (config.states is None or config.compare > 0)
     target = load_target(
         options.path,
         options.dtype,
         options.device,
         options.trust_remote_code,
-        None if runs else (),
         adapter=options.adapter,
         chat_template_kwargs=options.chat_template_kwargs,
     )
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
-    if config.documents:
-        return list_documents(config, layers, dataset)
-    read = None
-    if config.states is not None:
-        states = EngineStates(config.states)
-        read = partial(states.features, target, layers)
-        if config.compare:
-            rows = [dataset[i] for i in range(min(config.compare, len(dataset)))]
-            apart = compare(states, target, layers, rows)
-            print(f"{len(rows)} documents run here: states differ by {apart:.1e} of their size at most", flush=True)
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)
     print(f"{len(dataset):,} rows of {config.data.length} tokens, {size / 1e9:,.2f} GB in {config.out}", flush=True)
     with going_on(f"{config.out} has whole shards, the same command goes on behind them"):
-        out = write_features(config, target, layers, dataset, Progress("features", "rows"), read)
+        out = write_features(config, target, layers, dataset, Progress("features", "rows"))
     print(f"train from them: ./launch.sh features={out} and the same target, drafter and data")
-
-
-def list_documents(config: FeaturesConfig, layers: tuple[int, ...], dataset) -> None:
-    """Write the documents that an engine is to run, and say how."""
-    count = write_documents(dataset, Path(config.documents))
-    ids = ",".join(map(str, layers))
-    print(
-        f"{count:,} documents in {config.documents}. In vLLM's environment: python train/vllm_states.py "
-        f"--model {config.target.path} --documents {config.documents} --layers {ids} --length {config.data.length} "
-        "--out states; then this command with states=states in the place of documents="
-    )

@@ -16,8 +16,3 @@ def loop_period(ids: Sequence[int], end: int, longest: int) -> int:
             if ids[first : end - period] == ids[first + period : end]:
                 return period
     return 0
-
-
-def find_loop(ids: Sequence[int], longest: int = LONGEST_PERIOD) -> int | None:
-    """Return where a text is in a loop for the first time, as a length; None if it never is."""
-    return next((end for end in range(TIMES, len(ids) + 1) if loop_period(ids, end, longest)), None)

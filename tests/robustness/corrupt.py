@@ -81,7 +81,7 @@ def make_drafter(folder: Path) -> Reader:
 
 def make_features(folder: Path) -> Reader:
     target, data = load_target("embedded", dtype="bfloat16"), DataConfig(source="stdlib", length=64, limit=1)
-    config, layers = FeaturesConfig(out=str(folder), data=data, shard_mb=1), (3, 8)
+    config, layers = FeaturesConfig(out=str(folder), data=data), (3, 8)
     rows = packed_rows(data, target.tokenizer, target.tokenizer_digest).select(range(8))
     write_features(config, target, layers, rows, lambda *_: None)
     needed = dependencies(config, target, layers)

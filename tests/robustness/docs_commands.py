@@ -48,7 +48,6 @@ FOREIGN = (
     "suite=specbench",
     "suite=ddtree",
     "NPROC",
-    "states=",
     "train=head",
     "doctor",
 )
@@ -63,7 +62,6 @@ STAND_INS = {  # what a reader fills in -> something real, in the order in which
     r"target\.path=(?:/path/\S*|<[^<>]*>)": "target.path=data/embedded",
     r"start=/path/\S*": "start=data/embedded",
     r"target=\.\.\.": "target=embedded",
-    r"states=(?:\.\.\.|states)(?!\S)": "states=data/embedded",
     r"url=<[^<>]*>": "url=http://127.0.0.1:8000",
     r"data=\.\.\.": "data=embedded",
     r"drafter=\.\.\.": "drafter=dflash-small",

@@ -3,9 +3,9 @@
     ./launch.sh diffusion               # less than half an hour on one core; writes runs/embedded-diffusion
 
 The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask that lets every token
-see its whole document. Begun from autoregressive weights, its outputs stay shifted, as in Dream: the one at position
-i - 1 predicts the token at i. The objective is in `train/masked/objective.py`. Single process: a model this small needs
-no engine, and what makes DeepSpeed worth its rules (sharded states, several machines) is of no use here.
+see its whole document. Its outputs stay shifted, as in Dream: the one at position i - 1 predicts the token at i. The
+objective is in `train/masked/objective.py`. Single process: a model this small needs no engine, and what makes
+DeepSpeed worth its rules (sharded states, several machines) is of no use here.
 
     <out>/model/              config.json with mask_token_id and masked_diffusion, model.safetensors, tokenizer
     <out>/state.safetensors   float32 weights, the optimiser's moments and the step: a stopped run goes on from here
@@ -16,7 +16,6 @@ no engine, and what makes DeepSpeed worth its rules (sharded states, several mac
 import json
 import math
 import shutil
-import signal
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,9 +31,8 @@ from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
-from infer.utils.entry import disk
-from infer.utils.files import READABLE, refuse_other_settings, replacing, write_json
-from infer.utils.interrupts import INTERRUPTED
+from infer.utils.entry import disk, going_on
+from infer.utils.files import READABLE, refuse_other_settings, replacing, replacing_folder, write_json
 from infer.utils.progress import Progress
 from train.batches import seeded
 from train.engine import plain_state, restore_moments
@@ -42,18 +40,19 @@ from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
 from train.pretraining.single import small_optimizer, take_steps
 from train.run.log import trim_log
-from train.safety.processes import catch_signals
 
-# streams of random numbers, see train.batches.seeded
-TRAINING, HELD_OUT, COLD_START = range(3)
-WARMUP, DECAY = 0.05, 0.9  # shares of the steps
+TRAINING, HELD_OUT = range(2)  # streams of random numbers, see train.batches.seeded
+WHOLE = 0.25  # share of the rows whose documents are noised whole, whatever the block length
+SAVE_EVERY = 40  # steps between saves, and between measurements of the held-out bound
+HELD_OUT_ROWS = 32  # that the bound is measured on, each under LEVELS noise levels
+LEVELS = 4
 
 
 def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
     """Return the model to train, on its device in float32, and its tokenizer; the model's config carries
     `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for
     the mask."""
-    start = load_target(config.start, "float32", config.device)
+    start = load_target(config.start, "float32")
     if start.config.model_type not in NATIVE:
         raise ValueError(
             f"start={config.start}: a {start.config.model_type} model; only {', '.join(NATIVE)} can become a masked "
@@ -70,22 +69,19 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
             ) from None
     if not 0 <= mask < size:
         raise ValueError(f"mask_token_id={mask}: the vocabulary has ids 0 to {size - 1}")
-    with torch.random.fork_rng():
-        torch.manual_seed(seeded(config.seed, COLD_START).initial_seed())
-        model = AutoModelForCausalLM.from_config(start.model.config, dtype=torch.float32, attn_implementation="sdpa")
-    if config.warm_start:
-        model.load_state_dict(start.model.state_dict())
-        with torch.no_grad():  # no text had a mask: what stands there is no token's vector
-            table = model.get_input_embeddings().weight
-            table[mask] = table.mean(0)
+    model = AutoModelForCausalLM.from_config(start.model.config, dtype=torch.float32, attn_implementation="sdpa")
+    model.load_state_dict(start.model.state_dict())
+    with torch.no_grad():  # no text had a mask: what stands there is no token's vector
+        table = model.get_input_embeddings().weight
+        table[mask] = table.mean(0)
     model.config.mask_token_id = mask
-    model.config.masked_diffusion = {"shifted": config.warm_start}
+    model.config.masked_diffusion = {"shifted": True}
     model.config.dtype = torch.float32
     return model.to(start.device), start.tokenizer
 
 
 def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """Return `config.held_out` packed rows that training never sees, evenly spread over the held-out text: each column
+    """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out text: each column
     (B, T). Raises ValueError if there are none."""
     data = config.sets()[0]
     rows = [flat(row) for row in held_out_rows(data)]
@@ -94,40 +90,38 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
     packed = pack({name: [x for x in column if x] for name, column in pieces.items()}, data.length)
     total = len(packed["ids"])
     if not total:
-        raise ValueError(f"sources={list(config.sources)}: no held-out row to measure the bound on")
-    count = min(config.held_out, total)
+        raise ValueError(f"path={config.path}: no held-out row to measure the bound on")
+    count = min(HELD_OUT_ROWS, total)
     return {name: torch.tensor(column)[[i * total // count for i in range(count)]] for name, column in packed.items()}
 
 
 def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, tokenizer) -> dict:
     """Return bounds of the held-out negative log-likelihood, in nats a token and a byte, with documents noised whole
     and, if the configuration has a block length, block by block; always under the same noise."""
-    shifted, mask = model.config.masked_diffusion["shifted"], model.config.mask_token_id
-    rows = {name: column.to(model.device) for name, column in learnable(rows, shifted, mask).items()}
+    mask = model.config.mask_token_id
+    draws = draw_noise(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
+    rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     size = sum(len(tokenizer.decode(ids[keep]).encode()) for ids, keep in zip(rows["ids"], rows["loss"], strict=True))
     count, length = rows["ids"].shape
+    order = torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1))
     figures = {}
     for name, block in {"whole": length, "block": config.block_length or length}.items():
         total = 0.0
-        draws = draw_noise(
-            rows["documents"].repeat(4, 1).cpu(), seeded(config.seed, HELD_OUT)
-        )  # levels spread over all
-        order = torch.randperm(4 * count, generator=seeded(config.seed, HELD_OUT, 1))
         for part in order.split(16):
             some = {key: column[part % count] for key, column in rows.items()}
             lengths = torch.full((len(part),), block, device=model.device)
             noised = noise(some, draws.select(part).to(model.device), lengths, mask)
-            with torch.no_grad(), products(model, config):
-                total += bound(model, some, noised, shifted, mask).item()
-        nats = total / 4 / rows["loss"].sum().item()
+            with torch.no_grad(), products(model):
+                total += bound(model, some, noised, mask).item()
+        nats = total / LEVELS / rows["loss"].sum().item()
         figures |= {f"{name}_nats_per_token": nats, f"{name}_perplexity": math.exp(nats)}
-        figures[f"{name}_nats_per_byte"] = total / 4 / size
+        figures[f"{name}_nats_per_byte"] = total / LEVELS / size
     return figures
 
 
-def products(model: nn.Module, config: DiffusionConfig) -> torch.autocast:
-    """Return the autocast context of a pass."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=config.precision == "bfloat16")
+def products(model: nn.Module) -> torch.autocast:
+    """Return the autocast context of a pass: weights stay float32, products are bfloat16."""
+    return torch.autocast(model.device.type, torch.bfloat16)
 
 
 def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, torch.Tensor]:
@@ -140,19 +134,18 @@ def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, 
 def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, step: int) -> float:
     """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo, an estimate of the
     bound. The noise is a pure function of seed and step."""
-    shifted, mask = model.config.masked_diffusion["shifted"], model.config.mask_token_id
-    generator = seeded(config.seed, TRAINING, step)
+    mask, generator = model.config.mask_token_id, seeded(config.seed, TRAINING, step)
     draws = draw_noise(rows["documents"], generator).to(model.device)
-    rows = {name: column.to(model.device) for name, column in learnable(rows, shifted, mask).items()}
+    rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
     order = torch.randperm(count, generator=generator).to(model.device)
-    lengths = torch.where(order < round(config.whole * count), length, config.block_length or length)
+    lengths = torch.where(order < round(WHOLE * count), length, config.block_length or length)
     noised = noise(rows, draws, lengths, mask)
     if config.weighting == "flat":
         weights = (noised.weights > 0).float()
         noised = Noised(noised.ids, weights, weights.sum())
-    with products(model, config):
-        loss = bound(model, rows, noised, shifted, mask) / noised.tokens.clamp(min=1)
+    with products(model):
+        loss = bound(model, rows, noised, mask) / noised.tokens.clamp(min=1)
     loss.backward()
     return loss.item()
 
@@ -174,29 +167,25 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
-    """Write an ordinary model folder beside the previous one, then replace that."""
-    fresh, old = folder.with_name(f".{folder.name}"), folder.with_name(f".{folder.name}-old")
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    model.save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh)
-    for weights in fresh.glob("*.safetensors"):
-        weights.chmod(READABLE)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    """Write an ordinary model folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with replacing_folder(folder) as fresh:
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for weights in fresh.glob("*.safetensors"):
+            weights.chmod(READABLE)
 
 
 def open_folder(config: DiffusionConfig, out: Path) -> None:
     """Make the run's folder. Raises ValueError if it holds a run of another configuration."""
-    file, options = out / "options.json", asdict(config)
-    if file.exists():
+    sources = [data.source for data in config.sets()]
+    options = asdict(config) | {"warm_start": True, "whole": WHOLE, "sources": sources}  # choices of earlier versions
+    if (out / "options.json").exists():
+        known = json.loads((out / "options.json").read_text())
         message = f"out={out} holds a run with other options ({{keys}}): choose another folder"
-        known = {key: value for key, value in json.loads(file.read_text()).items() if key in options}
-        refuse_other_settings(known, options, message)
+        refuse_other_settings({key: known[key] for key in options if key in known}, options, message)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(file, options)
+    write_json(out / "options.json", options)
 
 
 def train(config: DiffusionConfig) -> dict:
@@ -205,48 +194,36 @@ def train(config: DiffusionConfig) -> dict:
     out = Path(config.out)
     model, tokenizer = begin(config)
     open_folder(config, out)
-    sets = [
-        packed_rows(data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
-        for data in config.sets()
-    ]
+    digest, progress = tokenizer_digest(tokenizer), Progress("tokenising", "texts")
+    sets = [packed_rows(data, tokenizer, digest, progress) for data in config.sets()]
     held_out = held_out_batch(config, tokenizer)
-    optimizer, first = small_optimizer(model, config.lr), 0
-    if (out / "state.safetensors").exists():
-        first = load_state(out / "state.safetensors", model, optimizer)
+    optimizer, first, state = small_optimizer(model, config.lr), 0, out / "state.safetensors"
+    if state.exists():
+        first = load_state(state, model, optimizer)
     trim_log(out / "metrics.jsonl", first)
-    if first >= config.steps:
-        print(f"{out} is finished: step {first}")
+
+    def note(**values: float) -> None:
+        with (out / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(values) + "\n")
+
+    def measure(step: int) -> dict:
+        figures = held_out_bounds(model.eval(), held_out, config, tokenizer)
+        model.train()
+        note(step=step, **{f"held_out_{name}": value for name, value in figures.items()})
+        print(f"step {step}: held out " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
+        return figures
 
     def backward(step: int) -> float:
         return train_step(model, training_batch(config, sets, step), config, step)
 
-    figures = {}
-    with (out / "metrics.jsonl").open("a") as log:
-
-        def note(step: int, **values: float) -> None:
-            log.write(json.dumps({"step": step, **values}) + "\n")
-            log.flush()
-
-        def measure(step: int) -> dict:
-            figures = held_out_bounds(model.eval(), held_out, config, tokenizer)
-            model.train()
-            note(step, **{f"held_out_{name}": value for name, value in figures.items()})
-            print(f"step {step}: held out " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
-            return figures
-
-        if first == 0:
-            figures = measure(0)
-        stopping = catch_signals()
-        for taken in take_steps(model, optimizer, config, first, backward, WARMUP, DECAY):
-            note(**asdict(taken))
-            if stopping.is_set:
+    figures = measure(0) if first == 0 else {}
+    with going_on(f"{out} is as it was last saved, if it was; the same command goes on from there"):
+        for step, loss in take_steps(model, optimizer, config.lr, range(first, config.steps), backward):
+            note(step=step, loss=loss)
+            if step % SAVE_EVERY == 0 or step == config.steps:
+                figures = measure(step)
                 with disk(str(out)):
-                    save_state(out / "state.safetensors", model, optimizer, taken.step)
-                print(f"stopped by {stopping.name} after step {taken.step}, saved; the same command goes on from there")
-                raise SystemExit(INTERRUPTED if stopping.number == signal.SIGINT else 0)
-            if taken.step % config.save_every == 0 or taken.step == config.steps:
-                figures = measure(taken.step)
-                with disk(str(out)):
-                    save_model(out / "model", model, tokenizer)
-                    save_state(out / "state.safetensors", model, optimizer, taken.step)
+                    if step == config.steps:
+                        save_model(out / "model", model, tokenizer)
+                    save_state(state, model, optimizer, step)
     return figures

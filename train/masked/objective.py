@@ -92,20 +92,18 @@ def document_mask(documents: torch.Tensor) -> torch.Tensor:
     return additive(documents[:, None, :, None] == documents[:, None, None, :], torch.float32)
 
 
-def learnable(rows: dict[str, torch.Tensor], shifted: bool, mask_id: int) -> dict[str, torch.Tensor]:
-    """Return the rows without loss where such a model has no prediction: on mask tokens that a text quotes, and, if the
-    model is shifted, on a document's first token, which is given (in Dream, too, the output before a token predicts
-    it)."""
-    known = rows["loss"].bool() & (rows["ids"] != mask_id)
-    return rows | {"loss": known & (rows["positions"] > 0) if shifted else known}
+def learnable(rows: dict[str, torch.Tensor], mask_id: int) -> dict[str, torch.Tensor]:
+    """Return the rows without loss where the model has no prediction: on mask tokens that a text quotes, and on a
+    document's first token, which is given (in Dream, too, the output before a token predicts it)."""
+    return rows | {"loss": rows["loss"].bool() & (rows["ids"] != mask_id) & (rows["positions"] > 0)}
 
 
-def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, shifted: bool, mask_id: int) -> torch.Tensor:
+def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, mask_id: int) -> torch.Tensor:
     """Estimate the bound in nats, summed over the rows: () with gradient; divide by `noised.tokens` for nats a
     token. The model never predicts the mask token (MDLM section 3.2.3: zero masking probabilities).
 
-    model: a Hugging Face causal language model, run over noised ids (B, T) with every token seeing its document.
-    shifted: the output at position i - 1 predicts the token at i, as an autoregressive model's does.
+    model: a Hugging Face causal language model, run over noised ids (B, T) with every token seeing its document; its
+    output at position i - 1 predicts the token at i.
     """
     hidden = model.get_decoder()(
         input_ids=noised.ids,
@@ -114,7 +112,7 @@ def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, shift
         use_cache=False,
     ).last_hidden_state  # (B, T, D)
     row, place = noised.weights.nonzero(as_tuple=True)  # (M,) covered tokens with loss: only they need logits
-    logits = model.get_output_embeddings()(hidden[row, place - int(shifted)]).float()  # (M, V)
+    logits = model.get_output_embeddings()(hidden[row, place - 1]).float()  # (M, V)
     forbidden = torch.arange(logits.shape[-1], device=logits.device) == mask_id
     logits = logits.masked_fill(forbidden, float("-inf"))
     losses = nn.functional.cross_entropy(logits, rows["ids"][row, place], reduction="none")

@@ -2,10 +2,7 @@
 masked/diffusion.py share."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,21 +11,8 @@ from infer.utils.progress import Progress
 from train.config import OptimConfig
 from train.optim import make_optimizer, set_rate, trapezoid
 
-if TYPE_CHECKING:
-    from train.pretraining.config import PretrainConfig
-
 CLIP = 1.0  # largest norm of the gradient
-
-
-@dataclass(frozen=True)
-class StepTaken:
-    """One step, as the log has it."""
-
-    step: int  # counted from 1
-    loss: float
-    gradient_norm: float  # before clipping
-    lr: float
-    tokens_per_second: float
+WARMUP, DECAY = 0.05, 0.9  # shares of the steps
 
 
 def small_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -37,29 +21,18 @@ def small_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def take_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: "PretrainConfig",
-    first: int,
-    backward: Callable[[int], float],
-    warmup: float,
-    decay: float,
-) -> Iterator[StepTaken]:
-    """Take the steps after the `first`, and yield each; show the loss, a running mean.
+    model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, steps: range, backward: Callable[[int], float]
+) -> Iterator[tuple[int, float]]:
+    """Take the steps, counted from 0, up to the run's last one; yield how many are taken and the loss, after each.
 
-    config: or another with its steps, lr, batch and length; backward(step): computes the gradients of a step, counted
-    from 0, and returns its loss.
+    rate: the peak rate; backward(step): computes the gradients of a step, and returns its loss.
     """
-    began, progress = time.time(), Progress("training", "steps", first, stream=sys.stdout)
-    mean = None
-    for step in range(first, config.steps):
-        rate = set_rate(optimizer, config.lr * trapezoid(step, config.steps, warmup, decay))
+    progress = Progress("training", "steps", steps.start, stream=sys.stdout)
+    for step in steps:
+        set_rate(optimizer, rate * trapezoid(step, steps.stop, WARMUP, DECAY))
         loss = backward(step)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        done, seconds = step + 1, time.time() - began
-        speed = (done - first) * config.batch * config.length / seconds
-        mean = loss if mean is None else 0.95 * mean + 0.05 * loss
-        progress(done, config.steps, f"loss {mean:.3f}, {speed:,.0f} tokens/s")
-        yield StepTaken(done, loss, norm, rate, speed)
+        progress(step + 1, steps.stop, f"loss {loss:.3f}")
+        yield step + 1, loss

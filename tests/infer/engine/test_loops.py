@@ -7,7 +7,12 @@ import pytest
 
 from infer import generate
 from infer.config import DecodeOptions
-from infer.engine.loops import TIMES, find_loop, loop_period
+from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
+
+
+def find_loop(ids: list[int], longest: int = LONGEST_PERIOD) -> int | None:
+    """Where a text is in a loop for the first time, as a length; None if it never is."""
+    return next((end for end in range(TIMES, len(ids) + 1) if loop_period(ids, end, longest)), None)
 
 
 def looped(ids: list[int], longest: int) -> int | None:
