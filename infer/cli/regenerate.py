@@ -21,14 +21,9 @@ class RegenerateCommand(OfTarget):
 
     out: one line a row, in the rows' order; a stopped run goes on where it was
     checkpoint: a drafter that makes it faster, for decoding.method=chain or ddtree
-    server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1, or several with commas
-        between them
-    at_once: requests under way at each server
-    batch: instead, a file of requests for OpenAI's batch API that is written, for `vllm run-batch` say; every turn of
-        chats takes a file of its own
-    results: the batch API's result files so far, of all turns
+    server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1
+    at_once: requests under way at the server
     shard: which of several equal parts of the rows is answered: 2/8 is the second of eight
-    merge: answers of shards, files, that are written to out as if there had been one run
     capacity: tokens of prompt and answer together in our engine, at most; longer chats end before; None: room for all
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
@@ -40,10 +35,7 @@ class RegenerateCommand(OfTarget):
     checkpoint: str | None = None
     server: str | None = None
     at_once: int = 64
-    batch: str | None = None
-    results: list[str] = field(default_factory=list)
     shard: str = "1/1"
-    merge: list[str] = field(default_factory=list)
     capacity: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
@@ -61,18 +53,10 @@ class RegenerateCommand(OfTarget):
         """Raise ValueError for options that cannot be followed."""
         check_parts(self)
         check_together(self.target, self.decoding)
-        engine = self.server is None and self.batch is None and not self.merge
-        if engine and self.checkpoint is None and self.decoding.drafts:
+        if self.server is None and self.checkpoint is None and self.decoding.drafts:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         at_least(self, at_once=1, capacity=2)
         assert self.part
-        if self.server is not None and self.batch is not None:
-            raise ValueError("server= asks at once, batch= writes requests to a file: give one of them")
-        if self.results and self.batch is None:
-            raise ValueError("results= are answers to requests of batch=<file>: give that, too")
-        for file in [*self.results, *self.merge]:
-            if not Path(file).is_file():
-                raise ValueError(f"{file}: no such file")
 
 
 def run(config: RegenerateCommand) -> None:
@@ -88,59 +72,39 @@ def run(config: RegenerateCommand) -> None:
 
 
 def answer(config: RegenerateCommand, out: Path) -> None:
-    """Write the answers, or what there is to ask first; `out`: where this process writes them."""
-    from infer.serving.regenerate import by_engine, merge, options_of, regenerate, rows_content
+    """Write the answers; `out`: where this process writes them."""
+    from infer.serving.clients import by_server
+    from infer.serving.regenerate import by_engine, options_of, regenerate, rows_content
     from infer.targets.identity import target_identity, weights_digest
     from infer.targets.loading import load_tokenizer
     from infer.targets.target import tokenizer_digest
 
-    place = config.target
-    if config.merge:
-        print(f"{out}: {merge([Path(part) for part in config.merge], out)} answers")
-        return
-    ours, options = config.server is None and config.batch is None, config.decoding
-    if ours:
+    place, server, options = config.target, config.server, config.decoding
+    if server is None:
         options = text_options(place, options, config.masked)
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer
-    else:  # others have the model
+        identity = target_identity(place.path, tokenizer_digest(tokenizer))
+        identity |= {"adapter": weights_digest(place.adapter)} if place.adapter else {}
+    else:  # it has the model
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
+        identity = {"tokenizer": tokenizer_digest(tokenizer)}
 
     def rows() -> Iterator:
         return chosen_rows(config, tokenizer)
 
     total, rows_digest = rows_content(rows())
-    identity = {"tokenizer": tokenizer_digest(tokenizer)}
-    if ours:
-        identity = target_identity(place.path, identity["tokenizer"])
-        identity |= {"adapter": weights_digest(place.adapter)} if place.adapter else {}
-    settings = {"target": place.path, "server": config.server or config.batch, "data": asdict(config.data)}
+    settings = {"target": place.path, "server": server, "data": asdict(config.data)}
     settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
     settings["content"] = {"target": identity, "data": rows_digest}
     settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
-    if ours:
+    if server is None:
         capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
         answers = by_engine(target, drafter, options, capacity)
-    elif (answers := by_others(config, rows(), prompt_ends(tokenizer))) is None:
-        return
+    else:
+        answers = by_server(server, config.decoding, config.at_once, prompt_ends(tokenizer))
     counts = regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
-
-
-def by_others(config: RegenerateCommand, rows: Iterator, prompt_end: Callable):
-    """Return what answers the rows by servers or from result files; None where there is something to ask first, which
-    is then in the file `batch`."""
-    from infer.serving.clients import by_server
-    from infer.serving.regenerate import Batches, by_batches, write_requests
-
-    if config.server is not None:
-        return by_server(config.server, config.decoding, config.at_once, prompt_end)
-    results = Batches([Path(file) for file in config.results])
-    asked = write_requests(rows, results, Path(config.batch), config.target.path, config.decoding, prompt_end)
-    if asked:
-        print(f"{config.batch}: {asked} requests; let the target answer them, then the same command with results=[...]")
-        return None
-    return by_batches(results, prompt_end)
 
 
 def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:

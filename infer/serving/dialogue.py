@@ -48,7 +48,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowAnswer:
     """The outcome of a row: a text and why it ended; of a chat all its messages; or an error."""
 
     row: Row
@@ -69,7 +69,7 @@ class Answer:
         return line | ({"chat_template_kwargs": row.template} if row.template else {})
 
 
-Answering = Callable[[Iterable[Row]], Iterator[Answer]]  # in the rows' order
+Answering = Callable[[Iterable[Row]], Iterator[RowAnswer]]  # in the rows' order
 
 
 def of_row(options: DecodeOptions, row: Row, turn: int = 0) -> DecodeOptions:
@@ -87,7 +87,7 @@ class Dialogue:
 
     def __init__(self, row: Row) -> None:
         self.row, self.turns = row, 0
-        self.answer: Answer | None = None
+        self.answer: RowAnswer | None = None
         self.messages: list[dict] = []
         self._left = deque() if isinstance(row.prompt, str) else deque(row.prompt)
         if not isinstance(row.prompt, str):
@@ -106,7 +106,7 @@ class Dialogue:
         """Take what the target wrote next."""
         self.turns += 1
         if not self.chat:
-            self.answer = Answer(self.row, turn.text, turn.finish)
+            self.answer = RowAnswer(self.row, turn.text, turn.finish)
             return
         recorded: list[tuple[str, object]] = []
         while self._left and self._left[0]["role"] == "assistant":
@@ -126,7 +126,7 @@ class Dialogue:
                 self.messages.pop()
             self._finish()
         else:
-            self.answer = Answer(self.row, error=error)
+            self.answer = RowAnswer(self.row, error=error)
 
     def _go_on(self) -> None:
         """Take the messages up to where the assistant speaks next; the end, if there are none."""
@@ -137,7 +137,7 @@ class Dialogue:
             self._finish()
 
     def _finish(self) -> None:
-        self.answer = Answer(self.row, messages=self.messages)
+        self.answer = RowAnswer(self.row, messages=self.messages)
 
 
 def asked(message: dict) -> dict:

@@ -1,12 +1,11 @@
 """Answers of the target to the rows of a data set, for drafters to learn from.
 
 Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on behind the last
-whole line. Our engine writes them, servers with OpenAI's API (infer/serving/clients.py), or whoever reads OpenAI's
-batch files. Nothing is in memory but the rows under way.
+whole line. Our engine writes them, or a server with OpenAI's API (infer/serving/clients.py). Nothing is in memory but the
+rows under way.
 """
 
 import hashlib
-import heapq
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -14,14 +13,11 @@ from itertools import islice
 from pathlib import Path
 
 from infer.config import DecodeOptions, EngineConfig, TextOptions
-from infer.serving.clients import request_body, turn_of
-from infer.serving.dialogue import Answer, Answering, Dialogue, Row, Turn, of_row, with_opening
+from infer.serving.dialogue import Answering, Dialogue, Row, RowAnswer, Turn, of_row, with_opening
 from infer.utils.entry import disk, going_on
-from infer.utils.files import refuse_other_settings, replacing, write_json
+from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.progress import Progress
 from infer.utils.redact import redact_text
-
-CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
@@ -40,7 +36,7 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
             dialogue.fail(str(wrong), keep=True)
             return None
 
-    def answers(rows: Iterable[Row]) -> Iterator[Answer]:
+    def answers(rows: Iterable[Row]) -> Iterator[RowAnswer]:
         rows, queue = iter(rows), []  # [[row under way, its text or None]] in order
         while True:
             for row in islice(rows, 4 * options.rows - len(queue)):
@@ -161,104 +157,6 @@ def _index(line: str | bytes, path: Path, number: int) -> int:
         return int(json.loads(line)["index"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}, line {number}: no answer of regenerate ({error})") from error
-
-
-def merge(parts: list[Path], out: Path) -> int:
-    """Write the lines of several files, each ordered by index, to one in that order; return how many. Raises ValueError
-    for a line that is none, and for a row that stands in two of them."""
-
-    def lines(path: Path) -> Iterator[tuple[int, int, str]]:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                yield _index(line, path, number), number, line
-
-    count, last = 0, -1
-    with replacing(out) as fresh, fresh.open("w", encoding="utf-8") as file:
-        for index, _, line in heapq.merge(*map(lines, parts)):
-            if index <= last:
-                raise ValueError(f"row {index} stands in two of {', '.join(map(str, parts))}, or out of order")
-            file.write(line)
-            count, last = count + 1, index
-    return count
-
-
-class Batches:
-    """Result files of OpenAI's batch API, such as `vllm run-batch` writes: which line answers what. Only places in the
-    files are in memory."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self.places: dict[str, tuple[Path, int]] = {}
-        for path in files:
-            at = 0
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    try:
-                        self.places[str(json.loads(line)["custom_id"])] = path, at
-                    except (ValueError, LookupError, TypeError) as error:
-                        raise ValueError(f"{path}, line {number}: no result of a batch ({error})") from error
-                    at += len(line)
-
-    def get(self, name: str) -> dict | None:
-        """Return the line of a request, None where there is none."""
-        if name not in self.places:
-            return None
-        path, at = self.places[name]
-        with path.open("rb") as file:
-            file.seek(at)
-            return json.loads(file.readline())
-
-
-def by_batches(results: Batches, prompt_end=lambda row: "") -> Answering:
-    """Return a function that answers rows from result files, in the rows' order; it ends at the first row whose next
-    turn was not asked yet."""
-
-    def answers(rows: Iterable[Row]) -> Iterator[Answer]:
-        for row in rows:
-            dialogue = replayed(row, results, prompt_end)
-            if dialogue.answer is None:
-                return
-            yield dialogue.answer
-
-    return answers
-
-
-def replayed(row: Row, results: Batches, prompt_end) -> Dialogue:
-    """Return a row with all turns that the results have."""
-    dialogue = Dialogue(row)
-    while dialogue.answer is None and (line := results.get(request_name(dialogue))) is not None:
-        response = line.get("response") or {}
-        if line.get("error") or response.get("status_code", 200) != 200:
-            dialogue.fail(str(line.get("error") or response.get("body"))[:200], keep=True)
-            break
-        try:
-            dialogue.take(turn_of(response.get("body"), dialogue.chat, prompt_end(row)))
-        except ValueError as wrong:
-            dialogue.fail(str(wrong))
-    return dialogue
-
-
-def request_name(dialogue: Dialogue) -> str:
-    """Return the name of a row's next request in batch files."""
-    return f"row-{dialogue.row.index}-turn-{dialogue.turns}"
-
-
-def write_requests(
-    rows: Iterable[Row], results: Batches, out: Path, model: str, options: DecodeOptions, prompt_end=lambda row: ""
-) -> int:
-    """Write what is to be asked next, of every row that has no answer yet, as a file for OpenAI's batch API; return
-    how many requests that are."""
-    count = 0
-    with replacing(out) as fresh, fresh.open("w", encoding="utf-8") as file:
-        for row in rows:
-            dialogue = replayed(row, results, prompt_end)
-            if dialogue.answer is not None:
-                continue
-            url = CHAT_URL if dialogue.chat else TEXT_URL
-            request = {"custom_id": request_name(dialogue), "method": "POST", "url": url}
-            request["body"] = request_body(row, model, options, dialogue)
-            file.write(json.dumps(request, ensure_ascii=False) + "\n")
-            count += 1
-    return count
 
 
 def options_of(options: TextOptions) -> dict:

@@ -58,10 +58,6 @@ def test_a_server_that_is_short_of_memory(run_program):
     assert "\n0 faults" in run_program("memory", "--requests", "48", "--after", "8")
 
 
-def test_sampled_answers_are_one_file(run_program):
-    assert "\none file" in run_program("answers", "--prompts", "60", "--kills", "2")
-
-
 def test_damaged_files(run_program):
     assert run_program("corrupt", "--cases", "15").count(" 0 faults") == 4
 
