@@ -2,17 +2,13 @@
 
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 
-from infer.cli.models import OfTarget, check_together, load
-from infer.config import EngineConfig, TextOptions
+from infer.cli.models import OfTarget, load
+from infer.config import EngineConfig
 from infer.masked.config import MaskedConfig
 from infer.serving.config import ServerConfig
 from infer.utils.checks import check_parts
 from infer.utils.progress import HEARTBEAT
-from infer.utils.together import is_first
-
-WARMED = (TextOptions(), TextOptions(temperature=1.0))  # kinds of texts that `server.warm` prepares for
 
 
 @dataclass
@@ -34,9 +30,8 @@ class ServeCommand(OfTarget):
     def check(self) -> None:
         """Raise ValueError for what cannot be served."""
         check_parts(self)
-        check_together(self.target, self.decoding)
-        if self.target.tp_plan and self.server.verify:
-            raise ValueError(f"server.verify={self.server.verify}: not with target.tp_plan=auto")
+        if self.target.tp_plan:
+            raise ValueError("target.tp_plan=auto: serve runs in one process; use eval, generate or regenerate")
 
 
 def run(config: ServeCommand) -> None:
@@ -44,36 +39,18 @@ def run(config: ServeCommand) -> None:
     from infer.api import positions_of
     from infer.masked.model import is_masked
     from infer.serving.server import serve
-    from infer.serving.together import LeadingEngine, follow
 
     masked, server = is_masked(config.target.path), config.server
     decoding = config.masked if masked else config.decoding
-    if masked and server.verify:
-        raise ValueError(f"server.verify={server.verify}: for causal targets, not for masked diffusion models")
-    if server.memory is not None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
     target, drafter = load(config.target, config.checkpoint if config.decoding.drafts else None)
     spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one
     capacity = min(server.max_length, positions_of(target) - spare)
     engine = open_engine(target, drafter, decoding, capacity)
-    if server.warm:
-        say = partial(print, file=sys.stderr, flush=True)
-        engine.warm(lambda done, all: say(f"prepared {done} of {all} kinds of rounds"), WARMED)
-    if config.target.tp_plan:
-        if not is_first():
-            return follow(engine)
-        engine = LeadingEngine(engine)
     place = f"[{server.host}]" if ":" in server.host else server.host
     name = decoding.method if masked else decoding.name_with(drafter)
     said = (
         f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {name}, "
         f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat"
     )
-    try:
-        HEARTBEAT.at(None)
-        serve(engine, server, lambda: print(said, file=sys.stderr, flush=True))
-    finally:
-        if config.target.tp_plan:
-            engine.dismiss()
+    HEARTBEAT.at(None)
+    serve(engine, server, lambda: print(said, file=sys.stderr, flush=True))

@@ -6,11 +6,7 @@ two tokens are equally good to within that rounding, either may be chosen: a tie
 V vocabulary, Q positions of a pass.
 """
 
-import logging
 import math
-import random
-from collections import deque
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,14 +15,10 @@ import torch
 from infer.config import TextOptions
 from infer.engine.grammar import follow
 from infer.engine.sampling import choose, round_noise, seen_tokens
-from infer.engine.sequence import Sequence, text_end
 from infer.targets.target import Target
 
-log = logging.getLogger(__name__)
-
-CHUNK = 64  # positions of one checking pass: texts that are being written wait no longer than that
+CHUNK = 64  # positions of one checking pass
 SINGLE = 8  # positions run one by one, to see how the shape of a pass changes rounding
-MOST_WAITING = 64  # texts that wait to be checked; a newer one replaces the oldest
 
 
 @dataclass(frozen=True)
@@ -107,80 +99,12 @@ def seen_along(ids: list[int], start: int, vocabulary: int, rows: torch.Tensor, 
 
 
 @torch.no_grad()
-def forward_passes(target: Target, ids: list[int], single: int = 0) -> Generator[tuple[int, torch.Tensor], None, None]:
-    """Run the target alone over a text, CHUNK positions at a time and the last `single` ones one by one. Yields (first
-    position, logits (1, Q, V))."""
+def last_logits(target: Target, ids: list[int], single: int) -> torch.Tensor:
+    """Run the target alone over a text, CHUNK positions at a time and the last `single` ones one by one; return the
+    logits behind it, (1, 1, V) float32."""
     many = max(0, len(ids) - single)
     with target.cache(1, len(ids)).add(1) as cache:
         for start in (*range(0, many, CHUNK), *range(many, len(ids))):
             end = min(start + CHUNK, many) if start < many else start + 1
-            yield start, target.head(target.extend([ids[start:end]], cache, ()).last)
-
-
-def last_logits(target: Target, ids: list[int], single: int) -> torch.Tensor:
-    """Return the logits after a text, (1, 1, V) float32."""
-    for _, logits in forward_passes(target, ids, single):  # noqa: B007
-        pass
-    return logits[:, -1:].float()
-
-
-@torch.no_grad()
-def check_output(target: Target, text: Sequence) -> Generator[None, None, Difference | None]:
-    """Compare a finished text with the target's choice after each of its prefixes, a short pass at each `next`; return
-    the first difference. A text without one is plain decoding's, which chooses from the same prefixes."""
-    whole, first, options = text.prompt + text.ids, len(text.prompt), text.options
-    grammar = follow(options, target)
-    for start, logits in forward_passes(target, whole[:-1]):
-        width, vocabulary = logits.shape[1], logits.shape[2]
-        if start + width >= first:  # position i chooses the token at i + 1
-            noise = round_noise([options], torch.tensor([start], device=logits.device), width, vocabulary)
-            depths = torch.arange(width, device=logits.device)[None]
-            seen = partial(seen_along, whole, start, vocabulary)
-            for i in range(max(0, first - start - 1), width) if grammar else ():
-                logits[:, i] = grammar.mask(logits[:, i], text.ids[: start + i + 1 - first], [])
-            tokens = choose(logits, depths, [options], noise, seen)[0].tolist()
-            for i in range(max(0, first - start - 1), width):
-                place = start + i + 1 - first
-                if tokens[i] != text.ids[place]:
-                    return find_difference(target, text.prompt, text.ids, [*text.ids[:place], tokens[i]], options)
-        yield
-    end = text_end(text.ids, 0, options, target)
-    if end != (len(text.ids), text.finish):  # goes on after its end, or ended too early
-        return Difference(len(text.ids), None, None, math.inf, "defect")
-    return None
-
-
-class OutputChecker:
-    """Checks a share of finished texts, one short pass at a time, between the rounds of texts that are being written.
-    Calls `on_checked(text, difference)` for every checked text."""
-
-    def __init__(self, target: Target, share: float, on_checked: Callable[[Sequence, Difference | None], None]) -> None:
-        self.target, self.share, self.on_checked = target, share, on_checked
-        self.waiting: deque[Sequence] = deque(maxlen=MOST_WAITING)
-        self.current: tuple[Sequence, Generator] | None = None
-        self.dice = random.Random()
-
-    @property
-    def busy(self) -> bool:
-        return self.current is not None or bool(self.waiting)
-
-    def offer(self, text: Sequence) -> None:
-        """Queue a finished text, by chance. The text must be one that the target would write again: greedy, or sampled
-        with noise of its own seed."""
-        if text.finish in ("stop", "length") and self.dice.random() < self.share:
-            self.waiting.append(text)
-
-    def step(self) -> None:
-        """Run the next pass of the current check. An error in it is logged and ends that check only."""
-        if self.current is None:
-            text = self.waiting.popleft()
-            self.current = text, check_output(self.target, text)
-        text, check = self.current
-        try:
-            next(check)
-            return
-        except StopIteration as done:
-            self.on_checked(text, done.value)
-        except Exception:
-            log.exception("a text could not be checked")
-        self.current = None
+            last = target.extend([ids[start:end]], cache, ()).last
+    return target.head(last)[:, -1:].float()

@@ -1,22 +1,21 @@
 """What an answer is made of: thoughts, words, and calls of tools.
 
 A model writes all of these as one text, each between marks of its family. transformers' response parser tells them
-apart, by the tokenizer's own `response_template` where it has one, else by a row of `FORMATS` whose marks the chat
+apart, by the tokenizer's own `response_template` where it has one, else by a row of `FORMATS` whose mark the chat
 template has. Calls that a request demands are written under a grammar of the same row.
 """
 
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers.utils.chat_parsing import ResponseParser
 
 from infer.serving.dialogue import opens_thought
 
 THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
-MARKED = {"open": "<think>", "close": "</think>"}
-TAG_END = "\n</parameter>\n"
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as models learnt it
 
 
@@ -27,20 +26,12 @@ class Tool:
     name: str
     parameters: dict
 
-    @property
-    def properties(self) -> dict[str, dict]:
-        """Return the schemas of its parameters. Raises ValueError where there are none to be read."""
-        found = self.parameters.get("properties", {})
-        if not isinstance(found, dict) or not all(isinstance(schema, dict) for schema in found.values()):
-            raise ValueError(
-                f"tools: the parameters of {self.name} are not those of an object, as a JSON schema has them"
-            )
-        return found
-
-    @property
-    def shared(self) -> dict:
-        """Return what its schemas refer to."""
-        return {key: self.parameters[key] for key in ("$defs", "definitions") if key in self.parameters}
+    def call_schema(self, key: str) -> dict:
+        """Return the schema of a call as JSON with a name and, under `key`, arguments; what the parameters refer to
+        stands at its top."""
+        schema = {"type": "object", "properties": {"name": {"const": self.name}, key: self.parameters}}
+        shared = {part: self.parameters[part] for part in ("$defs", "definitions") if part in self.parameters}
+        return schema | {"required": ["name", key], "additionalProperties": False, "x-guidance": SPACED} | shared
 
 
 @dataclass(frozen=True)
@@ -51,157 +42,79 @@ class Wish:
     several: bool
 
 
+@dataclass(frozen=True)
+class Format:
+    """How a family of models marks thoughts and calls."""
+
+    mark: str  # in its chat template
+    calls: dict | None = None  # their field of a response template; None: it makes none
+    key: str | None = None  # under which calls in JSON have their arguments; None: calls are no JSON
+    around: tuple[str, str] = ("", "")  # what stands before and behind a call
+    thinks: bool = True
+    several: bool = True  # whether calls may follow each other
+    special: tuple[str, ...] = ()  # marks that may be special tokens
+
+    @property
+    def fields(self) -> dict:
+        """Return the fields of a response template. The body of calls stays a text: what is no JSON must not be
+        lost."""
+        fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}} if self.thinks else {}
+        if self.calls is not None:
+            fields["tool_calls"] = {"repeats": True, "content_args": {"strip": False}} | self.calls
+        return fields | {"content": {}}
+
+
+# The first row whose mark is there.
+FORMATS = {
+    "tags": Format(  # Qwen3-Coder, Qwen3.5
+        "<function=",
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        special=("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ),
+    "hermes": Format(  # Hermes, Qwen2.5, Qwen3
+        "<tool_call>",
+        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
+        "arguments",
+        ("<tool_call>\n", "\n</tool_call>"),
+        special=("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ),
+    "llama3": Format(
+        "ipython",
+        {"open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\{)"},
+        "parameters",
+        thinks=False,
+        several=False,
+        special=("<|python_tag|>",),
+    ),
+    "thoughts": Format("<think>", special=("<think>", "</think>")),
+}
+
+
 def quoted(text: str, special: Sequence[str] = ()) -> str:
     """Return text in Lark's syntax, special tokens as such."""
     parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
     return " ".join(part if part in special else json.dumps(part) for part in parts if part)
 
 
-def json_rule(schema: dict) -> str:
-    """Return JSON of a schema in Lark's syntax."""
-    return "%json " + json.dumps(schema | {"x-guidance": SPACED})
-
-
-def named_object(key: str, tool: Tool, quote: Callable[[str], str]) -> str:
-    """Return the grammar of a call as JSON with a name and, under `key`, arguments."""
-    schema = {"type": "object", "properties": {"name": {"const": tool.name}, key: tool.parameters}}
-    return json_rule(schema | {"required": ["name", key], "additionalProperties": False} | tool.shared)
-
-
-def tagged(tool: Tool, quote: Callable[[str], str]) -> str:
-    """Return the grammar of a call whose parameters stand between tags, words as they are and all else as JSON."""
-    required, parts = tool.parameters.get("required", ()), []
-    for name, schema in tool.properties.items():
-        value = "words" if of_words(schema) else f"{json_rule(schema | tool.shared)} {quote(TAG_END)}"
-        parts.append(f"({quote(f'<parameter={name}>' + chr(10))} {value})" + "?" * (name not in required))
-    return " ".join([quote(f"<function={tool.name}>\n"), *parts, quote("</function>")])
-
-
-def of_words(schema: dict) -> bool:
-    """Return whether a schema is of texts."""
-    return schema.get("type") == "string" or not schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf", "enum"}
-
-
-def arguments_behind(opening: str, tool: Tool, quote: Callable[[str], str]) -> str:
-    """Return the grammar of a call whose name stands in its opening."""
-    return f"{quote(opening.format(tool.name))} {json_rule(tool.parameters)}"
-
-
-def read_object(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
-    """Read calls in JSON, one behind the other. Raises ValueError."""
+def calls_in(body: str) -> list[dict]:
+    """Read calls in JSON, one behind the other, as {"name", "arguments"}. Raises ValueError, KeyError or TypeError."""
     found, decoder, body = [], json.JSONDecoder(), body.strip()
     while body:
         call, end = decoder.raw_decode(body)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError("no call")
-        arguments = call.get("arguments", call.get("parameters", {}))
-        found.append({"name": call["name"], "arguments": in_json(arguments)})
+        found.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
         body = body[end:].lstrip("; \n")
     return found
-
-
-def read_tags(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
-    """Read a call whose parameters stand between tags."""
-    properties = tools[name].properties if name in tools else {}
-    arguments = {}
-    for key, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL):
-        try:
-            arguments[key] = value if of_words(properties.get(key, {})) else json.loads(value)
-        except ValueError:
-            arguments[key] = value
-    return [{"name": name, "arguments": in_json(arguments)}]
-
-
-def read_arguments(name: str, body: str, tools: dict[str, Tool]) -> list[dict]:
-    """Read a call whose body is its arguments. Raises ValueError where they are no JSON."""
-    json.loads(body)
-    return [{"name": name, "arguments": body.strip()}]
 
 
 def in_json(arguments: object) -> str:
     """Return a call's arguments as JSON in a text, which they may be already."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a family of models marks thoughts and calls."""
-
-    marks: tuple[str, ...]  # in its chat template, all of them
-    fields: dict  # of a response template
-    read: Callable[[str, str, dict[str, Tool]], list[dict]] = read_object
-    rule: Callable[[Tool, Callable[[str], str]], str] | None = None  # of one call, in Lark's syntax
-    around: tuple[str, str] = ("", "")  # what stands before and behind it
-    thought: tuple[str, str] = ("<think>", "</think>")
-    several: bool = True  # whether calls may follow each other
-
-    @property
-    def words(self) -> set[str]:
-        """Return the marks that its texts have, as they may be special tokens."""
-        return set(re.findall(r"<\|?/?\w+\|?>", json.dumps(self.fields).replace("\\\\|", "|").replace("\\\\", "")))
-
-
-def call_field(open_pattern: str, **close: str) -> dict:
-    """Return the field of calls, whose body stays a text: what is no JSON must not be lost."""
-    named = "(?P<name>" in open_pattern
-    rule = {"open_pattern": open_pattern, "repeats": True, "content_args": {"strip": False}} | close
-    return rule | ({"transform": {"name": "{name}", "body": "{content}"}} if named else {})
-
-
-CHANNEL = "<|channel|>"
-HARMONY = {
-    "reasoning_content": {"open": f"{CHANNEL}analysis<|message|>", "close": ["<|end|>", "<|return|>"]},
-    "tool_calls": call_field(
-        r"(?:<\|channel\|>commentary)? to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>commentary)?"
-        r"\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
-        close_pattern=r"<\|call\|>",
-    ),
-    "content": {
-        "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
-        "close": ["<|end|>", "<|return|>"],
-    },
-}
-# The first row whose marks are there: rows with more marks stand before those that have some of them.
-FORMATS = {
-    "harmony": Format(  # gpt-oss
-        (CHANNEL, "functions."),
-        HARMONY,
-        read_arguments,
-        partial(arguments_behind, CHANNEL + "commentary to=functions.{} <|constrain|>json<|message|>"),
-        thought=(CHANNEL + "analysis<|message|>", "<|end|><|start|>assistant"),
-        several=False,
-    ),
-    "tags": Format(  # Qwen3-Coder, Qwen3.5
-        ("<tool_call>", "<function="),
-        {
-            "reasoning_content": MARKED,
-            "tool_calls": call_field(
-                r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", close_pattern=r"</function>\s*</tool_call>"
-            ),
-            "content": {},
-        },
-        read_tags,
-        tagged,
-        ("<tool_call>\n", "\n</tool_call>"),
-    ),
-    "hermes": Format(  # Hermes, Qwen2.5, Qwen3
-        ("<tool_call>",),
-        {
-            "reasoning_content": MARKED,
-            "tool_calls": call_field(r"\s*<tool_call>", close="</tool_call>"),
-            "content": {},
-        },
-        rule=partial(named_object, "arguments"),
-        around=("<tool_call>\n", "\n</tool_call>"),
-    ),
-    "llama3": Format(
-        ("ipython",),
-        {"tool_calls": call_field(r"\A\s*(?:<\|python_tag\|>)?(?=\{)"), "content": {}},
-        rule=partial(named_object, "parameters"),
-        several=False,
-    ),
-    "thoughts": Format(("<think>",), {"reasoning_content": MARKED, "content": {}}),
-}
 
 
 @dataclass(frozen=True)
@@ -215,7 +128,7 @@ class Reading:
     @property
     def special(self) -> bool:
         """Whether texts must be read with their special tokens, since marks are among them."""
-        return self.own is not None or not self.format.words.isdisjoint(self.tokenizer.all_special_tokens)
+        return self.own is not None or not set(self.format.special).isdisjoint(self.tokenizer.all_special_tokens)
 
     def thinks(self, prompt: list[int]) -> bool:
         """Return whether a prompt has opened the thought that the answer begins with."""
@@ -238,71 +151,60 @@ class Reading:
         """Return the grammar of an answer that is calls, behind a thought where the model thinks; `thinking`: the
         prompt has opened one. Raises ValueError where the format is not known here."""
         form = self.format
-        if form is None or form.rule is None:
+        if form is None or form.key is None:
             raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
         special = [token for token in self.tokenizer.all_special_tokens if re.fullmatch(r"<\|?\w+\|?>", token)]
-        quote = partial(quoted, special=special)
-        begin, end = (quote(part) for part in form.around)
+        begin, end = (quoted(part, special) for part in form.around)
         names = " | ".join(f"call{i}" for i in range(len(wish.tools)))
         more = ' ("\\n" call)*' if wish.several and form.several else ""
         rules = [f"call: {begin} ({names}) {end}"]
-        rules += [f"call{i}: {form.rule(tool, quote)}" for i, tool in enumerate(wish.tools)]
-        rules.append(f"words[suffix={json.dumps(TAG_END)}]: /(?s:.*)/")
-        opening, close = form.thought
+        rules += [f"call{i}: %json {json.dumps(tool.call_schema(form.key))}" for i, tool in enumerate(wish.tools)]
         thought = ""
-        if thinking or opening in str(self.tokenizer.get_chat_template()):
+        if thinking or "<think>" in str(self.tokenizer.get_chat_template()):
             thought = "thought " if thinking else "thought? "
-            if any(close.startswith(token) for token in special):
-                rules += [f"thinking: ANY {quote(close)}", "ANY: /(?s:.*)/"]
-            else:
-                rules.append(f"thinking[suffix={json.dumps(close)}]: /(?s:.*)/")
-            rules.append(rf"thought: {'' if thinking else quote(opening)} thinking /\s{{0,2}}/")
+            rules.append('thinking[suffix="</think>"]: /(?s:.*)/')
+            rules.append(rf"thought: {'' if thinking else quoted('<think>', special)} thinking /\s{{0,2}}/")
         return "\n".join([f"start: {thought}call{more}", *rules])
 
 
 def reading_of(tokenizer: object) -> Reading | None:
     """Return how a model's answers are read; None where they are words alone, as far as is known here."""
-    if getattr(tokenizer, "chat_template", None) is None or response_parser() is None:
+    if getattr(tokenizer, "chat_template", None) is None:
         return None
     template = str(tokenizer.get_chat_template())
-    form = next((form for form in FORMATS.values() if all(mark in template for mark in form.marks)), None)
+    form = next((form for form in FORMATS.values() if form.mark in template), None)
     own = getattr(tokenizer, "response_template", None)
     return None if form is None and own is None else Reading(tokenizer, form, own)
 
 
-def response_parser() -> type | None:
-    """Return transformers' parser of answers, which tells parts apart as a text grows; None in versions without."""
-    try:
-        from transformers.utils.chat_parsing import ResponseParser
-    except ImportError:
-        return None
-    return ResponseParser
+@dataclass
+class AnswerReader:
+    """Reads one answer. `read` takes what is new of its text and returns what is new of its parts, as OpenAI's deltas
+    have them. prefix: what the parser is to see before it."""
 
+    reading: Reading
+    tools: Sequence[Tool]
+    prefix: str
+    calls: int = 0  # that were begun
+    body: str = ""  # of the call in work
+    spaces: dict[str, str] = field(default_factory=dict)  # by part, at its end so far: they may turn out its very end
+    begun: set[str] = field(default_factory=set)  # parts that have words
+    broken: bool = False
 
-class Answer:
-    """One answer as it is read. `read` takes what is new of its text and returns what is new of its parts, as OpenAI's
-    deltas have them."""
-
-    def __init__(self, reading: Reading, tools: Sequence[Tool], prefix: str) -> None:
-        self.parser = response_parser()(reading.template(bool(tools)), prefix=prefix)
-        self.form, self.tools = reading.format, {tool.name: tool for tool in tools}
-        self.calls = 0  # that were begun
-        self.body = ""  # of the call in work
-        self.spaces: dict[str, str] = {}  # by part, at its end so far: they may turn out to be its very end
-        self.begun: set[str] = set()  # parts that have words
+    def __post_init__(self) -> None:
+        template, tools = self.reading.template(bool(self.tools)), [vars(tool) for tool in self.tools]
+        self.parser = ResponseParser(template, prefix=self.prefix, tools=tools)
         self.thought = any(event["field"] in THOUGHTS for event in self.parser.initial_events)
-        self.broken = False
 
     def read(self, text: str, final: bool) -> dict:
         """Return the delta that `text` adds; `final`: the answer ends behind it."""
         delta: dict = {}
         try:
-            if self.broken:
-                raise ValueError
-            events = self.parser.feed(text)
-            events += self.parser.finalize()[1] if final else []
-        except (ValueError, KeyError, TypeError):  # no call, under the tokenizer's own template: words
-            self.broken, text, self.body = True, self.body + text, ""
+            events = [] if self.broken else self.parser.feed(text)
+            events += self.parser.finalize()[1] if final and not self.broken else []
+        except (ValueError, KeyError, TypeError):  # no call, under the tokenizer's own template: words from here on
+            self.broken, text, self.body, events = True, self.body + text, "", []
+        if self.broken:
             return {"content": text} if text else {}
         for event in events:
             if event["field"] == "tool_calls":
@@ -334,21 +236,15 @@ class Answer:
             return
         body, self.body = self.body, ""
         try:
-            found = self._read(event["value"], body)
+            value = event["value"]
+            called = calls_in(body) if isinstance(value, str) else [value["function"]]
+            found = [{"name": call["name"], "arguments": in_json(call["arguments"])} for call in called]
         except (ValueError, KeyError, TypeError, AttributeError):
             return add(delta, "content", body)
         for call in found:
             named = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
             delta.setdefault("tool_calls", []).append(named | {"function": call})
             self.calls += 1
-
-    def _read(self, value: object, body: str) -> list[dict]:
-        """Return the calls, {"name", "arguments"}, that a body is. Raises what `_take_call` catches."""
-        if isinstance(value, dict) and "function" in value:  # the tokenizer's own template
-            call = value["function"]
-            return [{"name": call["name"], "arguments": in_json(call["arguments"])}]
-        name = value.get("name", "") if isinstance(value, dict) else ""
-        return self.form.read(name, body, self.tools)
 
 
 def add(delta: dict, name: str, text: str) -> None:

@@ -28,15 +28,8 @@ class ServerConfig:
     max_length: tokens of a prompt and its answer together; every row has room for as many
     max_texts: texts being written or waiting; further ones are told to try again later (429)
     max_body: bytes of a request
-    max_connections: connections open at once; further ones are told 503
-    patience: seconds that a client may take to send a request, or to go on reading
     api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
     open: listen to other machines without asking for a key
-    warm: on CUDA, prepare rounds of all sizes before the first text, so that none waits for it: of greedy texts and of
-        sampled ones without filters, each kind alone and both side by side
-    memory: MiB of address space that the server may take, what the system reserves for threads among them (CPU; CUDA
-        reserves far more than it uses); None: no limit. A request that does not fit is told 503
-    verify: share of finished texts, 0 to 1, that are compared with the target's own: infer/evaluation/lossless.py
     """
 
     host: str = "127.0.0.1"
@@ -45,13 +38,8 @@ class ServerConfig:
     max_length: int = 4096
     max_texts: int = 256
     max_body: int = 1_000_000
-    max_connections: int = 1024
-    patience: float = 30.0
     api_key_file: str | None = None
     open: bool = False
-    warm: bool = False
-    memory: int | None = None
-    verify: float = 0.0
 
     def check(self) -> None:
         """Raise ValueError for options that no server can follow."""
@@ -59,11 +47,7 @@ class ServerConfig:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
         if not self.host:
             raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
-        at_least(self, "server.", max_length=2, max_texts=1, max_body=1, max_connections=1, memory=1024)
-        if not 0 < self.patience <= 86400:
-            raise ValueError(f"server.patience={self.patience}: seconds, above 0 and at most a day")
-        if not 0 <= self.verify <= 1:
-            raise ValueError(f"server.verify={self.verify}: a share, from 0 to 1")
+        at_least(self, "server.", max_length=2, max_texts=1, max_body=1)
         if self.key() is None and not self.open and not loopback(self.host):
             raise ValueError(
                 f"server.host={self.host}: other machines can reach that; give server.api_key_file=<file> or set "

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from infer.config import TextOptions
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import TokenLogprob
-from infer.serving.calls import Answer, Reading, Tool, Wish
+from infer.serving.calls import AnswerReader, Reading, Tool, Wish
 from infer.serving.dialogue import arguments_of
 from infer.targets.target import Target
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What a round added to one text, and how the text ended if it did."""
 
     text: str
@@ -32,35 +31,34 @@ class Piece:
     refusal: tuple[int, str] | None = None  # where it ended in an error: HTTP status and sentence
 
 
-def failed(status: int, message: str) -> Piece:
+def failed(status: int, message: str) -> TextPiece:
     """Return the end of a text that is given up."""
-    return Piece("", [], [], "error", refusal=(status, message))
+    return TextPiece("", [], [], "error", refusal=(status, message))
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Strict(BaseModel):
-    """Part of a request. Null says the same as a field left out, and a number is not true. Fields unknown here are
-    refused, and so are known ones that would have no effect: an option that is silently ignored is worse than an error.
-    """
+    """Part of a request. Null says the same as a field left out, and a number is not true. Fields that are not known
+    here are refused unless they say nothing: an option that is silently ignored is worse than an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def without_nulls(cls, fields: object) -> object:
-        """Leave known fields out that are null."""
+    def without_empty(cls, fields: object) -> object:
+        """Leave known fields out that are null, and others that are null, false, 0 or empty."""
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if value is not None or name not in cls.model_fields}
+        known = cls.model_fields
+        return {k: v for k, v in fields.items() if v is not None and (k in known or v not in (False, "", [], {}))}
 
 
 class StreamOptions(Strict):
     """What a stream says beside the text."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class CompletionRequest(Strict):
@@ -101,12 +99,6 @@ class CompletionRequest(Strict):
     # Whose request it is has no effect on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    # Accepted at their neutral values only.
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    store: Literal[False] = False
-    service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
     def effective(self) -> "CompletionRequest":
@@ -161,9 +153,6 @@ class PromptRequest(CompletionRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] = False
-    best_of: Literal[1] | None = None
-    suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one or many, as a list."""
@@ -180,17 +169,22 @@ class PromptRequest(CompletionRequest):
         return self.max_tokens or 16, self.logprobs
 
 
-class Part(Strict):
+class TextPart(Strict):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Strict):
-    """A function's name, and its arguments as JSON in a text."""
+class NamedFunction(Strict):
+    """A function's name."""
 
     name: str
+
+
+class CalledFunction(NamedFunction):
+    """A function's name, and its arguments as JSON in a text."""
+
     arguments: str = "{}"
 
 
@@ -207,16 +201,10 @@ class Message(Strict):
     """One turn of a chat. An answer of this server can be fed back as the client has it."""
 
     role: str
-    content: str | list[Part] = ""
+    content: str | list[TextPart] = ""
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: str | None = None  # of the call that a message with role "tool" answers
-    # Accepted at their neutral values only.
-    name: None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it: the arguments of calls are objects there."""
@@ -247,12 +235,6 @@ class OfferedTool(Strict):
 
     type: Literal["function"]
     function: FunctionSchema
-
-
-class NamedFunction(Strict):
-    """A function's name."""
-
-    name: str
 
 
 class NamedTool(Strict):
@@ -297,12 +279,6 @@ class ChatRequest(CompletionRequest):
     tools: list[OfferedTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True  # whether an answer that must call may call more than once
-    # Accepted at their neutral values only.
-    modalities: list[Literal["text"]] | None = None
-    functions: list[Any] | None = Field(None, max_length=0)
-    function_call: Literal["none", "auto"] | None = None
-    audio: None = None
-    prediction: None = None
 
     @model_validator(mode="after")
     def consistent(self) -> "ChatRequest":
@@ -378,28 +354,6 @@ def error(status: int, message: str, param: str | None = None) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
 
 
-def byte_of_letter() -> dict[str, int]:
-    """Which byte each letter stands for in the tokens of byte-level BPE (GPT-2's): printable Latin-1 letters for
-    themselves, those from 256 on for the other bytes in their order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-LETTERS = byte_of_letter()
-
-
-def token_bytes(tokenizer: object, id: int) -> list[int] | None:
-    """Return the bytes of one token, which may be part of a character; None where the tokenizer does not say."""
-    word = tokenizer.decode([id])
-    if "\ufffd" not in word:
-        return list(word.encode())
-    token = tokenizer.convert_ids_to_tokens(id)
-    if fallback := re.fullmatch("<0x([0-9A-F]{2})>", token):  # SentencePiece's
-        return [int(fallback[1], 16)]
-    return [LETTERS[letter] for letter in token] if LETTERS.keys() >= set(token) else None
-
-
 class Form:
     """Builds the answer to one request, in the format of an API."""
 
@@ -413,15 +367,16 @@ class Form:
         self.target, self.name, self.logprobs = target, name, body.limits()[1] is not None
         self.prompt_tokens, self.ids_too = sum(map(len, prompts)), body.return_token_ids
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.answers: list[Answer] = []
+        self.answers: list[AnswerReader] = []
         if reading is not None and isinstance(body, ChatRequest):
-            self.answers = [Answer(reading, body.callable_tools, reading.prefix(prompts[0])) for _ in range(body.n)]
+            tools, prefix = body.callable_tools, reading.prefix(prompts[0])
+            self.answers = [AnswerReader(reading, tools, prefix) for _ in range(body.n)]
 
     def envelope(self, choices: list[dict], chunk: bool) -> dict:
         kind = self.chunk_kind if chunk else self.kind
         return {"id": self.id, "object": kind, "created": self.created, "model": self.name, "choices": choices}
 
-    def whole(self, pieces: list[Piece], reused: int) -> dict:
+    def whole(self, pieces: list[TextPiece], reused: int) -> dict:
         """Return the whole answer."""
         choices = [self.choice(i, piece) | self.ids(piece) for i, piece in enumerate(pieces)]
         usage = self.usage(sum(len(piece.ids) for piece in pieces), reused)
@@ -434,7 +389,7 @@ class Form:
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
         return counts | {"prompt_tokens_details": {"cached_tokens": reused}}
 
-    def chunk(self, index: int, piece: Piece) -> dict:
+    def chunk(self, index: int, piece: TextPiece) -> dict:
         """Return a streamed chunk of one text. The key "round" is ours, for requests with trace."""
         chunk = self.envelope([self.choice(index, piece, chunk=True) | self.ids(piece)], chunk=True)
         if piece.rejected is not None and piece.ids:
@@ -447,7 +402,7 @@ class Form:
             }
         return chunk
 
-    def ids(self, piece: Piece) -> dict:
+    def ids(self, piece: TextPiece) -> dict:
         """Return the piece's tokens, if they were asked for."""
         return {"token_ids": piece.ids} if self.ids_too else {}
 
@@ -455,7 +410,7 @@ class Form:
         """Return what is sent before the first chunk of a text, if anything."""
         return None
 
-    def choice(self, index: int, piece: Piece, chunk: bool = False) -> dict:
+    def choice(self, index: int, piece: TextPiece, chunk: bool = False) -> dict:
         raise NotImplementedError
 
     def word(self, id: int) -> str:
@@ -467,7 +422,7 @@ class Completion(Form):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, piece: Piece, chunk: bool = False) -> dict:
+    def choice(self, index: int, piece: TextPiece, chunk: bool = False) -> dict:
         logprobs = None
         if self.logprobs:
             logprobs = {
@@ -488,7 +443,7 @@ class Chat(Form):
         said = {"role": "assistant", "content": ""}
         return self.envelope([{"index": index, "delta": said, "logprobs": None, "finish_reason": None}], chunk=True)
 
-    def choice(self, index: int, piece: Piece, chunk: bool = False) -> dict:
+    def choice(self, index: int, piece: TextPiece, chunk: bool = False) -> dict:
         logprobs = None
         if self.logprobs:
             tokens = [
@@ -509,4 +464,5 @@ class Chat(Form):
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
 
     def entry(self, id: int, logprob: float) -> dict:
-        return {"token": self.word(id), "logprob": logprob, "bytes": token_bytes(self.target.tokenizer, id)}
+        word = self.word(id)
+        return {"token": word, "logprob": logprob, "bytes": None if "\ufffd" in word else list(word.encode())}

@@ -1,8 +1,7 @@
 """Answers of the target to the rows of a data set, for drafters to learn from.
 
 Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on behind the last
-whole line. Our engine writes them, or a server with OpenAI's API (infer/serving/clients.py). Nothing is in memory but the
-rows under way.
+whole line. Our engine writes them, or a server with OpenAI's API (infer/serving/clients.py).
 """
 
 import hashlib

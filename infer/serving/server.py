@@ -1,7 +1,7 @@
 """The server: OpenAI-compatible HTTP in front of one engine, whose rows all requests share.
 
 The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between them go
-`Ticket`s, one for each text, and `Piece`s back.
+`Ticket`s, one for each text, and `TextPiece`s back.
 """
 
 import asyncio
@@ -31,7 +31,6 @@ from infer.engine.engine import Engine
 from infer.engine.grammar import asked_grammar, grammar_tokenizer, serialised_tokenizer
 from infer.engine.sequence import Sequence
 from infer.engine.trial import Trial
-from infer.evaluation.lossless import Difference, OutputChecker
 from infer.serving.calls import reading_of
 from infer.serving.config import ServerConfig
 from infer.serving.guard import Guard, Refused, network
@@ -41,8 +40,8 @@ from infer.serving.protocol import (
     Completion,
     CompletionRequest,
     Form,
-    Piece,
     PromptRequest,
+    TextPiece,
     error,
     event,
     failed,
@@ -55,7 +54,6 @@ ENDED = "the engine failed and did not come back: start the server again (fewer 
 SHORT = failed(503, "the server is short of memory: send a smaller request, or try again later")
 FAILED = failed(500, "the engine failed on this text")
 CLOSED = failed(503, "the server was stopped")
-RESETS = 3  # attempts to give the engine its caches anew; memory that others hold may come free between them
 
 
 @dataclass(eq=False)
@@ -65,7 +63,7 @@ class Ticket:
     prompt: list[int]
     options: TextOptions
     loop: asyncio.AbstractEventLoop
-    pieces: "asyncio.Queue[tuple[int, Piece]]"  # of all texts of its request
+    pieces: "asyncio.Queue[tuple[int, TextPiece]]"  # of all texts of its request
     index: int  # among them
     special: bool = False  # whether its pieces have special tokens
     text: Sequence | None = None  # the engine thread's, like what was told of it so far
@@ -73,7 +71,7 @@ class Ticket:
     rounds: int = 0
     cancelled: bool = False
 
-    def tell(self, piece: Piece) -> None:
+    def tell(self, piece: TextPiece) -> None:
         """Hand a piece from the engine's thread to the event loop."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, (self.index, piece))
@@ -85,7 +83,6 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
         counter = partial(self._new, prometheus_client.Counter)
-        self.requests = counter("requests", "Answered HTTP requests", ["path", "status"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
         self.reused = counter("reused_prompt_tokens", "Of these, not computed: an earlier text began alike")
         self.tokens = counter("generated_tokens", "Committed tokens")
@@ -93,7 +90,6 @@ class Metrics:
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
         self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
         self.cancelled = counter("cancelled_texts", "Texts whose client went away")
-        self.checked = counter("checked_texts", "Finished texts compared with the target's own", ["outcome"])
         self.writing = self._new(prometheus_client.Gauge, "texts_writing", "Texts being written")
         self.waiting = self._new(prometheus_client.Gauge, "texts_waiting", "Texts waiting for a row")
 
@@ -109,10 +105,9 @@ class Worker(threading.Thread):
     told, and `on_failure` is called.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, verify: float) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine, self.metrics = engine, metrics
-        self.checker = OutputChecker(engine.target, verify, self._checked)
         self.inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.open: dict[Sequence, tuple[Ticket, TextStream]] = {}
         self.failure: str | None = None
@@ -124,17 +119,15 @@ class Worker(threading.Thread):
         except Exception:
             log.exception("the engine's thread failed")
             self.failure = ENDED
-        if self.failure is not None:
             for ticket, _ in list(self.open.values()):
                 self._give_up(ticket, FAILED)
             self.refuse_waiting()
             self.on_failure()
 
     def _work(self) -> None:
-        """Take texts in and write them until a None comes, or the engine has failed for good."""
-        while self.failure is None:
-            working = self.engine.busy or self.checker.busy
-            tickets = [] if working else [self.inbox.get()]  # sleeps while there is nothing to do
+        """Take texts in and write them until a None comes. Raises whatever the engine raises that cannot come back."""
+        while True:
+            tickets = [] if self.engine.busy else [self.inbox.get()]  # sleeps while there is nothing to do
             while not self.inbox.empty():
                 tickets.append(self.inbox.get())
             if None in tickets:
@@ -143,8 +136,6 @@ class Worker(threading.Thread):
                 self._take(ticket)
             if self.engine.busy and (wrong := self._step()) is not None:
                 self._recover(wrong)
-            if self.checker.busy:
-                self.checker.step()
 
     def refuse_waiting(self) -> None:
         """Tell all that wait or come later that nothing is written any more. From any thread, once `failure` is set."""
@@ -153,12 +144,6 @@ class Worker(threading.Thread):
                 ticket = self.inbox.get_nowait()
                 if ticket is not None:
                     ticket.tell(FAILED)
-
-    def _checked(self, text: Sequence, difference: Difference | None) -> None:
-        self.metrics.checked.labels("same" if difference is None else difference.cause).inc()
-        if difference is not None:
-            level = logging.INFO if difference.cause == "tie" else logging.ERROR
-            log.log(level, "a text of %d tokens is not the target's own: %s", len(text.ids), difference)
 
     def _take(self, ticket: Ticket) -> None:
         if ticket.cancelled:
@@ -170,14 +155,14 @@ class Worker(threading.Thread):
             log.exception("a text was let in that the engine refuses")
             self._give_up(ticket, end_of(error))
 
-    def _give_up(self, ticket: Ticket, end: Piece) -> None:
+    def _give_up(self, ticket: Ticket, end: TextPiece) -> None:
         """Tell a text's client that it failed; the engine drops it with the next round."""
         if ticket.text is not None:
             ticket.text.cancelled = True
             self.open.pop(ticket.text, None)
         ticket.tell(end)
 
-    def _step(self) -> Piece | None:
+    def _step(self) -> TextPiece | None:
         """Run a round and tell of it; return what a text is told that made it fail, None if it did not."""
         for text, (ticket, _) in self.open.items():
             text.cancelled = ticket.cancelled
@@ -199,25 +184,19 @@ class Worker(threading.Thread):
         self.metrics.waiting.set(len(self.engine.waiting) + len(self.engine.entering))
         return wrong
 
-    def _recover(self, wrong: Piece) -> None:
-        """Let the texts of a failed round wait again, if the engine comes back; give one up that failed alone."""
+    def _recover(self, wrong: TextPiece) -> None:
+        """Let the texts of a failed round wait again, in an engine with new caches; give one up that failed alone."""
         text = self.engine.retry()
         if text in self.open:
             self._give_up(self.open[text][0], wrong)
-        for attempt in range(RESETS):
-            gc.collect()
-            try:
-                return self.engine.reset()
-            except Exception:
-                log.exception("the engine's caches could not be made anew (attempt %d of %d)", attempt + 1, RESETS)
-            time.sleep(attempt)
-        self.failure = ENDED
+        gc.collect()
+        self.engine.reset()
 
     def _tell(self, text: Sequence) -> None:
         ticket, pieces = self.open[text]
         new, rounds = text.ids[ticket.tokens :], text.drafted[ticket.rounds :]
         rejected = text.rejected[-1] if text.rejected else None
-        piece = Piece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected)
+        piece = TextPiece(pieces.next(), new, text.logprobs[ticket.tokens :], text.finish, sum(rounds), rejected)
         if ticket.tokens == 0 and new:
             self.metrics.prompt_tokens.inc(len(text.prompt))
             self.metrics.reused.inc(text.stats.reused)
@@ -231,9 +210,6 @@ class Worker(threading.Thread):
         ticket.tell(piece)  # who has an answer finds it counted
         if text.finish is not None:
             del self.open[text]
-            sampled = text.options.temperature > 0
-            if self.checker.share and not (sampled and self.engine.options.tree.draws):  # which writes another text
-                self.checker.offer(text)
 
 
 class Service:
@@ -244,7 +220,7 @@ class Service:
         self.target, self.name = engine.target, options.model_name or engine.target.name
         self.reading = reading_of(self.target.tokenizer)
         self.metrics = Metrics()
-        self.worker = Worker(engine, self.metrics, options.verify)
+        self.worker = Worker(engine, self.metrics)
         self.inside: set[Ticket] = set()
         self.preparing = 0  # texts that are not inside yet
         self.trial = Trial(partial(serialised_tokenizer, engine.target))
@@ -448,7 +424,7 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="Block-diffusion drafting", lifespan=lifespan, openapi_url=None, exception_handlers=REFUSALS)
     app.state.service = service
-    app.add_middleware(Guard, options=options, answered=service.metrics.requests)
+    app.add_middleware(Guard, options=options)
 
     @app.get("/health")
     async def health() -> Response:
@@ -476,7 +452,7 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
     return app
 
 
-def end_of(error: Exception) -> Piece:
+def end_of(error: Exception) -> TextPiece:
     """Return what a text is told that made the engine raise. On a CPU torch has no class for want of memory."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     return SHORT if full else FAILED
@@ -487,7 +463,7 @@ def reused(tickets: list[Ticket]) -> int:
     return sum(ticket.text.stats.reused for ticket in tickets)
 
 
-async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, TextPiece]]:
     """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all. Raises Refused
     where one failed."""
     left = len(tickets)
@@ -499,12 +475,12 @@ async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
         yield index, piece
 
 
-async def gather(tickets: list[Ticket]) -> list[Piece]:
+async def gather(tickets: list[Ticket]) -> list[TextPiece]:
     """Wait for whole texts; return each as one piece. Raises Refused where one failed."""
-    texts = [Piece("", [], [], None) for _ in tickets]
+    texts = [TextPiece("", [], [], None) for _ in tickets]
     async for index, new in pieces_of(tickets):
         said = texts[index]
-        texts[index] = Piece(said.text + new.text, said.ids + new.ids, said.logprobs + new.logprobs, new.finish)
+        texts[index] = TextPiece(said.text + new.text, said.ids + new.ids, said.logprobs + new.logprobs, new.finish)
     return texts
 
 

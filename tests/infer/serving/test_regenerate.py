@@ -16,7 +16,7 @@ from infer import Engine, generate
 from infer.api import decode
 from infer.config import DecodeOptions, EngineConfig
 from infer.serving.clients import by_server
-from infer.serving.dialogue import RowAnswer, Row
+from infer.serving.dialogue import Row, RowAnswer
 from infer.serving.regenerate import by_engine, regenerate
 from infer.utils.entry import Stopped
 from infer.utils.files import locked

@@ -123,7 +123,6 @@ def test_models_health_metrics(served, client):
     assert float(values["blockdraft_generated_tokens_total"]) >= 9
     assert float(values["blockdraft_rounds_total"]) >= 1
     assert float(values["blockdraft_drafted_tokens_total"]) == 12 * float(values["blockdraft_rounds_total"])
-    assert float(values['blockdraft_requests_total{path="/v1/completions",status="200"}']) >= 1
 
 
 @pytest.mark.parametrize(
@@ -248,24 +247,6 @@ def test_a_full_server_says_so(running, idle, shallow_target, drafter):
             assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
         assert idle(service)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
-
-
-def test_a_failing_round_ends_its_texts_and_nothing_else(running, idle, shallow_target, drafter, monkeypatch):
-    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=2), CAPACITY)
-    body = {"prompt": "import", "max_tokens": 20, "temperature": 0}
-    with running(engine) as (url, service):
-        right = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
-
-        def fail() -> None:
-            raise RuntimeError("out of memory")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.runner, "round", fail)
-            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
-            lines = httpx.post(f"{url}/v1/completions", json=body | {"stream": True}).text
-            assert "the engine failed" in lines and "[DONE]" not in lines
-        assert httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"] == right
-        assert idle(service)
 
 
 def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, embedded):

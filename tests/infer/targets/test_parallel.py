@@ -1,12 +1,8 @@
 """One target over two processes, by transformers' tensor parallel plan: the texts of one process."""
 
 import json
-import time
 
-import httpx
 import pytest
-
-from infer import generate
 
 COMMON = ["target.device=cpu", "target.dtype=float32", "decoding.max_new_tokens=24", "decoding.budget=8"]
 
@@ -25,7 +21,8 @@ def test_two_processes_write_what_one_writes(start_command):
 @pytest.mark.parametrize(("settings", "says"), [
     (["generate", "target.tp_plan=auto"], "torchrun --nproc-per-node"),
     (["generate", "target.tp_plan=rows"], "auto, or null"),
-    (["serve", "target.tp_plan=auto"], "budget=auto follows the clock"),
+    (["generate", "target.tp_plan=auto", "decoding.budget=auto"], "budget=auto follows the clock"),
+    (["serve", "target.tp_plan=auto"], "in one process"),
     (["generate", "target.tp_plan=auto", "target.adapter=x"], "neither target.adapter"),
     (["train", "target.tp_plan=auto"], "for decoding; training has"),
     (["compare", "target.tp_plan=auto"], "in one process"),
@@ -54,28 +51,3 @@ def test_two_processes_evaluate_and_regenerate_as_one(start_command, tmp_path):
     rows = [line for line in said.splitlines() if line.rstrip().endswith(("yes", "no"))]
     assert len(rows) >= 3 and all(row.rstrip().endswith("yes") for row in rows), said
     assert (tmp_path / "eval" / "evaluation.json").is_file()
-
-
-@pytest.mark.robustness
-def test_two_processes_serve_what_one_writes(start_command, free_port, embedded):
-    """Texts that come together, twice, and an end on which no process waits."""
-    pytest.importorskip("accelerate")
-    prompts = ["class Reader:", "import os\n", "def main(argv):\n    "]
-    options = {"method": "plain", "max_new_tokens": 24}
-    alone = [generate(embedded, None, prompt, **options).text for prompt in prompts]
-    served = ["serve", "target.device=cpu", "target.dtype=float32", "decoding.budget=8", f"server.port={free_port}"]
-    two = start_command("infer/main.py", [*served, "target.tp_plan=auto"], 2)
-    address = f"http://127.0.0.1:{free_port}/v1"
-    for _ in range(600):
-        try:
-            httpx.get(f"{address}/models")
-            break
-        except httpx.TransportError:
-            assert two.poll() is None, two.output.read_text()
-            time.sleep(0.1)
-    body = {"prompt": prompts, "max_tokens": 24, "temperature": 0}
-    for _ in range(2):
-        answer = httpx.post(f"{address}/completions", json=body, timeout=100).json()
-        assert [choice["text"] for choice in answer["choices"]] == alone
-    two.send_signal(2)
-    two.wait(60)
