@@ -12,15 +12,12 @@ class DoctorCommand(OfTarget):
     """Find out why drafts are accepted less often than a drafter's card says.
 
     checkpoint: a drafter's folder, a training checkpoint, a hub id, or "embedded"
-    url: a running engine that serves target and drafter, vLLM, llama.cpp's server or ours; None: look at the folder
-        alone
-    record: measure the drafter here and write the card's acceptance.json into its folder
+    url: a running engine that serves target and drafter, vLLM or ours; None: look at the folder alone
     target: see TargetConfig in infer/config.py
     """
 
     checkpoint: str = "embedded"
     url: str | None = None
-    record: bool = False
 
     def check(self) -> None:
         """Raise ValueError for what cannot be examined."""
@@ -37,11 +34,9 @@ def run(config: DoctorCommand) -> None:
     from data.prompts import outside_prompts
     from infer.doctor.engines import examine_engine, open_client
     from infer.doctor.examine import examine, report
-    from infer.evaluation.acceptance import FILE, find_reference, measure_reference
-    from infer.evaluation.results import write_result
-    from infer.formats.folders import find_folder
+    from infer.evaluation.acceptance import find_reference, measure_reference
 
-    reference = None if config.record else find_reference(config.checkpoint)
+    reference = find_reference(config.checkpoint)
     carded = reference is not None
     target, [drafter] = load_all(config.target, [config.checkpoint])
     if target.tokenizer is None:
@@ -52,10 +47,6 @@ def run(config: DoctorCommand) -> None:
         prompts = [(chats if i % 2 else plain)[i] for i in range(len(plain))]
         with doing(f"measuring what the drafter reaches on {len(prompts)} prompts"):
             reference = measure_reference(target, drafter, prompts)
-    if config.record:
-        file = find_folder(config.checkpoint) / FILE
-        write_result(file, reference)
-        print(f"measured    {file}")
     served = None
     if config.url is not None:
         key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")

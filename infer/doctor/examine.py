@@ -5,8 +5,9 @@ the known causes (`infer.doctor.causes`) explains the difference.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
-from infer.doctor.causes import CAUSES, Case, Cause, Served, Trial, difference, taps_of
+from infer.doctor.causes import CAUSES, Case, Cause, Served, Variation, difference, taps_of
 from infer.doctor.replay import compute, replay
 from infer.drafters.base import Drafter
 from infer.evaluation.results import Acceptance, Reference
@@ -18,35 +19,22 @@ APART = 0.01  # of the rounds and accepted drafts, from which on it is tried wha
 MORE = 1.25  # times the drafts accepted, from which on another reading is better than the folder's, where no card tells
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """A row of the evidence."""
-
-    what: str
-    acceptance: Acceptance
-    explains: float | None = None  # of the difference, for a trial
-
-
-@dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """A trial and what it gave, text by text."""
 
     cause: Cause
-    trial: Trial
+    trial: Variation
     found: list[Acceptance]
-
-    def row(self, explains: float | None = None) -> Evidence:
-        """Return it as a row of the evidence."""
-        return Evidence(f"{self.cause.name}: {self.trial.label}", Acceptance.of_all(self.found), explains)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. `cause`: None for a healthy pair, or where no known cause explains it."""
+    """What was found. evidence: what was measured or tried, and its acceptance; cause: None for a healthy pair, or
+    where no known cause explains it."""
 
     healthy: bool
     verdict: str
-    evidence: list[Evidence]
+    evidence: list[tuple[str, Acceptance]]
     cause: Cause | None = None
     mend: str | None = None
 
@@ -66,8 +54,8 @@ def examine(
     prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]
     material, margin = compute(target, prompts, answers, list(taps)), reference.block_size - 1
     ours = replay(target, drafter, material, taps_of(drafter), margin)
-    rows, here = [Evidence("here, as the folder says", Acceptance.of_all(ours))], Acceptance.of_all(ours).mean
-    names, compared = {"checkpoint": checkpoint, "target": target.name}, []
+    here, names, cases = Acceptance.of_all(ours), {"checkpoint": checkpoint, "target": target.name}, {}
+    rows = [("here, as the folder says", here)]
 
     @cache
     def tried() -> list[Tried]:
@@ -76,22 +64,26 @@ def examine(
         ]
 
     if carded:
-        rows.insert(0, Evidence("its card", reference.acceptance))
-        compared.append(("its card", Case(target, drafter, reference, material, ours, reference.by_text)))
+        rows.insert(0, ("its card", reference.acceptance))
+        cases["its card"] = Case(target, drafter, reference, material, ours, reference.by_text)
     if served is not None:
-        rows.append(Evidence(served.engine, served.acceptance))
-        compared.append((served.engine, Case(target, drafter, reference, material, ours, served.by_text, served)))
-    for _, case in compared:
+        rows.append((served.engine, Acceptance.of_all(served.by_text)))
+        cases[served.engine] = Case(target, drafter, reference, material, ours, served.by_text, served)
+    for case in cases.values():
         if found := diagnose(case, tried, rows, names):
             return found
-    if not carded and (found := find_better(here, tried(), rows, names)):
-        return found
-    others = " and ".join(name for name, _ in compared) or "no card, and no engine"
-    return Diagnosis(True, f"Healthy: {here + 1:.2f} tokens a round here, compared with {others}.", rows)
+    if not carded:
+        best = max(tried(), key=lambda one: Acceptance.of_all(one.found).mean)
+        most = Acceptance.of_all(best.found).mean
+        if most > MORE * here.mean:
+            verdict = f"{best.trial.label} gives {1 + most:.2f} tokens a round, {1 + here.mean:.2f} as it is"
+            return named(best.cause, verdict, rows + rows_of(tried()), best.cause.mend[0].format(best.trial.label))
+    others = " and ".join(cases) or "no card, and no engine"
+    return Diagnosis(True, f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}.", rows)
 
 
 def diagnose(
-    case: Case, tried: Callable[[], list[Tried]], rows: list[Evidence], names: dict[str, str]
+    case: Case, tried: Callable[[], list[Tried]], rows: list[tuple[str, Acceptance]], names: dict[str, str]
 ) -> Diagnosis | None:
     """Return what is wrong in a comparison, None where nothing is."""
     low, side = case.low, 0 if case.served is None else 1
@@ -105,28 +97,20 @@ def diagnose(
     if not low and case.apart < APART:
         return None
     away = max(1, difference(case.ours, case.goal))
-    scored = [(1 - difference(one.found, case.goal) / away, one) for one in tried()]
-    scored.sort(key=lambda pair: -pair[0])
-    rows = rows + [one.row(score) for score, one in scored]
-    score, best = scored[0]
+    best = min(tried(), key=lambda one: difference(one.found, case.goal))
+    score, rows = 1 - difference(best.found, case.goal) / away, rows + rows_of(tried())
     if score >= (EXPLAINS if low else EXACTLY):
         verdict = f"{best.trial.label} explains {100 * score:.0f} % of {short}"
         return named(best.cause, verdict, rows, best.cause.mend[side].format(best.trial.label, **names))
     return Diagnosis(False, f"Low, and no known cause explains it: {short}.", rows) if low else None
 
 
-def find_better(here: float, tried: list[Tried], rows: list[Evidence], names: dict[str, str]) -> Diagnosis | None:
-    """Without a card: return which other reading of the folder is accepted far more often, if any is."""
-    best = max(tried, key=lambda one: Acceptance.of_all(one.found).mean)
-    most = Acceptance.of_all(best.found).mean
-    if most <= MORE * here:
-        return None
-    verdict = f"{best.trial.label} gives {1 + most:.2f} tokens a round, {1 + here:.2f} as it is"
-    mend = best.cause.mend[0].format(best.trial.label, **names)
-    return named(best.cause, verdict, rows + [one.row() for one in tried], mend)
+def rows_of(tried: list[Tried]) -> list[tuple[str, Acceptance]]:
+    """Return trials as evidence."""
+    return [(f"{one.cause.name}: {one.trial.label}", Acceptance.of_all(one.found)) for one in tried]
 
 
-def named(cause: Cause, verdict: str, rows: list[Evidence], mend: str) -> Diagnosis:
+def named(cause: Cause, verdict: str, rows: list[tuple[str, Acceptance]], mend: str) -> Diagnosis:
     """Return the diagnosis of a known cause."""
     return Diagnosis(False, f"{cause.name.capitalize()}: {verdict}.", rows, cause, mend)
 
@@ -134,8 +118,7 @@ def named(cause: Cause, verdict: str, rows: list[Evidence], mend: str) -> Diagno
 def report(diagnosis: Diagnosis) -> str:
     """Return the verdict, the evidence, and what to do, as text."""
     lines = [diagnosis.verdict, "", f"{'acceptance by position':<58}rounds  τ     1    2    3    4    5    6    7 ..."]
-    for row in diagnosis.evidence:
-        shares = " ".join(f"{100 * share:3.0f}%" for share in row.acceptance.shares)
-        score = "" if row.explains is None else f"  explains {100 * max(0.0, row.explains):.0f} %"
-        lines.append(f"{row.what[:57]:<58}{row.acceptance.rounds:6d}  {1 + row.acceptance.mean:4.2f} {shares}{score}")
+    for what, acceptance in diagnosis.evidence:
+        shares = " ".join(f"{100 * share:3.0f}%" for share in acceptance.shares)
+        lines.append(f"{what[:57]:<58}{acceptance.rounds:6d}  {1 + acceptance.mean:4.2f} {shares}")
     return "\n".join(lines + (["", f"What to do: {diagnosis.mend}"] if diagnosis.mend else []))

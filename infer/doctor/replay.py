@@ -33,17 +33,7 @@ class Material:
     prompts: list[list[int]]
     answers: list[list[int]]
     states: dict[Tap, torch.Tensor]  # (B, T, D) each, right of a text's end: padding
-    regrets: list[float]  # of every token of the answers: how much likelier, in nats, another token was
-
-    @property
-    def agreement(self) -> float:
-        """The share of the answers' tokens that the target itself would choose."""
-        return self.regrets.count(0.0) / max(1, len(self.regrets))
-
-    @property
-    def regret(self) -> float:
-        """The mean regret of a token."""
-        return sum(self.regrets) / max(1, len(self.regrets))
+    agreement: float  # the share of the answers' tokens that the target itself would choose
 
 
 def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
@@ -55,26 +45,23 @@ def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
 
 
 @torch.inference_mode()
-def compute(
-    target: Target, prompts: list[list[int]], answers: list[list[int]], taps: Sequence[Tap] = (), library: bool = False
-) -> Material:
-    """Run texts through the target once. library: through transformers' own layers, whose weights somebody may have
-    changed."""
+def compute(target: Target, prompts: list[list[int]], answers: list[list[int]], taps: Sequence[Tap] = ()) -> Material:
+    """Run texts through the target once."""
     texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     layers = tuple(sorted({tap.layer for tap in taps}))
     with target.cache(len(texts), max(map(len, texts))).add(len(texts)) as rows:
-        found = target.extend(texts, rows, layers, target.library_pass if library else None)
+        found = target.extend(texts, rows, layers)
     by_layer = dict(zip(layers, found.context.chunk(len(layers), dim=-1), strict=True)) if layers else {}
-    states, regrets = {}, []
+    states, chosen = {}, []
     for tap in taps:
         state = by_layer[tap.layer]
         states[tap] = next_norm(target, tap.layer)(state) if tap.normed else state
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         last = found.last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1]  # (A, D)
-        scores = target.head(last).float().log_softmax(-1)
+        scores = target.head(last).float()
         own = scores.gather(1, torch.tensor(answer, device=scores.device)[:, None])[:, 0]
-        regrets += (scores.amax(-1) - own).tolist()
-    return Material(prompts, answers, states, regrets)
+        chosen += (scores.amax(-1) == own).tolist()
+    return Material(prompts, answers, states, sum(chosen) / max(1, len(chosen)))
 
 
 @torch.inference_mode()

@@ -101,8 +101,8 @@ class Worker(threading.Thread):
     """The thread that runs the engine while there is work, and sleeps otherwise.
 
     The texts of a round that fails are written on, fewer side by side, until one fails alone: that one is given up, as
-    is a text that cannot be told. An engine that cannot come back ends the thread: `failure` says why, everybody is
-    told, and `on_failure` is called.
+    is a text that cannot be told. An engine that cannot come back ends the thread: `failure` says why, and `on_failure`
+    stops the server, which tells everybody.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -119,9 +119,6 @@ class Worker(threading.Thread):
         except Exception:
             log.exception("the engine's thread failed")
             self.failure = ENDED
-            for ticket, _ in list(self.open.values()):
-                self._give_up(ticket, FAILED)
-            self.refuse_waiting()
             self.on_failure()
 
     def _work(self) -> None:
@@ -136,14 +133,6 @@ class Worker(threading.Thread):
                 self._take(ticket)
             if self.engine.busy and (wrong := self._step()) is not None:
                 self._recover(wrong)
-
-    def refuse_waiting(self) -> None:
-        """Tell all that wait or come later that nothing is written any more. From any thread, once `failure` is set."""
-        with suppress(queue.Empty):
-            while True:
-                ticket = self.inbox.get_nowait()
-                if ticket is not None:
-                    ticket.tell(FAILED)
 
     def _take(self, ticket: Ticket) -> None:
         if ticket.cancelled:
@@ -261,8 +250,6 @@ class Service:
         self.inside.update(tickets)
         for ticket in tickets:
             self.worker.inbox.put(ticket)
-        if self.worker.failure is not None:  # since then: nobody takes them out any more
-            self.worker.refuse_waiting()
         return tickets
 
     def _prompts(self, body: CompletionRequest) -> list[Prompt]:

@@ -19,7 +19,7 @@ import torch
 from data.prompts import Prompt, outside_prompts
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import answer_text, decode, encode
-from infer.doctor.causes import Served, altered, four_bits, linears
+from infer.doctor.causes import Served, altered
 from infer.doctor.engines import tokens_of
 from infer.doctor.examine import Diagnosis, examine
 from infer.doctor.replay import next_norm
@@ -101,42 +101,34 @@ def other_vocabulary(target: Target, drafter: Drafter, folder: Path) -> tuple[Ta
     return load_copy(path), drafter
 
 
-def in_four_bits(target: Target, drafter: Drafter, folder: Path) -> tuple[Target, Drafter]:
-    other = load_copy(folder / "target")
-    for part in linears(other):
-        part.weight.data = four_bits(part.weight.data)
-    return other, drafter
-
-
 def other_weights(target: Target, drafter: Drafter, folder: Path) -> tuple[Target, Drafter]:
     other, generator = load_copy(folder / "target"), torch.Generator().manual_seed(1)
-    for part in linears(other):
-        noise = torch.randn(part.weight.shape, generator=generator)
-        part.weight.data = part.weight.data + 0.2 * part.weight.data.std() * noise
+    for part in other.body.layers.modules():
+        if isinstance(part, torch.nn.Linear):
+            noise = torch.randn(part.weight.shape, generator=generator)
+            part.weight.data = part.weight.data + 0.2 * part.weight.data.std() * noise
     return other, drafter
 
 
+DRAFTED = "another number of drafts a round"
 FAULTS = (
     Fault("tapped layers one up", "tapped layers off by one", with_config(own={"target_layer_ids": [4, 20]})),
     Fault("features behind the next norm", "features taken behind a norm", behind_norms),
     Fault("causal inside the block", "causality inside the block", with_config(own={"causal": True})),
     Fault("drafting from the anchor's slot", "the anchor's slot", with_config(own={"sample_from_anchor": True})),
     Fault("rope_theta 1e6 for 1e4", "rotary base", with_rope(rope_theta=1e6)),
-    Fault("linear rope_scaling, 4", "rotary scaling", with_rope(rope_type="linear", factor=4.0)),
-    Fault("mask token 0 for 1", "another mask token", with_config(own={"mask_token_id": 0})),
     Fault("words under other ids", "another tokenizer or vocabulary", other_vocabulary),
-    Fault("a block of 16 for 8", "another block size", with_config(own={"block_size": 16}, block_size=16)),
-    Fault("weights of the target in 4 bits", "the target's dtype or quantisation", in_four_bits),
-    Fault("weights of another target", "another target's weights", other_weights),
-    Fault("one draft a round", "drafted tokens cut by the engine's settings", lambda t, d, f: (t, d), drafted=1),
+    Fault("a block of 16 for 8", DRAFTED, with_config(own={"block_size": 16}, block_size=16)),
+    Fault("weights of another target", "another target's weights, or the same in few bits", other_weights),
+    Fault("one draft a round", DRAFTED, lambda t, d, f: (t, d), drafted=1),
     Fault(
         "another chat template",
-        "another chat template",
+        "another chat template or thinking mode",
         lambda target, drafter, folder: (load_copy(copied(folder, "template", OTHER)), drafter),
     ),
     Fault(
         "thinking left on",
-        "thinking mode",
+        "another chat template or thinking mode",
         lambda target, drafter, folder: (load_copy(folder / "target", {}), drafter),
     ),
 )

@@ -16,9 +16,7 @@ from infer.doctor.causes import (
     Served,
     altered,
     difference,
-    falls_short,
     one_key_norm,
-    rounded,
     taps_of,
 )
 from infer.doctor.engines import examine_engine, open_client
@@ -55,12 +53,12 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     found = examine(embedded, drafter, reference, served)
     assert found.healthy and found.cause is None and "Healthy" in report(found)
     cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, by_text=[Acceptance(60, [25])]))
-    assert cut.cause.name == "drafted tokens cut by the engine's settings" and "num_speculative_tokens" in cut.mend
+    assert cut.cause.name == "another number of drafts a round" and "num_speculative_tokens" in cut.mend
     longer = examine(embedded, drafter, reference, replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]))
     assert longer.cause.name == "another tokenizer or vocabulary"
     chat = [n + 9 * text.chat for n, text in zip(served.prompt_tokens, reference.texts, strict=True)]
     assert examine(embedded, drafter, reference, replace(served, prompt_tokens=chat)).cause.name == (
-        "another chat template"
+        "another chat template or thinking mode"
     )
 
 
@@ -78,14 +76,12 @@ def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter
     assert "kernel for CPUs" in found.mend
 
 
-def test_texts_are_compared_in_pairs():
-    right, less, noise = [Acceptance(20, [12, 5])] * 12, [Acceptance(20, [12, 4])] * 12, []
-    assert not falls_short(right, right) and falls_short(less, right)
+def test_texts_are_compared_one_by_one():
+    right, noise = [Acceptance(20, [12, 5])] * 12, []
     for i in range(12):
         noise.append(Acceptance(20 + (-1) ** i, [12 - (-1) ** i, 5]))
-    assert not falls_short(noise, right) and difference(noise, right) == 24
-    assert not falls_short([Acceptance.of_all(less)], [Acceptance(240, [144, 50])])  # one for all: 5 % are none
-    assert falls_short([Acceptance.of_all(less)], right)
+    assert difference(right, right) == 0 and difference(noise, right) == 24
+    assert difference([Acceptance.of_all(noise)], right) == 0
     known = replace(SHORT, texts=[replace(SHORT.texts[0], acceptance=SHORT.acceptance)])
     assert SHORT.by_text == known.by_text == [SHORT.acceptance]
 
@@ -102,13 +98,6 @@ def test_a_folder_that_was_changed_is_told_what_to_write(embedded, drafter, refe
     assert "write it into config.json of the drafter's folder (sample_from_anchor false)" in said
 
 
-def test_weights_of_few_bits_are_seen(embedded, reference):
-    prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]
-    with rounded(embedded):
-        assert compute(embedded, prompts, answers, library=True).regret > 0
-    assert compute(embedded, prompts, answers, library=True).regret < 1e-5
-
-
 def test_the_card_says_what_to_expect_of_an_engine(reference, tmp_path):
     drafter = load_drafter("embedded")
     source, out = tmp_path / "source", tmp_path / "out"
@@ -123,21 +112,20 @@ def test_the_card_says_what_to_expect_of_an_engine(reference, tmp_path):
 
 SHORT = Reference("float32", 4, Acceptance(2, [1, 1, 0]), [KnownText("abc", False, [1, 2], [3, 4, 5, 6, 7, 8])])
 COUNTED = (
-    '{p}spec_decode_num_drafts_total{{engine="0"}} {rounds}\n{p}spec_decode_num_draft_tokens_total {drafted}\n'
-    '{p}spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {first}\n'
-    '{p}spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {second}\n'
+    'vllm:spec_decode_num_drafts_total{{engine="0"}} {rounds}\nvllm:spec_decode_num_draft_tokens_total {drafted}\n'
+    'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {first}\n'
+    'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {second}\n'
 )
 
 
-@pytest.mark.parametrize("prefix, engine", [("vllm:", "vLLM"), ("llamacpp:", "llama.cpp")])
-def test_counters_are_read_as_differences(prefix, engine):
+def test_counters_are_read_as_differences():
     asked = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
             times = 1 + len(asked)
             return httpx.Response(
-                200, text=COUNTED.format(p=prefix, rounds=10 * times, drafted=30 * times, first=6 * times, second=times)
+                200, text=COUNTED.format(rounds=10 * times, drafted=30 * times, first=6 * times, second=times)
             )
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
@@ -146,12 +134,11 @@ def test_counters_are_read_as_differences(prefix, engine):
 
     client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://here")
     served = examine_engine(client, SHORT)
-    assert (served.engine, served.acceptance, served.drafted) == (engine, Acceptance(10, [6, 1, 0]), 3.0)
+    assert (served.engine, *served.by_text, served.drafted) == ("vLLM", Acceptance(10, [6, 1, 0]), 3.0)
     assert served.ids is None and asked[0]["max_tokens"] == 3 and asked[0]["ignore_eos"]
 
 
-@pytest.mark.parametrize("told, words", [("llamacpp:prompt_tokens_total 3\n", "--metrics"), ("up 1\n", "no drafts")])
-def test_an_engine_without_counters_is_named(told, words):
-    off = httpx.MockTransport(lambda request: httpx.Response(200, text=told))
-    with pytest.raises(ValueError, match=words):
+def test_an_engine_without_counters_is_named():
+    off = httpx.MockTransport(lambda request: httpx.Response(200, text="up 1\n"))
+    with pytest.raises(ValueError, match="no drafts"):
         examine_engine(httpx.Client(transport=off, base_url="http://here"), SHORT)
