@@ -7,6 +7,7 @@ round.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -44,17 +45,12 @@ class ChatCommand:
 
 def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:
     """Yield the chunks of one streamed answer. Raises ValueError with the server's own sentence if it refuses."""
-    body = {"messages": messages, "temperature": config.temperature, "stream": True, "trace": True}
-    if config.max_tokens is not None:
-        body["max_tokens"] = config.max_tokens
+    body = {"messages": messages, "temperature": config.temperature, "max_tokens": config.max_tokens}
+    body |= {"stream": True, "trace": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            try:
-                message = response.json()["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                message = response.text[:200]
-            raise ValueError(f"the server refused ({response.status_code}): {message}")
+            raise ValueError(f"the server refused ({response.status_code}): {response.text[:400]}")
         for line in response.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 chunk = json.loads(line.removeprefix("data: "))
@@ -97,29 +93,19 @@ def run(config: ChatCommand, console: Console | None = None) -> None:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=config.url, headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
         try:
-            answered = client.get("/v1/models")
-            model = answered.json()["data"][0]["id"] if answered.status_code != 401 else None
-        except (httpx.HTTPError, ValueError, KeyError, IndexError) as wrong:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, LookupError) as wrong:
             raise ValueError(
-                f"no server answers at {config.url} ({wrong}): start one with ./launch.sh serve, or give url=..."
+                f"no server answers at {config.url} ({wrong}): start one with ./launch.sh serve, give url=..., or set "
+                f"{KEY_VARIABLE} to its key"
             ) from wrong
-        if model is None:
-            raise ValueError(f"{config.url} asks for a key: set {KEY_VARIABLE}")
         legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
         console.print(Text.assemble(f"{model} at {config.url}; an empty line ends the chat. ", legend))
-        while True:
-            try:
-                said = console.input("[bold]> [/bold]")
-            except (EOFError, KeyboardInterrupt):
-                return
-            if not said:
-                return
-            messages.append({"role": "user", "content": said})
-            try:
-                messages.append({"role": "assistant", "content": answer(client, messages, config, console)})
-            except KeyboardInterrupt:  # the server stops writing when nobody listens
-                messages.pop()
-                console.print("\n(stopped)")
-            except (ValueError, httpx.HTTPError) as wrong:
-                messages.pop()
-                console.print(Text(f"error: {wrong}", "red"))
+        with suppress(EOFError, KeyboardInterrupt):
+            while said := console.input("[bold]> [/bold]"):
+                messages.append({"role": "user", "content": said})
+                try:
+                    messages.append({"role": "assistant", "content": answer(client, messages, config, console)})
+                except (KeyboardInterrupt, ValueError, httpx.HTTPError) as wrong:  # nobody listens: it stops writing
+                    messages.pop()
+                    console.print(Text(f"\n{str(wrong) or 'stopped'}", "red"))

@@ -35,13 +35,9 @@ KNOWN = {
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-# These know something of every row of the batch.
-BY_ROW = (
-    RepetitionPenaltyLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EncoderNoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-)
+# These know every prompt of the batch.
+OF_PROMPTS = (EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor)
+BY_ROW = (RepetitionPenaltyLogitsProcessor, PrefixConstrainedLogitsProcessor)  # these, something of every row
 # Prepared by `generate` for its own loops; not used here.
 UNUSED = {"past_key_values", "use_cache", "cache_position", "position_ids", "logits_to_keep", "token_type_ids"}
 
@@ -105,22 +101,17 @@ def speculative(
 
 
 def _of_row(processor: Processor, row: int, rows: int) -> Processor:
-    """Return a processor for a batch of this one row: those that know something of each of the batch's `rows` keep what
-    they know of this one. Several answers to one prompt stand side by side, and share what is known of the prompt."""
+    """Return a processor for this row of a batch alone. Raises ValueError for those that know the batch's prompts."""
+    if isinstance(processor, OF_PROMPTS) and rows > 1:
+        raise ValueError("encoder_repetition_penalty and encoder_no_repeat_ngram_size: give one prompt at a time")
     if not isinstance(processor, BY_ROW):
         return processor
     own = copy(processor)
-    if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-        if isinstance(processor.prompt_ignore_length, torch.Tensor):
-            own.prompt_ignore_length = int(processor.prompt_ignore_length[row])
-    elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        place = row * len(processor.encoder_input_ids) // rows
-        own.encoder_input_ids = processor.encoder_input_ids[place : place + 1]
-    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        own.generated_ngrams = [processor.generated_ngrams[row * processor.batch_size // rows]]
-        own.batch_size = 1
-    else:
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
         own._prefix_allowed_tokens_fn = lambda _, ids: processor._prefix_allowed_tokens_fn(row, ids)
+    else:
+        ignored = torch.as_tensor(processor.prompt_ignore_length or 0).flatten()  # one for all, or one a row
+        own.prompt_ignore_length = int(ignored[row % len(ignored)])
     return own
 
 
@@ -171,13 +162,13 @@ def _settings(processors: abc.Sequence[Processor], padding: int) -> tuple[dict[s
     if -1 in places or places != sorted(set(places)) or elsewhere:
         return {}, processors
     named = [(KNOWN[kind], processor) for kind, processor in zip(kinds, processors, strict=True)]
-    return {option: getattr(processor, attribute) for (attribute, option), processor in named}, ()
+    return {option: vars(processor)[attribute] for (attribute, option), processor in named}, ()
 
 
 def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, object]) -> None:
     """Raise ValueError for what this loop does not do."""
     outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-    asked = [name for name in outputs if config.return_dict_in_generate and getattr(config, name, False)]
+    asked = [name for name in outputs if config.return_dict_in_generate and vars(config).get(name)]
     unknown = sorted(name for name, value in others.items() if value is not None and name not in UNUSED)
     if config.num_beams not in (None, 1):
         raise ValueError(f"num_beams={config.num_beams}: speculative decoding follows one text, use num_beams=1")
@@ -192,7 +183,7 @@ def _refuse(config, attention_mask: torch.Tensor | None, others: dict[str, objec
 def _padded(input_ids: torch.Tensor, kept: list[list[int]], config) -> torch.Tensor:
     """Return prompts and answers (B, T + longest), padding after shorter answers."""
     longest = max(map(len, kept))
-    pad = getattr(config, "_pad_token_tensor", None)
+    pad = vars(config).get("_pad_token_tensor")
     new = torch.full((len(kept), longest), 0 if pad is None else int(pad), dtype=torch.long)
     for row, ids in enumerate(kept):
         new[row, : len(ids)] = torch.tensor(ids)

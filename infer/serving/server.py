@@ -29,7 +29,7 @@ from infer.api import Prompt, TextStream, encode
 from infer.config import TextOptions
 from infer.engine.engine import Engine
 from infer.engine.grammar import asked_grammar, grammar_tokenizer, serialised_tokenizer
-from infer.engine.sequence import Sequence
+from infer.engine.sequence import Sequence, check_prompt
 from infer.engine.trial import Trial
 from infer.serving.calls import reading_of
 from infer.serving.config import ServerConfig
@@ -284,15 +284,10 @@ class Service:
 
     def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:
         """Return the checked options of one text. Raises ValueError."""
-        vocabulary, capacity = self.target.head_weight.shape[0], self.engine.capacity
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token")
-        if bad := [id for id in ids if not 0 <= id < vocabulary]:
-            raise ValueError(f"prompt: token {bad[0]} does not exist, there are {vocabulary}")
-        if len(ids) >= capacity:
-            raise ValueError(f"the prompt has {len(ids)} tokens, prompt and answer may have {capacity} together")
         most, logprobs = body.limits()
-        settings = body.text_options(capacity - len(ids) if most is None else most, logprobs, index)
+        room = max(1, self.engine.capacity - len(ids))
+        settings = body.text_options(room if most is None else most, logprobs, index)
+        check_prompt(ids, settings, self.engine.capacity, self.target.head_weight.shape[0])
         if (wish := body.wished_calls) is not None:
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
@@ -300,10 +295,6 @@ class Service:
         if (asked := asked_grammar(settings)) is not None:
             self.trial.check(*asked)
         self.engine.check_text(settings)
-        if len(ids) + settings.max_new_tokens > capacity:
-            raise ValueError(
-                f"prompt ({len(ids)} tokens) and max_tokens ({settings.max_new_tokens}) may be {capacity} together"
-            )
         return settings
 
     def close(self) -> None:

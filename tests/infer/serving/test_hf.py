@@ -95,10 +95,6 @@ def unprocessed(tiny):
         {"repetition_penalty": 1.4},
         {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "eos_token_id": list(range(40, 50))},
-        {"encoder_repetition_penalty": 1.5},
-        {"encoder_repetition_penalty": 0.6, "repetition_penalty": 1.2, "eos_token_id": list(range(40, 50))},
-        {"encoder_no_repeat_ngram_size": 1},
-        {"encoder_no_repeat_ngram_size": 2, "repetition_penalty": 0.7, "no_repeat_ngram_size": 4},
         {"prefix_allowed_tokens_fn": allowed, "repetition_penalty": 1.3},
         {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(0.3)])},  # of the padding too
         {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=6)])},
@@ -129,17 +125,6 @@ def test_processors_are_not_called_behind_an_end_token(tiny):
         expected = target.model.generate(ids, **settings)
         ours = target.model.generate(ids, custom_generate=speculative(target, drafter, "ddtree", 64), **settings)
         assert torch.equal(ours, expected)
-
-
-def test_answers_to_one_prompt_share_what_processors_know_of_it(tiny):
-    target, drafter = tiny
-    settings = {"max_new_tokens": 20, "encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5}
-    loop = speculative(target, drafter, "chain", 7)
-    greedy = target.model.generate(**batch(), do_sample=False, **settings)
-    # the likeliest token alone: a sample that cannot but be the greedy text
-    drawn = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
-    ours = target.model.generate(**batch(), custom_generate=loop, **drawn, **settings)
-    assert torch.equal(ours, greedy.repeat_interleave(2, 0))
 
 
 def test_sampling_repeats_with_torchs_seed_and_keeps_to_the_filters(tiny):
@@ -200,6 +185,7 @@ def test_known_processors_become_options_and_others_stay():
     ("settings", "says"),
     [
         ({"num_beams": 2}, "num_beams=2"),
+        ({"encoder_repetition_penalty": 1.5}, "one prompt at a time"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     ],
 )

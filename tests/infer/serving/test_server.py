@@ -130,11 +130,11 @@ def test_models_health_metrics(served, client):
     [
         ({"prompt": "x", "model": "gpt-9"}, 404, "the model here is embedded, not gpt-9"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
-        ({"prompt": "x", "max_tokens": CAPACITY + 1}, 400, f"may be {CAPACITY} together"),
-        ({"prompt": "x" * 3000, "max_tokens": 1}, 400, "tokens"),
-        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": "x", "max_tokens": CAPACITY + 1}, 400, f"there are {CAPACITY}: shorten either"),
+        ({"prompt": "x" * 3000, "max_tokens": 1}, 400, "shorten either"),
+        ({"prompt": ""}, 400, "at least one token"),
         ({"prompt": []}, 400, "empty"),
-        ({"prompt": [[]]}, 400, "empty"),
+        ({"prompt": [[]]}, 400, "at least one token"),
         ({"prompt": [1, 10**12]}, 400, "does not exist"),
         ({"prompt": [1, -1]}, 400, "does not exist"),
         ({"prompt": {"a": 1}}, 400, "prompt"),
@@ -170,7 +170,7 @@ def test_other_wrong_things(served, client):
     assert httpx.get(f"{url}/v1/completions").status_code == 405
     endless = (b" " * 1000 for _ in range(1000))  # no content-length
     assert httpx.post(f"{url}/v1/completions", content=endless, headers=json_type).status_code == 413
-    with pytest.raises(openai.BadRequestError, match="empty"):
+    with pytest.raises(openai.BadRequestError, match="at least one token"):
         client.completions.create(model="embedded", prompt="")
     with pytest.raises(openai.NotFoundError, match="the model here is embedded"):
         client.completions.create(model="other", prompt="x")
