@@ -134,7 +134,7 @@ def prompt_ends(tokenizer) -> Callable:
     from data.template import habits
 
     def ends(row) -> str:
-        return "" if isinstance(row.prompt, str) else habits(tokenizer, row.template).asks
+        return habits(tokenizer, row.template).asks if row.chat else ""
 
     return ends
 
@@ -146,7 +146,7 @@ def longest(rows: Iterator, target, answer: int) -> int:
     most = 0
     for row in rows:
         turns = 1
-        if not isinstance(row.prompt, str):
+        if row.chat:
             turns += sum(message["role"] == "assistant" for message in row.prompt)
         try:
             most = max(most, len(encode(target, row.prompt, row.template, row.tools)) + turns * answer)

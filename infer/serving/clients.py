@@ -13,6 +13,7 @@ from infer.config import DecodeOptions, TextOptions
 from infer.serving.dialogue import Answering, Dialogue, Row, RowAnswer, Turn, arguments_of, of_row, with_opening
 
 TRIES = 3  # requests for one answer, before its row counts as failed
+REST = 1.0  # seconds before the second request, four times as long before the third
 PATIENCE = 60.0  # seconds without the server before the run ends
 SAYS_IDS = ("vllm", "local")  # owners of models that know return_token_ids: vLLM, and our server
 
@@ -104,7 +105,7 @@ class Client:
             if tries == TRIES:
                 dialogue.fail(wrong)
             elif wrong is not None:
-                await asyncio.sleep(0.1 * 4**tries)
+                await asyncio.sleep(REST * 4 ** (tries - 1))
         return dialogue.answer
 
     async def _ask(self, http: httpx.AsyncClient, dialogue: Dialogue) -> str | None:

@@ -3,7 +3,6 @@
 import ipaddress
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from infer.utils.checks import at_least
 
@@ -20,7 +19,8 @@ def loopback(host: str) -> bool:
 
 @dataclass
 class ServerConfig:
-    """How the server meets the network. On loopback, the default, no key is needed unless one is given.
+    """How the server meets the network. Requests must carry the key in the environment variable BLOCKDRAFT_API_KEY; on
+    loopback, the default, no key is needed.
 
     host: address to listen on; 127.0.0.1: this machine only
     port: TCP port
@@ -28,7 +28,6 @@ class ServerConfig:
     max_length: tokens of a prompt and its answer together; every row has room for as many
     max_texts: texts being written or waiting; further ones are told to try again later (429)
     max_body: bytes of a request
-    api_key_file: file with the key that requests must carry; None: the variable BLOCKDRAFT_API_KEY, if it is set
     open: listen to other machines without asking for a key
     """
 
@@ -38,7 +37,6 @@ class ServerConfig:
     max_length: int = 4096
     max_texts: int = 256
     max_body: int = 1_000_000
-    api_key_file: str | None = None
     open: bool = False
 
     def check(self) -> None:
@@ -50,24 +48,14 @@ class ServerConfig:
         at_least(self, "server.", max_length=2, max_texts=1, max_body=1)
         if self.key() is None and not self.open and not loopback(self.host):
             raise ValueError(
-                f"server.host={self.host}: other machines can reach that; give server.api_key_file=<file> or set "
-                f"{KEY_VARIABLE}, or say server.open=true"
+                f"server.host={self.host}: other machines can reach that; set {KEY_VARIABLE} to a key, or say "
+                "server.open=true"
             )
 
     def key(self) -> bytes | None:
-        """Return the key that requests must carry, from the file or the environment; None: no key is asked for. Raises
-        ValueError for a malformed key, without showing it."""
-        if self.api_key_file is None:
-            key, where = os.environ.get(KEY_VARIABLE, "").encode(errors="replace"), KEY_VARIABLE
-            if not key:
-                return None
-        else:
-            where = f"server.api_key_file={self.api_key_file}"
-            try:
-                with Path(self.api_key_file).open("rb") as file:
-                    key = file.read(4096).strip()
-            except (OSError, ValueError) as error:
-                raise ValueError(f"{where}: cannot be read ({error})") from error
-        if len(key) < 16 or not key.isascii() or len(key.split()) != 1:
-            raise ValueError(f"{where}: a key is one word of at least 16 ASCII characters")
-        return key
+        """Return the key that requests must carry; None: no key is asked for. Raises ValueError for a malformed key,
+        without showing it."""
+        key = os.environ.get(KEY_VARIABLE, "")
+        if key and (len(key) < 16 or not key.isascii() or len(key.split()) != 1):
+            raise ValueError(f"{KEY_VARIABLE}: a key is one word of at least 16 ASCII characters")
+        return key.encode() or None

@@ -26,6 +26,10 @@ class Row:
     tools: list[dict] = field(default_factory=list)
     template: dict = field(default_factory=dict)
 
+    @property
+    def chat(self) -> bool:
+        return not isinstance(self.prompt, str)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -89,13 +93,10 @@ class Dialogue:
         self.row, self.turns = row, 0
         self.answer: RowAnswer | None = None
         self.messages: list[dict] = []
-        self._left = deque() if isinstance(row.prompt, str) else deque(row.prompt)
-        if not isinstance(row.prompt, str):
+        self.chat = row.chat
+        self._left = deque(row.prompt if row.chat else ())
+        if row.chat:
             self._go_on()
-
-    @property
-    def chat(self) -> bool:
-        return not isinstance(self.row.prompt, str)
 
     @property
     def prompt(self) -> str | list[dict]:

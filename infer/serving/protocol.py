@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from infer.config import TextOptions
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import TokenLogprob
-from infer.serving.calls import AnswerReader, Reading, Tool, Wish
+from infer.serving.calls import AnswerReader, Reading, Tool, Wish, in_json
 from infer.serving.dialogue import arguments_of
 from infer.targets.target import Target
 
@@ -34,6 +34,11 @@ class TextPiece:
 def failed(status: int, message: str) -> TextPiece:
     """Return the end of a text that is given up."""
     return TextPiece("", [], [], "error", refusal=(status, message))
+
+
+def listed(value: object) -> object:
+    """Return a text as a list of one, all else as it is."""
+    return [value] if isinstance(value, str) else value
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
@@ -62,7 +67,7 @@ class StreamOptions(Strict):
 
 
 class CompletionRequest(Strict):
-    """What both requests share: OpenAI's fields and vLLM's extra sampling fields. Of chats alone:
+    """What both requests share: OpenAI's fields and vLLM's extra sampling fields. Of chats (`chat`) alone:
 
     template_options: what the chat template is told beside the messages
     tools_shown: the tools that it is shown, as it reads them
@@ -71,6 +76,7 @@ class CompletionRequest(Strict):
     format_schema: the JSON schema that `response_format` stands for
     """
 
+    chat: ClassVar[bool] = False
     template_options: ClassVar[dict[str, Any]] = {}
     tools_shown: ClassVar[list[dict[str, Any]]] = []
     callable_tools: ClassVar[list[Tool]] = []
@@ -85,14 +91,14 @@ class CompletionRequest(Strict):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     n: int = Field(1, ge=1, le=16)
     seed: int | None = Field(None, ge=-(2**62), lt=2**62)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=16), BeforeValidator(listed)] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     trace: bool = False  # ours: streamed chunks say what was drafted and rejected
     return_token_ids: bool = False  # vLLM's: choices have the ids of their tokens
     # vLLM's: what the answer must look like
-    guided_json: dict[str, Any] | str | None = None  # a JSON schema
+    guided_json: Annotated[str, BeforeValidator(in_json)] | None = None  # a JSON schema
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
     guided_grammar: str | None = None  # in Lark's syntax
@@ -103,9 +109,8 @@ class CompletionRequest(Strict):
     @model_validator(mode="after")
     def effective(self) -> "CompletionRequest":
         """Raise ValueError for options of a stream where there is none."""
-        for name in ("stream_options", "trace"):
-            if getattr(self, name) and not self.stream:
-                raise ValueError(f"{name}: for streams only, add stream=true or leave it out")
+        if (self.stream_options or self.trace) and not self.stream:
+            raise ValueError("stream_options and trace: for streams only, add stream=true or leave them out")
         return self
 
     @property
@@ -116,9 +121,8 @@ class CompletionRequest(Strict):
     def shapes(self) -> dict[str, str]:
         """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for several wishes."""
         choice = self.guided_choice
-        schema = self.guided_json if isinstance(self.guided_json, str | None) else json.dumps(self.guided_json)
         wishes = {
-            "guided_json": ("json_schema", schema),
+            "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("grammar", choice and "start: " + " | ".join(map(json.dumps, choice))),
             "guided_grammar": ("grammar", self.guided_grammar),
@@ -131,7 +135,6 @@ class CompletionRequest(Strict):
 
     def text_options(self, most: int, logprobs: int | None, index: int) -> TextOptions:
         """Return the options of text number `index` of the request."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return TextOptions(
             max_new_tokens=most,
             temperature=self.temperature,
@@ -141,7 +144,7 @@ class CompletionRequest(Strict):
             repetition_penalty=self.repetition_penalty,
             seed=random.getrandbits(62) if self.seed is None else derived_seed(self.seed, index),
             ignore_eos=self.ignore_eos,
-            stop=stop,
+            stop=self.stop,
             logprobs=logprobs,
             trace=self.trace and self.stream,
             **self.shapes(),
@@ -151,18 +154,16 @@ class CompletionRequest(Strict):
 class PromptRequest(CompletionRequest):
     """A request to /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[list[int] | list[str] | list[list[int]], BeforeValidator(listed)]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one or many, as a list."""
-        one = isinstance(self.prompt, str) or (len(self.prompt) > 0 and isinstance(self.prompt[0], int))
-        return [self.prompt] if one else self.prompt
+        return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
 
     def letters(self) -> int:
-        """Return how many letters the longest prompt has at least."""
-        prompts = self.prompts()
-        return max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+        """Return how many letters, or tokens, the longest prompt has at least."""
+        return max(map(len, self.prompts()), default=0)
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""
@@ -270,6 +271,7 @@ class ResponseFormat(Strict):
 class ChatRequest(CompletionRequest):
     """A request to /v1/chat/completions."""
 
+    chat: ClassVar[bool] = True
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -290,10 +292,8 @@ class ChatRequest(CompletionRequest):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two have one name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name}")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: required, and there are no tools")
+        if self.wished_calls is not None and not self.wished_calls.tools:
+            raise ValueError("tool_choice: there is no such tool")
         if self.wished_calls is not None and self.shapes():
             raise ValueError(f"tool_choice: an answer that must call cannot follow {next(iter(self.shapes()))} too")
         return self
@@ -311,10 +311,12 @@ class ChatRequest(CompletionRequest):
 
     @property
     def wished_calls(self) -> Wish | None:
-        if isinstance(self.tool_choice, NamedTool):
-            named = self.tool_choice.function.name
-            return Wish(tuple(tool for tool in self.callable_tools if tool.name == named), several=False)
-        return Wish(tuple(self.callable_tools), self.parallel_tool_calls) if self.tool_choice == "required" else None
+        if self.tool_choice == "required":
+            return Wish(tuple(self.callable_tools), self.parallel_tool_calls)
+        if not isinstance(self.tool_choice, NamedTool):
+            return None
+        named = self.tool_choice.function.name
+        return Wish(tuple(tool for tool in self.callable_tools if tool.name == named), several=False)
 
     @property
     def format_schema(self) -> str | None:
@@ -368,7 +370,7 @@ class Form:
         self.prompt_tokens, self.ids_too = sum(map(len, prompts)), body.return_token_ids
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.answers: list[AnswerReader] = []
-        if reading is not None and isinstance(body, ChatRequest):
+        if reading is not None and body.chat:
             tools, prefix = body.callable_tools, reading.prefix(prompts[0])
             self.answers = [AnswerReader(reading, tools, prefix) for _ in range(body.n)]
 

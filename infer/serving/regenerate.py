@@ -86,7 +86,7 @@ def regenerate(
     settings = settings | {"rows": total}
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
-        known = _settings(settings_path, out)
+        known = json.loads(settings_path.read_text())
         known = {key: value for key, value in known.items() if key in settings}  # options that are no more
         if "content" not in known:  # of an earlier version, which had no record
             known |= {"content": settings.get("content")}
@@ -122,14 +122,6 @@ def rows_content(rows: Iterable[Row]) -> tuple[int, str]:
         digest.update(json.dumps(asdict(row), sort_keys=True).encode() + b"\n")
         count += 1
     return count, digest.hexdigest()
-
-
-def _settings(path: Path, out: Path) -> dict:
-    """What the answers in `out` were begun with. Raises ValueError if it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: delete it and {out}, or give another out") from error
 
 
 def _begun(path: Path) -> tuple[int, int]:

@@ -274,7 +274,7 @@ class Service:
     def _tickets(self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop) -> list[Ticket]:
         """Return a request's texts, checked. Raises ValueError."""
         tickets, pieces = [], asyncio.Queue()
-        special = isinstance(body, ChatRequest) and self.reading is not None and self.reading.special
+        special = body.chat and self.reading is not None and self.reading.special
         for prompt in prompts:
             ids = encode(self.target, prompt, body.template_options, body.tools_shown)
             for _ in range(body.n):
@@ -365,7 +365,7 @@ class Stream(StreamingResponse):
 
 
 async def refused(request: Request, wrong: HTTPException) -> Response:
-    return error(wrong.status_code, wrong.detail, getattr(wrong, "param", None))
+    return error(wrong.status_code, wrong.detail, vars(wrong).get("param"))
 
 
 async def half(request: Request, wrong: UnicodeEncodeError) -> Response:

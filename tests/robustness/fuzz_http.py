@@ -74,12 +74,6 @@ WHOLE = {
     },
 }
 OF_TYPES = [None, True, -1, float("inf"), "\ud800", [None], {}, DEEP]
-HEADERS = [
-    *(["x: " + "y" * 20_000], [f"x{i}: y" for i in range(3000)], ["a b: c"], [": c"], ["x: a\0b"]),
-    *(["content-length: 5"], ["content-length: -1"], ["content-length: 99999999999999999999"]),
-    *(["transfer-encoding: chunked"], ["transfer-encoding: gzip"], ["content-encoding: gzip"], ["connection: close"]),
-    *(["expect: 100-continue"], ["upgrade: websocket", "connection: upgrade"]),
-]
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 431, 499, 501, 503}
 
 
@@ -298,13 +292,6 @@ class Client:
         name = self.dice.choice(types).encode("latin1")
         await self.one("content type", sent.replace(b"content-type: application/json", b"content-type: " + name))
 
-    async def method(self) -> None:
-        some = ["GET", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "CONNECT", "PROPFIND", "get", "X" * 200]
-        paths = [*PATHS, "/", "/health", "/metrics", "/v1/models", "/docs", "/openapi.json", "/v1/../health", "//", "*"]
-        paths += ["/%00", "/%ff", "/v1/models?" + "a=b&" * 500, "/" + "a" * 2000]
-        sent = request(self.dice.choice(paths), b"", method=self.dice.choice(some))
-        await self.one("method and path", sent)
-
     async def key(self) -> None:
         path, body, _ = self.dice.choice(self.cases)
         wrong = self.dice.choice(["", KEY[:-1], KEY + "x", KEY.upper(), "é", "a" * 4000])
@@ -326,71 +313,6 @@ class Client:
             )
         self.hang_up()
 
-    async def head(self) -> None:
-        path, body, _ = self.dice.choice(self.cases)
-        content = dumps(body, self.dice)
-        extra = self.dice.choice(HEADERS)
-        await self.one("headers", request(path, content, *extra))
-        self.hang_up()
-
-    async def noise(self) -> None:
-        path, body, _ = self.dice.choice(self.cases)
-        sent = mutated(request(path, dumps(body, self.dice)), self.dice)
-        if self.dice.random() < 0.3:
-            sent = self.dice.choice(
-                [self.dice.randbytes(300), b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\0" * 50]
-            )
-        await self.send(sent)
-        try:
-            self.judge("mutated bytes", *await asyncio.wait_for(self.answer(), 0.1), sent)
-        except TimeoutError:
-            self.seen["mutated bytes", 0] += 1
-        self.hang_up()
-
-    async def slow(self) -> None:
-        path, body, _ = self.dice.choice(self.cases)
-        sent = request(path, dumps(body, self.dice))
-        cut = sorted(self.dice.randrange(1, len(sent)) for _ in range(3))
-        for part in (sent[: cut[0]], sent[cut[0] : cut[1]], sent[cut[1] : cut[2]]):
-            await self.send(part)
-            await asyncio.sleep(self.dice.random() * 0.03)
-        if self.dice.random() < 0.3:  # gone in the middle
-            self.hang_up()
-            self.seen["slow, then gone", 0] += 1
-        else:
-            await self.send(sent[cut[2] :])
-            self.judge("slow", *await self.answer(), sent)
-
-    async def pipelined(self) -> None:
-        chosen = [self.dice.choice(self.cases) for _ in range(3)]
-        parts = [request(path, dumps(body, self.dice)) for path, body, _ in chosen]
-        bad = self.dice.random() < 0.5
-        if bad:
-            parts[1] = mutated(parts[1], self.dice)
-        self.hang_up()
-        await self.send(b"".join(parts))
-        for i, (path, _, text) in enumerate(chosen):
-            try:
-                status, got = await asyncio.wait_for(self.answer(), 30 if not bad or i == 0 else 0.2)
-            except TimeoutError:
-                break
-            self.judge("pipelined", status, got, parts[i])
-            if (i == 0 or not bad) and status == 200 and self.told(path, got, False) != text:
-                self.faults.append(f"wrong answer in a pipeline: {got[:200]!r} instead of {text!r}")
-            if self.writer is None:
-                break
-        self.hang_up()
-
-    async def half(self) -> None:
-        path, body, _ = self.dice.choice(self.cases)
-        self.hang_up()
-        sent = request(path, dumps(body, self.dice))
-        await self.send(sent if self.dice.random() < 0.5 else sent[: self.dice.randrange(1, len(sent))])
-        with suppress(OSError):
-            self.writer.write_eof()
-            self.judge("half-closed", *await self.answer(), sent)
-        self.hang_up()
-
 
 KINDS = {
     Client.good: 15,
@@ -398,14 +320,8 @@ KINDS = {
     Client.field: 26,
     Client.json: 16,
     Client.kind: 6,
-    Client.method: 8,
     Client.key: 6,
     Client.large: 2,
-    Client.head: 5,
-    Client.noise: 5,
-    Client.slow: 2,
-    Client.pipelined: 2,
-    Client.half: 3,
 }
 
 

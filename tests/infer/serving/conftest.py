@@ -9,3 +9,9 @@ import pytest
 def make_tiny(make_tiny):
     """The factory, of targets of three layers."""
     return partial(make_tiny, depth=3)
+
+
+@pytest.fixture(autouse=True)
+def _no_rest(monkeypatch):
+    """Requests of `regenerate` are repeated at once."""
+    monkeypatch.setattr("infer.serving.clients.REST", 0.01)

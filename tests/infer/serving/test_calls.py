@@ -249,8 +249,8 @@ def test_an_agents_loop_of_ten_turns(served, client):
     "fields, said",
     [
         ({"tools": SHOWN[:1] * 2}, "two have one name"),
-        ({"tool_choice": "required"}, "no tools"),
-        ({"tools": SHOWN, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no tool x"),
+        ({"tool_choice": "required"}, "no such tool"),
+        ({"tools": SHOWN, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no such tool"),
         ({"tools": SHOWN, "tool_choice": "required", "response_format": {"type": "json_object"}}, "json_schema too"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]}, "grammar"),

@@ -65,8 +65,8 @@ STREAMED = {"stream": True}
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"stream_options": {"include_usage": True}}, "stream_options: for streams only"),
-        ({"trace": True}, "trace: for streams only"),
+        ({"stream_options": {"include_usage": True}}, "for streams only"),
+        ({"trace": True}, "for streams only"),
         (STREAMED | {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
         ({"top_logprobs": 2}, "top_logprobs: with logprobs=true only"),
         ({"max_completion_tokens": 9}, "max_tokens: is the old name of max_completion_tokens"),

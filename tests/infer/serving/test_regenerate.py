@@ -178,14 +178,6 @@ def test_no_server_is_one_sentence():
         by_server("http://127.0.0.1:9/v1", OPTIONS, 2)
 
 
-def test_settings_that_cannot_be_read_are_a_sentence(tmp_path):
-    out = tmp_path / "a.jsonl"
-    regenerate(rows(), lambda rows: iter(()), out, {"a": 1}, 0)
-    (tmp_path / "a.jsonl.settings.json").write_text("")
-    with pytest.raises(ValueError, match=r"a\.jsonl\.settings\.json is damaged: delete it"):
-        regenerate(rows(), lambda rows: iter(()), out, {"a": 1}, 0)
-
-
 def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch):
     """All that `regenerate` writes where a server refuses and repeats what it was sent, with a password and tokens in
     every option that can hold them; settings of an earlier version, which had them, are gone on with."""
@@ -272,11 +264,12 @@ def test_sampled_answers_vary_as_with_independent_seeds(shallow_target, tmp_path
 def test_sampled_answers_do_not_depend_on_where_they_are_written(shallow_target, tmp_path, running):
     """Killed and gone on with, in other batches, or by three servers: the same rows."""
     wanted, capacity = one_length(shallow_target, 24), 20
-    regenerate(wanted, by_engine(shallow_target, None, SAMPLED, capacity), tmp_path / "whole", {}, 0)
-    few, out = replace(SAMPLED, rows=3), tmp_path / "stopped"
+    sampled = replace(SAMPLED, top_k=5, min_p=0.02, repetition_penalty=1.3)
+    regenerate(wanted, by_engine(shallow_target, None, sampled, capacity), tmp_path / "whole", {}, 0)
+    few, out = replace(sampled, rows=3), tmp_path / "stopped"
 
     def stopped(rows):
-        yield from islice(by_engine(shallow_target, None, SAMPLED, capacity)(rows), 7)
+        yield from islice(by_engine(shallow_target, None, sampled, capacity)(rows), 7)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -289,16 +282,7 @@ def test_sampled_answers_do_not_depend_on_where_they_are_written(shallow_target,
             Engine(shallow_target, None, EngineConfig(method="plain", rows=2 + first), capacity),
         )
         with running(engine) as (url, _):
-            regenerate(part, by_server(f"{url}/v1", SAMPLED, 4), tmp_path / f"{first}", {}, 0)
+            regenerate(part, by_server(f"{url}/v1", sampled, 4), tmp_path / f"{first}", {}, 0)
     thirds = [lines(tmp_path / f"{first}") for first in range(3)]
     together = sorted(sum(thirds, []), key=lambda line: line["index"])
     assert together == lines(tmp_path / "whole")
-
-
-def test_further_sampling_options_reach_the_server(shallow_target, tmp_path, running):
-    options = replace(SAMPLED, top_k=5, min_p=0.02, repetition_penalty=1.3)
-    wanted = one_length(shallow_target, 6)
-    regenerate(wanted, by_engine(shallow_target, None, options, 20), tmp_path / "ours", {}, 0)
-    with running(Engine(shallow_target, None, EngineConfig(method="plain", rows=2), 20)) as (url, _):
-        regenerate(wanted, by_server(f"{url}/v1", options, 2), tmp_path / "served", {}, 0)
-    assert (tmp_path / "served").read_text() == (tmp_path / "ours").read_text()
