@@ -16,14 +16,6 @@ MAX_HEADERS = 16 * 1024  # bytes, names and values together
 MAX_CONNECTIONS = 1024  # open at once; further ones are told 503
 
 
-class Refused(HTTPException):
-    """A refusal for the client: an HTTP status, a sentence, and the field that it is about."""
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(status, message)
-        self.param = param
-
-
 class Guard:
     """Middleware that asks for the key (except for /health), and stops reading a request that is too large. A server
     for this machine that asks for no key answers to this machine's names only: a page in a browser here can have a name
@@ -60,7 +52,7 @@ class Guard:
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > self.most:
-                raise Refused(413, f"a request may have {self.most} bytes")
+                raise HTTPException(413, f"a request may have {self.most} bytes")
             return message
 
         refusal = self.refusal(scope)

@@ -60,6 +60,9 @@ class Strict(BaseModel):
         return {k: v for k, v in fields.items() if v is not None and (k in known or v not in (False, "", [], {}))}
 
 
+SHARED = {"temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos", "stop", "trace"}  # with TextOptions
+
+
 class StreamOptions(Strict):
     """What a stream says beside the text."""
 
@@ -135,20 +138,9 @@ class CompletionRequest(Strict):
 
     def text_options(self, most: int, logprobs: int | None, index: int) -> TextOptions:
         """Return the options of text number `index` of the request."""
-        return TextOptions(
-            max_new_tokens=most,
-            temperature=self.temperature,
-            top_k=max(0, self.top_k),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=random.getrandbits(62) if self.seed is None else derived_seed(self.seed, index),
-            ignore_eos=self.ignore_eos,
-            stop=self.stop,
-            logprobs=logprobs,
-            trace=self.trace and self.stream,
-            **self.shapes(),
-        )
+        shared = self.model_dump(include=SHARED)
+        seed = random.getrandbits(62) if self.seed is None else derived_seed(self.seed, index)
+        return TextOptions(most, seed=seed, top_k=max(0, self.top_k), logprobs=logprobs, **shared, **self.shapes())
 
 
 class PromptRequest(CompletionRequest):
@@ -245,26 +237,17 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-class NamedSchema(Strict):
-    """A JSON schema as OpenAI's clients send it. Its name and description say nothing to the model here."""
-
-    name: str = ""
-    description: str = ""
-    strict: bool = True  # it is followed in either case
-    of: dict[str, Any] = Field(alias="schema")
-
-
 class ResponseFormat(Strict):
-    """The form of an answer."""
+    """The form of an answer. json_schema: {"schema": ...}; what else is in it says nothing to the model here."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
+    json_schema: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def complete(self) -> "ResponseFormat":
         """Raise ValueError for a schema without its type, or the type without a schema."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("response_format: type json_schema and the field json_schema go together")
+        if (self.type == "json_schema") != ("schema" in self.json_schema):
+            raise ValueError("response_format: type json_schema and json_schema.schema go together")
         return self
 
 
@@ -323,7 +306,7 @@ class ChatRequest(CompletionRequest):
         wish = self.response_format
         if wish is None or wish.type == "text":
             return None
-        return json.dumps({"type": "object"} if wish.json_schema is None else wish.json_schema.of)
+        return json.dumps(wish.json_schema.get("schema", {"type": "object"}))
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -347,13 +330,13 @@ def event(payload: dict) -> str:
     return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
-def error(status: int, message: str, param: str | None = None) -> JSONResponse:
+def error(status: int, message: str) -> JSONResponse:
     """Return an error as OpenAI's clients expect it. A quoted part of the request may hold half of a surrogate pair."""
-    message, param = (None if said is None else said.encode(errors="replace").decode() for said in (message, param))
+    message = message.encode(errors="replace").decode()
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
 
 
 class Form:

@@ -33,7 +33,7 @@ from infer.engine.sequence import Sequence, check_prompt
 from infer.engine.trial import Trial
 from infer.serving.calls import reading_of
 from infer.serving.config import ServerConfig
-from infer.serving.guard import Guard, Refused, network
+from infer.serving.guard import Guard, network
 from infer.serving.protocol import (
     Chat,
     ChatRequest,
@@ -236,7 +236,7 @@ class Service:
 
     async def admit(self, body: CompletionRequest) -> list[Ticket]:
         """Check a request's texts and queue them, all or none. Prompts are tokenised and grammars compiled outside the
-        event loop. Raises Refused."""
+        event loop. Raises HTTPException."""
         prompts = self._prompts(body)
         self.preparing += len(prompts) * body.n
         try:
@@ -244,7 +244,7 @@ class Service:
             loop = asyncio.get_running_loop()
             tickets = await loop.run_in_executor(pool, self._tickets, body, prompts, loop)
         except ValueError as wrong:
-            raise Refused(400, str(wrong)) from wrong
+            raise HTTPException(400, str(wrong)) from wrong
         finally:
             self.preparing -= len(prompts) * body.n
         self.inside.update(tickets)
@@ -253,22 +253,22 @@ class Service:
         return tickets
 
     def _prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Return a request's prompts. Raises Refused for what is no work for this server, or not now."""
+        """Return a request's prompts. Raises HTTPException for what is no work for this server, or not now."""
         if self.worker.failure is not None:
-            raise Refused(503, self.worker.failure)
+            raise HTTPException(503, self.worker.failure)
         if body.model not in (None, self.name):
-            raise Refused(404, f"the model here is {self.name}, not {body.model}", "model")
+            raise HTTPException(404, f"the model here is {self.name}, not {body.model}")
         prompts = body.prompts()
         if not prompts:
-            raise Refused(400, "prompt: an empty list", "prompt")
+            raise HTTPException(400, "prompt: an empty list")
         letters = body.letters()
         if letters > self.longest > 0:
-            raise Refused(400, f"a text of {letters} letters: {self.engine.capacity} tokens cannot hold it")
+            raise HTTPException(400, f"a text of {letters} letters: {self.engine.capacity} tokens cannot hold it")
         working, most = len(self.inside) + self.preparing, self.options.max_texts
         if len(prompts) * body.n > most:
-            raise Refused(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
+            raise HTTPException(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")
         if working + len(prompts) * body.n > most:
-            raise Refused(429, f"{working} texts are in work or waiting, {most} may be: try again later")
+            raise HTTPException(429, f"{working} texts are in work or waiting, {most} may be: try again later")
         return prompts
 
     def _tickets(self, body: CompletionRequest, prompts: list[Prompt], loop: asyncio.AbstractEventLoop) -> list[Ticket]:
@@ -341,7 +341,7 @@ class Service:
                 tokens += len(piece.ids)
                 if piece.text or piece.logprobs or piece.finish or piece.rejected:
                     yield event(form.chunk(index, piece))
-        except Refused as refused:
+        except HTTPException as refused:
             yield event({"error": {"message": refused.detail, "type": "server_error"}})
             return
         if body.wants_usage:
@@ -365,7 +365,7 @@ class Stream(StreamingResponse):
 
 
 async def refused(request: Request, wrong: HTTPException) -> Response:
-    return error(wrong.status_code, wrong.detail, vars(wrong).get("param"))
+    return error(wrong.status_code, wrong.detail)
 
 
 async def half(request: Request, wrong: UnicodeEncodeError) -> Response:
@@ -383,7 +383,7 @@ async def invalid(request: Request, wrong: RequestValidationError) -> Response:
     first = wrong.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     said = first["msg"].removeprefix("Value error, ")
-    return error(400, f"{where}: {said}" if where else said, where or None)
+    return error(400, f"{where}: {said}" if where else said)
 
 
 REFUSALS = {HTTPException: refused, UnicodeEncodeError: half, MemoryError: short, RequestValidationError: invalid}
@@ -442,19 +442,19 @@ def reused(tickets: list[Ticket]) -> int:
 
 
 async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, TextPiece]]:
-    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all. Raises Refused
-    where one failed."""
+    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all. Raises
+    HTTPException where one failed."""
     left = len(tickets)
     while left:
         index, piece = await tickets[0].pieces.get()
         if piece.refusal is not None:
-            raise Refused(*piece.refusal)
+            raise HTTPException(*piece.refusal)
         left -= piece.finish is not None
         yield index, piece
 
 
 async def gather(tickets: list[Ticket]) -> list[TextPiece]:
-    """Wait for whole texts; return each as one piece. Raises Refused where one failed."""
+    """Wait for whole texts; return each as one piece. Raises HTTPException where one failed."""
     texts = [TextPiece("", [], [], None) for _ in tickets]
     async for index, new in pieces_of(tickets):
         said = texts[index]

@@ -187,7 +187,7 @@ def test_every_malformed_field_is_refused_with_a_sentence(load_program):
         ({"guided_regex": "("}, "regex"),
         ({"guided_json": {"type": "nonsense"}}, "json_schema"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema go together"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema go together"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a{3000000}"}, "forces more than 2048 bytes"),
         ({"guided_regex": "(x|y)(((((a{100}){100}){100}){100}){100})"}, "forces more than 2048 bytes"),
