@@ -2,17 +2,15 @@
 /metrics. Nobody else may ask the engine meanwhile: counters are for all requests.
 """
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from infer.doctor.causes import Served
 from infer.evaluation.results import Acceptance, KnownText, Reference
-
-LINE = re.compile(r"^(\w[\w:]*?)(?:_total)?(?:\{(.*)\})? ([-+\w.]+)$")
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,16 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
     """Send the prompts of a reference, as a client would, and return what came of it. Raises ValueError where there is
     no server, or none that tells how many drafts it accepts."""
     try:
-        counters = find_counters(client)
+        answers, counts = [], [read_metrics(client)]
+        counters = next((each for each in COUNTERS if each.rounds in counts[0]), None)
+        if counters is None:
+            raise ValueError(
+                f"url={client.base_url}: /metrics tells of no drafts; known are vLLM (with --speculative-config) and ours"
+            )
         model = client.get("/v1/models").json()["data"][0]["id"]
-        answers, counts = [], [read_metrics(client, counters)]
         for text in reference.texts:
             answers.append(ask(client, model, text, tokens_of(text, reference)))
-            counts.append(read_metrics(client, counters))
+            counts.append(read_metrics(client))
         told = [answer["usage"]["prompt_tokens"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as wrong:
         raise ValueError(
@@ -63,8 +65,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
     rounds = sum(part.rounds for part in parts)
     if not rounds:
         raise ValueError(
-            f"url={client.base_url}: {counters.engine} counted no round of drafts: is it serving a drafter? "
-            "vLLM: --speculative-config, with its statistics on"
+            f"url={client.base_url}: {counters.engine} counted no round of drafts: does it serve a drafter?"
         )
     ids = [answer["choices"][0].get("token_ids") for answer in answers]
     drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
@@ -87,26 +88,13 @@ def tokens_of(text: KnownText, reference: Reference) -> int:
     return max(1, len(text.ids) - reference.block_size + 1)
 
 
-def find_counters(client: httpx.Client) -> Counters:
-    """Return how an engine counts. Raises ValueError where no known engine counts drafts on /metrics."""
-    answer = client.get("/metrics")
-    told = answer.text if answer.status_code == 200 else ""
-    for counters in COUNTERS:
-        if counters.rounds in told:
-            return counters
-    raise ValueError(
-        f"url={client.base_url}: /metrics tells of no drafts; known are vLLM (with --speculative-config) and ours"
-    )
-
-
-def read_metrics(client: httpx.Client, counters: Counters) -> Counter[str]:
+def read_metrics(client: httpx.Client) -> Counter[str]:
     """Return an engine's counters, those by position as "name position", all models and processes together."""
     found: Counter[str] = Counter()
-    for line in client.get("/metrics").text.splitlines():
-        match = LINE.match(line)
-        if match is not None and match[1] in (counters.rounds, counters.drafted, counters.accepted):
-            position = re.search(r'position="(\d+)"', match[2] or "")
-            found[match[1] + (f" {position[1]}" if position else "")] += float(match[3])
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            position = sample.labels.get("position")
+            found[sample.name.removesuffix("_total") + (f" {position}" if position else "")] += sample.value
     return found
 
 

@@ -16,6 +16,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from infer.serving.dialogue import opens_thought
 
 THOUGHTS = ("reasoning_content", "thinking")  # names that response templates have for thoughts
+MARKS = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}  # which may be special tokens
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as models learnt it
 
 
@@ -50,18 +51,15 @@ class Format:
     calls: dict | None = None  # their field of a response template; None: it makes none
     key: str | None = None  # under which calls in JSON have their arguments; None: calls are no JSON
     around: tuple[str, str] = ("", "")  # what stands before and behind a call
-    thinks: bool = True
     several: bool = True  # whether calls may follow each other
-    special: tuple[str, ...] = ()  # marks that may be special tokens
 
     @property
     def fields(self) -> dict:
         """Return the fields of a response template. The body of calls stays a text: what is no JSON must not be
         lost."""
-        fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}} if self.thinks else {}
-        if self.calls is not None:
-            fields["tool_calls"] = {"repeats": True, "content_args": {"strip": False}} | self.calls
-        return fields | {"content": {}}
+        fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {}}
+        called = {"repeats": True, "content_args": {"strip": False}} | (self.calls or {})
+        return fields | ({"tool_calls": called} if self.calls else {})
 
 
 # The first row whose mark is there.
@@ -75,24 +73,20 @@ FORMATS = {
             "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
-        special=("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
     "hermes": Format(  # Hermes, Qwen2.5, Qwen3
         "<tool_call>",
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
         "arguments",
         ("<tool_call>\n", "\n</tool_call>"),
-        special=("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
     "llama3": Format(
         "ipython",
         {"open_pattern": r"\A\s*(?:<\|python_tag\|>)?(?=\{)"},
         "parameters",
-        thinks=False,
         several=False,
-        special=("<|python_tag|>",),
     ),
-    "thoughts": Format("<think>", special=("<think>", "</think>")),
+    "thoughts": Format("<think>"),
 }
 
 
@@ -128,7 +122,7 @@ class Reading:
     @property
     def special(self) -> bool:
         """Whether texts must be read with their special tokens, since marks are among them."""
-        return self.own is not None or not set(self.format.special).isdisjoint(self.tokenizer.all_special_tokens)
+        return self.own is not None or not MARKS.isdisjoint(self.tokenizer.all_special_tokens)
 
     def thinks(self, prompt: list[int]) -> bool:
         """Return whether a prompt has opened the thought that the answer begins with."""
