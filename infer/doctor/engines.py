@@ -50,7 +50,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
         counters = next((each for each in COUNTERS if each.rounds in counts[0]), None)
         if counters is None:
             raise ValueError(
-                f"url={client.base_url}: /metrics tells of no drafts; known are vLLM (with --speculative-config) and ours"
+                f"url={client.base_url}: /metrics tells of no drafts; known are vLLM (--speculative-config) and ours"
             )
         model = client.get("/v1/models").json()["data"][0]["id"]
         for text in reference.texts:
@@ -64,9 +64,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
     parts = [acceptance(counters, later - sooner, reference) for sooner, later in pairwise(counts)]
     rounds = sum(part.rounds for part in parts)
     if not rounds:
-        raise ValueError(
-            f"url={client.base_url}: {counters.engine} counted no round of drafts: does it serve a drafter?"
-        )
+        raise ValueError(f"url={client.base_url}: {counters.engine} counted no drafts: does it serve a drafter?")
     ids = [answer["choices"][0].get("token_ids") for answer in answers]
     drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
     return Served(

@@ -109,8 +109,8 @@ def _of_row(processor: Processor, row: int, rows: int) -> Processor:
     own = copy(processor)
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         own._prefix_allowed_tokens_fn = lambda _, ids: processor._prefix_allowed_tokens_fn(row, ids)
-    else:
-        ignored = torch.as_tensor(processor.prompt_ignore_length or 0).flatten()  # one for all, or one a row
+    elif processor.prompt_ignore_length is not None:
+        ignored = torch.as_tensor(processor.prompt_ignore_length).flatten()  # one for all, or one a row
         own.prompt_ignore_length = int(ignored[row % len(ignored)])
     return own
 
