@@ -368,10 +368,6 @@ async def refused(request: Request, wrong: HTTPException) -> Response:
     return error(wrong.status_code, wrong.detail)
 
 
-async def half(request: Request, wrong: UnicodeEncodeError) -> Response:
-    return error(400, "a text of the request holds half of a surrogate pair: send UTF-8")
-
-
 async def short(request: Request, wrong: MemoryError) -> Response:
     return error(*SHORT.refusal)
 
@@ -386,7 +382,7 @@ async def invalid(request: Request, wrong: RequestValidationError) -> Response:
     return error(400, f"{where}: {said}" if where else said)
 
 
-REFUSALS = {HTTPException: refused, UnicodeEncodeError: half, MemoryError: short, RequestValidationError: invalid}
+REFUSALS = {HTTPException: refused, MemoryError: short, RequestValidationError: invalid}
 
 
 def create_app(engine: Engine, options: ServerConfig) -> FastAPI:

@@ -1,18 +1,15 @@
 """Several processes that run one command together (`target.tp_plan`): each computes its part of every pass of the
-target, and the first alone speaks and writes. What they do must not depend on the clock or on a client: `agreed`."""
+target, and the first alone speaks and writes. What they do must not depend on the clock: `agreed`."""
 
 import os
 import shutil
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-PATIENCE = timedelta(days=365)  # the other processes of a server wait for its first
 
 
 def join(device: "torch.device") -> "torch.device":
@@ -27,7 +24,7 @@ def join(device: "torch.device") -> "torch.device":
             "torchrun --nproc-per-node=2 -m infer.main COMMAND target.tp_plan=auto ..."
         )
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
