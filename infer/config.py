@@ -40,11 +40,8 @@ class TargetConfig:
     trust_remote_code: run modelling code that comes with the model
     sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
     shard: in training, spread the target's layers over all processes, for a target too big for one GPU
-    adapter: a LoRA adapter (peft) for it, a folder or hub id
     chat_template_kwargs: what its chat template is told, such as {enable_thinking: false}, wherever chats are read,
         written or served; written into the drafter's folder; a row or a request that says otherwise has its way
-    tp_plan: auto: torchrun's processes each hold a part of every layer, by transformers' tensor parallel plan, for
-        eval, generate, regenerate and serve
     """
 
     path: str = "embedded"
@@ -53,16 +50,10 @@ class TargetConfig:
     trust_remote_code: bool = False
     sizes: dict[str, Any] | None = None
     shard: bool = False
-    adapter: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    tp_plan: str | None = None
 
     def check(self) -> None:
         """Raise ValueError for a target without a name, or a dtype that does not exist."""
-        if self.tp_plan not in (None, "auto"):
-            raise ValueError(f"target.tp_plan={self.tp_plan}: auto, or null")
-        if self.tp_plan and (self.adapter or self.shard):
-            raise ValueError("target.tp_plan=auto goes with neither target.adapter nor target.shard")
         if not self.path:
             raise ValueError("target.path=<folder or hub id>: which model is the target?")
         one_of(self, "target.", dtype=("auto", "float32", "bfloat16", "float16"))

@@ -179,10 +179,7 @@ class FeaturesConfig:
 
 
 def check_source(data: DataConfig, target: TargetConfig) -> None:
-    """Raise ValueError where a foreign target would learn from what the embedded one wrote, and for a target that is
-    spread in a way that training does not know."""
-    if target.tp_plan:
-        raise ValueError("target.tp_plan=auto is for decoding; training has target.shard=true")
+    """Raise ValueError where a foreign target would learn from what the embedded one wrote."""
     if data.source == "embedded" and target.path != "embedded":
         raise ValueError(
             "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "

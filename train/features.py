@@ -228,7 +228,6 @@ def store_features(config: FeaturesConfig) -> None:
         options.dtype,
         options.device,
         options.trust_remote_code,
-        adapter=options.adapter,
         chat_template_kwargs=options.chat_template_kwargs,
     )
     layers = tapped_layers(config.drafter, target.config)

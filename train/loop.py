@@ -211,7 +211,7 @@ def load_frozen(
     kind = str(dtype or target_dtype(config, device)).removeprefix("torch.")
     place = "cpu" if options.shard else str(device)
     told = options.chat_template_kwargs
-    return load_target(options.path, kind, place, options.trust_remote_code, layers, options.adapter, told)
+    return load_target(options.path, kind, place, options.trust_remote_code, layers, told)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from infer.attention.masks import Mask, Piece, tree_mask
+from infer.attention.masks import Mask, MaskPiece, tree_mask
 
 
 def attend(
@@ -49,7 +49,7 @@ class _PieceAttention(torch.autograd.Function):
     """Attention under a mask in pieces. Nothing is kept of a piece: its backward pass computes its weights again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, pieces: list[Piece], scale: float):
+    def forward(ctx, q, k, v, pieces: list[MaskPiece], scale: float):
         mixed = torch.empty_like(q)  # (B, H, Q, E)
         for piece in pieces:
             here = slice(piece.row, piece.row + 1), slice(None), piece.queries

@@ -1,7 +1,5 @@
 """The key/value cache of target and drafter: preallocated buffers, rows of their own lengths.
 
-Packed rows, which need no cache, go by the same interface.
-
 B rows in use, Q new positions, S capacity, H key/value heads, E head size, T length of packed rows.
 """
 
@@ -114,19 +112,6 @@ class PackedLayer:
         self.keys, self.values = new.unflatten(0, (self.rows, -1)).transpose(1, 2).chunk(2, dim=1)
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """A pass over packed rows, in the place of a cache's window."""
-
-    rows: int  # B
-    capacity: int  # T
-    count: int  # of layers
-
-    def layers(self) -> Iterator[PackedLayer]:
-        """Yield the memory of one layer after the other; only the last is kept."""
-        return (PackedLayer(self.rows, self.capacity) for _ in range(self.count))
-
-
 class KVCache:
     """Keys and values of all layers, written in place, in a buffer for every size of them; and the states of recurrent
     layers.
@@ -190,35 +175,24 @@ class KVCache:
         finally:
             self.fixed_rows = 0
 
-    @property
-    def extent(self) -> int:
-        """The committed length of the longest row."""
-        return max(self.lengths)
-
     @contextmanager
     def add(self, count: int) -> Iterator["KVCache"]:
-        """Give the last `count` rows as a cache of their own over the same memory, to be filled. At the end they come
-        into use as the next rows, and each moves there. Meanwhile the rows in use can be read and written, and given
-        up, but no others added."""
+        """Give the last `count` rows as a cache of their own over the same memory, empty, to be filled. At the end they
+        come into use as the next rows, and each moves there. Meanwhile the rows in use can be read and written, and
+        given up, but no others added."""
         first, used = self.rows - count, len(self.lengths)
         if used > first:
             raise ValueError(f"the cache has {self.rows} rows and {used} are in use: {count} more do not fit")
-        part = self._from_row(first)
+        part = copy(self)
+        part.rows, part.lengths = count, [0] * count
+        part.buffers = [buffer[:, first * self.capacity :] for buffer in self.buffers]
+        part.states = None if self.states is None else self.states.from_row(first)
+        part.ends, part.origins = self.ends[first:].zero_(), self.origins[:count]
         yield part
         for index, length in enumerate(part.lengths):
             self._move(first + index, len(self.lengths), length)
             self.lengths.append(length)
         self.live[: len(self.lengths)] = 1
-
-    def _from_row(self, first: int) -> "KVCache":
-        """Return the rows from `first` on as a cache over the same memory, empty."""
-        part = copy(self)
-        part.rows = self.rows - first
-        part.buffers = [buffer[:, first * self.capacity :] for buffer in self.buffers]
-        part.states = None if self.states is None else self.states.from_row(first)
-        part.ends, part.origins = self.ends[first:].zero_(), self.origins[: part.rows]
-        part.lengths = [0] * part.rows
-        return part
 
     def keep(self, order: list[int]) -> None:
         """Make row i what row order[i] was, and give up the rows not named. order[i] must be at least i."""
@@ -244,10 +218,10 @@ class KVCache:
         if self.fixed_rows:
             rows, extent = self.fixed_rows, self.capacity
         else:
-            rows, extent = len(self.lengths), self.extent + width
+            rows, extent = len(self.lengths), max(self.lengths) + width
         if extent > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions a row, {extent} are needed")
-        return Window(self, self._slots(rows, width), extent)
+        return Window(self, self.origins[:rows, None] + self.positions(rows, width), extent)
 
     def ends_of(self, rows: int) -> torch.Tensor:
         """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are not in use."""
@@ -273,9 +247,6 @@ class KVCache:
         self.lengths[row] = length
         self.ends[row] = length
 
-    def _slots(self, rows: int, width: int) -> torch.Tensor:
-        return self.origins[:rows, None] + self.positions(rows, width)
-
     def advance(self, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
         """Commit `counts[b]` more positions of row b. `on_device` (B,) is the same on the device, where it exists;
         `counts` is None where only the device knows it yet: `count` is to follow."""
@@ -295,15 +266,11 @@ class KVCache:
         if self.states is not None:
             on_device = torch.tensor(counts, device=path.device) if on_device is None else on_device
             self.states.commit(path, on_device)
-        if path.shape[1] > 1:  # a root is where it belongs
-            self._move_nodes(path)
-        self.advance(counts, on_device)
-
-    def _move_nodes(self, path: torch.Tensor) -> None:
-        target = self._slots(*path.shape)  # (B, W)
-        source = target[:, :1] + path
-        # elsewhere than on the CPU the comparison costs more
-        in_place = path.device.type == "cpu" and torch.equal(source, target)
-        if not in_place:
+        rows, width = path.shape
+        to = self.origins[:rows, None] + self.positions(rows, width)
+        source = to[:, :1] + path
+        # a root is where it belongs; elsewhere than on the CPU the comparison costs more than the copy
+        if width > 1 and not (path.device.type == "cpu" and torch.equal(source, to)):
             for buffer in self.buffers:
-                buffer.index_copy_(1, target.flatten(), buffer.index_select(1, source.flatten()))
+                buffer.index_copy_(1, to.flatten(), buffer.index_select(1, source.flatten()))
+        self.advance(counts, on_device)

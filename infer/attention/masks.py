@@ -29,7 +29,7 @@ Range = tuple[torch.Tensor, torch.Tensor]  # the first key that every query sees
 
 
 @dataclass(frozen=True)
-class Piece:
+class MaskPiece:
     """Some queries of a row, and what they see."""
 
     row: int
@@ -81,7 +81,7 @@ class Mask:
         return self.packed[groups, dtype]
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[MaskPiece]:
         """The ranges of some queries each: most of the whole mask hides what no query sees."""
         pieces, (rows, width) = [], self.ranges[0][0].shape
         for row, first in product(range(rows), range(0, width, GROUP)):
@@ -90,7 +90,7 @@ class Mask:
             edges = [(int(low.min()), int(high.max())) for low, high in here]
             spans = [slice(begin, end) for begin, end in edges if begin < end]
             keys = torch.cat([torch.arange(span.start, span.stop, device=here[0][0].device) for span in spans])
-            pieces.append(Piece(row, queries, spans, additive(within(here, keys)[0], torch.float32)))
+            pieces.append(MaskPiece(row, queries, spans, additive(within(here, keys)[0], torch.float32)))
         return pieces
 
     @cached_property

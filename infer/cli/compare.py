@@ -34,8 +34,6 @@ class CompareCommand(OfData):
     def check(self) -> None:
         """Raise ValueError for what cannot be compared."""
         check_parts(self)
-        if self.target.tp_plan:
-            raise ValueError("target.tp_plan=auto: compare runs in one process; use eval for each checkpoint")
         if not self.checkpoints:
             raise ValueError("checkpoints=[runs/a/checkpoints/best,...]: which drafters?")
         if len(set(map(run_name, self.checkpoints))) < len(self.checkpoints):

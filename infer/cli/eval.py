@@ -9,7 +9,6 @@ from infer.cli.measured import OfData
 from infer.cli.models import load
 from infer.masked.config import MaskedConfig
 from infer.utils.progress import Progress
-from infer.utils.together import own_place
 
 
 @dataclass
@@ -62,7 +61,7 @@ def run(config: EvalCommand) -> None:
         progress = Progress("evaluating", "prompts")
         result = evaluate(target, drafter, prompts, options, progress, say=progress.say)
         result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
-    out = Path(own_place(config.out, config.target.tp_plan is not None))
+    out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "evaluation.json", result)
     print(masked_table(result) if masked else table(result))
@@ -105,7 +104,6 @@ def run_suite(config: EvalCommand) -> None:
         text = masked_suite_table(result)
     else:
         target, drafter = load(config.target, config.checkpoint)
-        out = Path(own_place(config.out, config.target.tp_plan is not None))
         result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
         text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")

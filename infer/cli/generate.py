@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 
-from infer.cli.models import OfTarget, check_together, load, text_options
+from infer.cli.models import OfTarget, load, text_options
 from infer.config import DecodeOptions
 from infer.masked.config import MaskedConfig
 from infer.utils.checks import FREE_TEXT, check_parts
@@ -31,7 +31,6 @@ class GenerateCommand(OfTarget):
     def check(self) -> None:
         """Raise ValueError for what cannot be decoded."""
         check_parts(self)
-        check_together(self.target, self.decoding)
         if not self.prompt:
             raise ValueError("prompt: at least one character")
 

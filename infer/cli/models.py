@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from infer.config import EngineConfig, TargetConfig, TextOptions
+from infer.config import TargetConfig, TextOptions
 from infer.masked.config import MaskedConfig, masked_options
 from infer.utils.checks import check_parts
 
@@ -23,12 +23,6 @@ class OfTarget:
         check_parts(self)
 
 
-def check_together(target: TargetConfig, decoding: EngineConfig) -> None:
-    """Raise ValueError for decoding that follows the clock, which several processes read differently."""
-    if target.tp_plan and decoding.budget == "auto":
-        raise ValueError("decoding.budget=auto follows the clock, and target.tp_plan=auto has several: give a number")
-
-
 def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
     """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one cannot follow."""
     from infer.masked.model import is_masked
@@ -43,8 +37,6 @@ def load(place: TargetConfig, checkpoint: str | None):
     from infer.masked.model import is_masked
 
     if is_masked(place.path):
-        if place.tp_plan:
-            raise ValueError("target.tp_plan=auto is for causal targets, not for masked diffusion models")
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
     target, drafters = load_all(place, [] if checkpoint is None else [checkpoint])
     return target, next(iter(drafters), None)
@@ -81,9 +73,7 @@ def load_all(place: TargetConfig, checkpoints: list[str]):
         place.device,
         place.trust_remote_code,
         None,
-        place.adapter,
         next(iter(told), None),
-        place.tp_plan,
     )
     for drafter in drafters:
         drafter.check_target(model)

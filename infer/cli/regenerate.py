@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
-from infer.cli.models import OfTarget, check_together, load, text_options
+from infer.cli.models import OfTarget, load, text_options
 from infer.config import DecodeOptions
 from infer.masked.config import MaskedConfig
 from infer.utils.checks import at_least, check_parts
-from infer.utils.together import join, own_place
 
 PROMPT_TOKENS = 96  # of a row that is one text, which are the prompt
 MOST_FAILURES = 100  # rows that may fail; more end the run
@@ -52,7 +51,6 @@ class RegenerateCommand(OfTarget):
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
         check_parts(self)
-        check_together(self.target, self.decoding)
         if self.server is None and self.checkpoint is None and self.decoding.drafts:
             raise ValueError(f"decoding.method={self.decoding.method} needs checkpoint=..., or use decoding=plain")
         at_least(self, at_once=1, capacity=2)
@@ -60,22 +58,19 @@ class RegenerateCommand(OfTarget):
 
 
 def run(config: RegenerateCommand) -> None:
-    from infer.targets.loading import resolve_device
     from infer.utils.files import locked
 
-    if config.target.tp_plan:  # before the model is loaded: processes must know where each of them writes
-        join(resolve_device(config.target.device))
-    out = Path(own_place(config.out, config.target.tp_plan is not None))
+    out = Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with locked(Path(f"{out}.lock"), f"out={out}", "out="):
         answer(config, out)
 
 
 def answer(config: RegenerateCommand, out: Path) -> None:
-    """Write the answers; `out`: where this process writes them."""
+    """Write the answers to `out`."""
     from infer.serving.clients import by_server
     from infer.serving.regenerate import by_engine, options_of, regenerate, rows_content
-    from infer.targets.identity import target_identity, weights_digest
+    from infer.targets.identity import target_identity
     from infer.targets.loading import load_tokenizer
     from infer.targets.target import tokenizer_digest
 
@@ -85,7 +80,6 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer
         identity = target_identity(place.path, tokenizer_digest(tokenizer))
-        identity |= {"adapter": weights_digest(place.adapter)} if place.adapter else {}
     else:  # it has the model
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
         identity = {"tokenizer": tokenizer_digest(tokenizer)}

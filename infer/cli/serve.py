@@ -30,8 +30,6 @@ class ServeCommand(OfTarget):
     def check(self) -> None:
         """Raise ValueError for what cannot be served."""
         check_parts(self)
-        if self.target.tp_plan:
-            raise ValueError("target.tp_plan=auto: serve runs in one process; use eval, generate or regenerate")
 
 
 def run(config: ServeCommand) -> None:

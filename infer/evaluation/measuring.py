@@ -272,7 +272,7 @@ def disturbed(measured: Measured) -> list[int]:
 
 def decided(target: AnyTarget, value: object) -> object:
     """Return what the clock decided: where processes compute every pass of the target together, the first one's."""
-    return agreed(value) if getattr(target, "spread", False) else value
+    return agreed(value) if target.spread else value
 
 
 def synchronised_clock(device: torch.device) -> abc.Callable[[], float]:

@@ -44,6 +44,7 @@ class MaskedModel:
     mask_token_id: int
     shifted: bool
     name: str = "masked model"
+    spread: bool = False  # see `Target`
 
     @property
     def device(self) -> torch.device:

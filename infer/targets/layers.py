@@ -33,8 +33,6 @@ def fuse(modules: list[nn.Module]) -> Product:
     no memory. Raises UnknownLayer for modules of another class."""
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
-    if any("forward" in vars(module) for module in modules):
-        raise UnknownLayer("projections that are spread over processes")
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     joined = torch.cat([module.weight.data for module in modules])
     for module, part in zip(modules, joined.split([len(module.weight) for module in modules]), strict=True):

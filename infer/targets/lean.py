@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from infer.attention.attend import attend
-from infer.attention.kv_cache import LayerWindow, PackedLayer, PackedRows, Window
+from infer.attention.kv_cache import LayerWindow, PackedLayer, Window
 from infer.attention.masks import Mask
 from infer.targets import loops
+from infer.targets.recurrent import PackedWindow
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
@@ -155,7 +156,7 @@ class LeanDecoder:
         ids: torch.Tensor,
         positions: torch.Tensor,
         masks: dict[str, Mask],
-        window: Window | PackedRows,
+        window: Window | PackedWindow,
         tapped: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ids (B, Q) at positions (B, Q) under the masks of the kinds of layers.

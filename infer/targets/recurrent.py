@@ -3,17 +3,17 @@
 Every node of a tree continues the state of its parent, and no state per node is kept: over a tree the delta rule is one
 triangular system under the ancestor mask (Bole, 2608.01651; TreeWY, 2608.20961), and Mamba-2 is a masked product
 (STree, 2505.14969). A chain is a tree without branches, so that prompts, packed documents and plain decoding go through
-the same formulas, in pieces. The model's own modules keep their weights, projections, gates and norms: `follow_trees`
+the same formulas, in segments. The model's own modules keep their weights, projections, gates and norms: `follow_trees`
 puts `States` in the place of the functions that they call for convolution and recurrence, and of nothing else.
 
-B rows, Q new positions, n of them in a piece, H heads, K size of keys, E size of values, C decays of a head (1, or K
+B rows, Q new positions, n of them in a segment, H heads, K size of keys, E size of values, C decays of a head (1, or K
 where every entry of a key decays by itself), D channels of a convolution, W taps of its kernel.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, wraps
 from types import FunctionType
 
 import torch
@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from infer.attention.kv_cache import Heads, Stateful
+from infer.attention.kv_cache import Heads, PackedLayer, Stateful
 
-PIECE = 64  # positions of a chain that are solved together
+SEGMENT = 64  # positions of a chain that are solved together
 # what transformers' layers call for their recurrence -> the method of `States` that takes its place
 REPLACED = {
     "causal_conv1d_fn": "convolve",
@@ -35,12 +35,12 @@ ROOT, NOTHING = -1, -2  # what precedes a position that has no predecessor among
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """New positions that are computed together, a predecessor before its successors."""
 
-    part: slice
+    places: slice
     ancestors: torch.Tensor  # (B, 1, n, n) bool: [t, j] is true where j is t or comes before it on its path
-    carries: torch.Tensor | None  # (B, 1, n, 1) whether a position continues the state before the piece; None: all do
+    carries: torch.Tensor | None  # (B, 1, n, 1) whether a position continues the state before the segment; None: all do
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Lineage:
     ancestors: torch.Tensor | None = None  # (B, Q, Q) bool, of trees, parents first
     documents: torch.Tensor | None = None  # (B, Q) int64, of packed rows
     counts: torch.Tensor | None = None  # (B,) of chains padded on the right: how many positions are real
+    _taps: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by W
 
     @classmethod
     def tree(cls, parents: torch.Tensor, ancestors: torch.Tensor) -> "Lineage":
@@ -74,13 +75,13 @@ class Lineage:
         return cls(torch.where(first, NOTHING, before), documents=documents)
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        """Return the pieces, in order: a tree is one."""
+    def segments(self) -> list[Segment]:
+        """Return the segments, in order: a tree is one."""
         if self.ancestors is not None:
-            return [Piece(slice(None), self.ancestors[:, None], None)]
-        (rows, width), pieces = self.previous.shape, []
-        for start in range(0, width, PIECE):
-            size = min(PIECE, width - start)
+            return [Segment(slice(None), self.ancestors[:, None], None)]
+        (rows, width), segments = self.previous.shape, []
+        for start in range(0, width, SEGMENT):
+            size = min(SEGMENT, width - start)
             ancestors = torch.ones(size, size, dtype=torch.bool, device=self.previous.device).tril()
             ancestors, carries = ancestors.expand(rows, 1, -1, -1), None
             if self.documents is not None:
@@ -88,8 +89,8 @@ class Lineage:
                 ancestors = ancestors & (own[:, None, :, None] == own[:, None, None, :])
                 same = self.documents[:, start - 1 : start] == own if start else torch.zeros_like(own, dtype=torch.bool)
                 carries = same[:, None, :, None]
-            pieces.append(Piece(slice(start, start + size), ancestors, carries))
-        return pieces
+            segments.append(Segment(slice(start, start + size), ancestors, carries))
+        return segments
 
     @cached_property
     def real(self) -> torch.Tensor | None:
@@ -97,10 +98,6 @@ class Lineage:
         if self.counts is None:
             return None
         return torch.arange(self.previous.shape[1], device=self.counts.device) < self.counts[:, None]
-
-    @cached_property
-    def _taps(self) -> dict[int, list[torch.Tensor]]:
-        return {}
 
     def taps(self, kernel: int) -> list[torch.Tensor]:
         """Return what a kernel of W taps sees of [nothing | W - 1 inputs before | Q new ones], as indices (B, 1, Q):
@@ -120,22 +117,22 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Recurred:
-    """One piece of one layer: what its positions wrote to the state. Every tensor is float32."""
+    """One segment of one layer: what its positions wrote to the state. Every tensor is float32."""
 
     outputs: torch.Tensor  # (B, H, n, E)
     keys: torch.Tensor  # (B, H, n, K)
     updates: torch.Tensor  # (B, H, n, E)
-    decay: torch.Tensor  # (B, H, n, C) log decay since the state before the piece
+    decay: torch.Tensor  # (B, H, n, C) log decay since the state before the segment
 
-    def state_after(self, state: torch.Tensor, last: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return the state (B, H, K, E) after position `last` (B,), from the one before the piece."""
+    def state_after(self, state: torch.Tensor, last: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Return the state (B, H, K, E) after position `last` (B,), from the one before the segment."""
         rows = torch.arange(len(last), device=last.device)
-        on_path = piece.ancestors[rows, :, last][..., None]  # (B, 1, n, 1)
+        on_path = segment.ancestors[rows, :, last][..., None]  # (B, 1, n, 1)
         end = self.decay[rows, :, last][:, :, None]  # (B, H, 1, C)
         weights = torch.where(on_path, end - self.decay, -torch.inf).exp()
         kept = end.exp().mT * state
-        if piece.carries is not None:
-            kept = kept * piece.carries[rows, :, last][..., None]
+        if segment.carries is not None:
+            kept = kept * segment.carries[rows, :, last][..., None]
         return kept + (self.keys * weights).mT @ self.updates
 
 
@@ -146,14 +143,14 @@ def recur(
     decay: torch.Tensor,
     beta: torch.Tensor | None,
     state: torch.Tensor,
-    piece: Piece,
+    segment: Segment,
 ) -> Recurred:
-    """Run one piece. queries and keys (B, H, n, K), values (B, H, n, E), log decay (B, H, n, C), at most 0, of every
-    position, state (B, H, K, E) before the piece. With beta (B, H, n, 1) the values are written by the delta rule, what
-    the state says of their keys taken off first; without, they are added (Mamba-2)."""
-    ancestors = piece.ancestors
+    """Run one segment. queries and keys (B, H, n, K), values (B, H, n, E), log decay (B, H, n, C), at most 0, of every
+    position, state (B, H, K, E) before it. With beta (B, H, n, 1) the values are written by the delta rule, what the
+    state says of their keys taken off first; without, they are added (Mamba-2)."""
+    ancestors = segment.ancestors
     whole = ancestors.to(decay.dtype) @ decay  # (B, H, n, C), since the state
-    carried = whole.exp() if piece.carries is None else whole.exp() * piece.carries
+    carried = whole.exp() if segment.carries is None else whole.exp() * segment.carries
     if decay.shape[-1] == 1:
         between = (whole - whole.mT).masked_fill(~ancestors, -torch.inf).exp()  # (B, H, n, n)
 
@@ -235,7 +232,7 @@ class States:
             self._keep_inputs(layer, torch.cat([kept, along], 2), counts)
         for layer, new in self.recurred.items():
             kept = self.memory[layer][:rows]
-            kept.copy_(new.state_after(kept, last, self.lineage.pieces[0]))
+            kept.copy_(new.state_after(kept, last, self.lineage.segments[0]))
 
     def _keep_inputs(self, layer: int, line: torch.Tensor, counts: torch.Tensor) -> None:
         """Keep the last inputs of a line (B, D, W - 1 + Q) of which `counts[b]` new ones are real."""
@@ -319,7 +316,7 @@ class States:
         return (result if D is None else result + D[:, None] * hidden_states.float()), state
 
     def _recur(self, layer, queries, keys, values, decay, beta) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer's recurrence, tensors (B, H, Q, ...), piece by piece; return (B, Q, H, E) and the last state."""
+        """Run a layer's recurrence, tensors (B, H, Q, ...), by segments; return (B, Q, H, E) and the last state."""
         shape = (queries.shape[1], queries.shape[-1], values.shape[-1])
         if self.lineage.real is not None:  # padding neither fades the state nor writes to it
             padding = ~self.lineage.real[:, None, :, None]
@@ -331,15 +328,15 @@ class States:
             kept = queries.new_zeros(len(queries), *shape)
         kept = state = kept[: len(queries)]
         results = []
-        for piece in self.lineage.pieces:
-            take = (x if x is None else x[:, :, piece.part] for x in (queries, keys, values, decay, beta))
-            done = recur(*take, state, piece)
+        for segment in self.lineage.segments:
+            take = (x if x is None else x[:, :, segment.places] for x in (queries, keys, values, decay, beta))
+            done = recur(*take, state, segment)
             results.append(done.outputs)
             if self.lineage.ancestors is not None:
                 self.recurred[layer] = done
             else:
                 last = torch.full((len(queries),), done.keys.shape[2] - 1, device=queries.device)
-                state = done.state_after(state, last, piece)
+                state = done.state_after(state, last, segment)
         if layer in self.memory and state is not kept:
             kept.copy_(state)
         return torch.cat(results, 2).transpose(1, 2).contiguous(), state
@@ -370,10 +367,10 @@ def unknown_recurrence(body: nn.Module) -> str | None:
 def follow_trees(body: nn.Module) -> bool:
     """Make the recurrent layers of a decoder compute through the `States` of our caches; with any other cache they do
     what they did. Returns whether there are any."""
-    parts = [module for module in recurrent_parts(body) if not isinstance(module, FollowsTrees)]
+    parts = recurrent_parts(body)
     for module in parts:
         module.__class__ = following(type(module))
-    return any(isinstance(module, FollowsTrees) for module in body.modules())
+    return bool(parts)
 
 
 @dataclass(frozen=True)
@@ -390,22 +387,24 @@ class Shapes:
         return len(kinds) == 1 and list(self.attention) == list(range(len(self.attention))) and not self.states
 
 
-@dataclass
 class PackedWindow(Stateful):
-    """A pass over packed rows that keeps nothing, as a Hugging Face cache; notes what a cache would have to keep."""
+    """A pass over packed rows, documents (B, T), in the place of a cache's window: keeps nothing of them, and notes
+    what a cache would have to keep."""
 
-    states: States
-    attention: dict[int, tuple[Heads, Heads]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, documents: torch.Tensor) -> "PackedWindow":
-        """Return the window of a pass over packed rows, documents (B, T)."""
-        return cls(States(lineage=Lineage.packed(documents)))
+    def __init__(self, documents: torch.Tensor, layers: int = 0) -> None:
+        """`layers`: how many the lean pass has."""
+        self.states, self.count = States(lineage=Lineage.packed(documents)), layers
+        self.rows, self.capacity = documents.shape
+        self.attention: dict[int, tuple[Heads, Heads]] = {}
 
     @property
     def shapes(self) -> Shapes:
         """What the layers of the pass would have kept."""
         return Shapes(dict(sorted(self.attention.items())), self.states.seen)
+
+    def layers(self) -> Iterator[PackedLayer]:
+        """Yield the memory of one layer after the other; only the last is kept."""
+        return (PackedLayer(self.rows, self.capacity) for _ in range(self.count))
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values (B, H, Q, E) as they are."""
@@ -423,9 +422,12 @@ class FollowsTrees:
 @cache
 def following(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class of layers whose forward calls `States` where it is given one of our caches."""
+    if issubclass(kind, FollowsTrees):
+        return kind
     code: Callable = inspect.unwrap(kind.forward)
     names = REPLACED.keys() & called_names(kind)
 
+    @wraps(kind.forward)  # for `called_names`
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         states = next((value.states for value in (*args, *kwargs.values()) if isinstance(value, Stateful)), None)
         if states is None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from infer.attention.kv_cache import KVCache, PackedRows, Window
+from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, additive, packed_mask, tree_mask
 from infer.targets.layers import UnknownLayer, close, lean_decoder
 from infer.targets.lean import LeanDecoder
@@ -170,7 +170,7 @@ class Target:
         """What the layers keep of a text, found by a pass over one token. Raises ValueError where the model does not
         get through it: kernels of quantised weights that want other sizes, say."""
         first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        window = PackedWindow.of(first)
+        window = PackedWindow(first)
         try:
             self.library_pass(first, first, by_kind(self.windows, partial(packed_mask, first, first)), window, ())
         except (AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError) as error:
@@ -218,9 +218,9 @@ class Target:
         if setting(self.config, "floor_scale"):  # queries are scaled by their place in the row
             refuse_longer(self.config, length, "pack shorter rows (data.length)")
         if not library and self.lean is not None and length <= (longest(self.config) or length):
-            memory = PackedRows(*ids.shape, len(self.lean.layers))
-            return Features(*self.lean(ids, positions, masks, memory, layers))
-        window = PackedWindow.of(documents) if self.recurrent else None
+            window = PackedWindow(documents, len(self.lean.layers))
+            return Features(*self.lean(ids, positions, masks, window, layers))
+        window = PackedWindow(documents) if self.recurrent else None
         return Features(*self.library_pass(ids, positions, masks, window, layers))
 
     @cached_property

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 WAIT = 3.0  # seconds for an answer of the hub
-KEYS = {"path", "checkpoint", "checkpoints", "init", "adapter", "base_model"}  # options that may name what is there
+KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}  # options that may name what is there
 
 
 def refrain_from_silent_hub(options: Iterable[tuple[str, object]]) -> None:

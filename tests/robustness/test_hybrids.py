@@ -1,4 +1,4 @@
-"""A small Qwen3.5-shaped target, with a LoRA adapter and in 4 bits too: a drafter is trained for it and evaluated."""
+"""A small Qwen3.5-shaped target, in 4 bits too: a drafter is trained for it and evaluated."""
 
 import shutil
 
@@ -53,15 +53,6 @@ def train_and_evaluate(folder, start_command):
 
 def test_a_drafter_is_trained_and_evaluated_for_a_hybrid(folder, train_and_evaluate):
     train_and_evaluate(f"target.path={folder / 'target'}")
-
-
-def test_a_drafter_is_trained_and_evaluated_for_an_adapter(folder, train_and_evaluate):
-    peft = pytest.importorskip("peft")
-    model = AutoModelForCausalLM.from_pretrained(folder / "target")
-    modules = ["in_proj_qkv", "out_proj", "q_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
-    peft.get_peft_model(model, config).save_pretrained(folder / "adapter")
-    train_and_evaluate(f"target.path={folder / 'target'}", f"target.adapter={folder / 'adapter'}")
 
 
 def test_a_drafter_is_trained_and_evaluated_for_quantised_weights(folder, train_and_evaluate):

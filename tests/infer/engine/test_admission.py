@@ -27,7 +27,7 @@ def costs(monkeypatch):
             return extend(parts, cache, layers)
 
         def verifying(tree, ancestors, cache, layers):
-            counted.append(tree.tokens.numel() * (1 + cache.extent / engine.target.context_reach))
+            counted.append(tree.tokens.numel() * (1 + max(cache.lengths) / engine.target.context_reach))
             return verify(tree, ancestors, cache, layers)
 
         monkeypatch.setattr(engine.target, "extend", counting)

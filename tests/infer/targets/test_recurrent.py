@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from infer.api import decode
 from infer.config import DecodeOptions
 from infer.engine import scheduler
-from infer.targets.recurrent import PIECE, Lineage, Piece, recur
+from infer.targets.recurrent import SEGMENT, Lineage, Segment, recur
 from infer.targets.target import Target
 from infer.trees.tree import root_only
 
@@ -71,23 +71,23 @@ def test_the_triangular_system_is_the_recurrence():
     ancestors = torch.eye(30, dtype=torch.bool)
     for node in range(1, 30):
         ancestors[node] |= ancestors[parents[node]]
-    piece = Piece(slice(None), ancestors[None, None], None)
+    segment = Segment(slice(None), ancestors[None, None], None)
     for decays, delta in ((1, True), (5, True), (1, False)):
         queries, keys, values, state = draw(1, 2, 30, 5), draw(1, 2, 30, 5), draw(1, 2, 30, 4), draw(1, 2, 5, 4)
         decay, beta = -draw(1, 2, 30, decays).abs(), draw(1, 2, 30, 1).sigmoid()
-        done, states = recur(queries, keys, values, decay, beta if delta else None, state, piece), []
+        done, states = recur(queries, keys, values, decay, beta if delta else None, state, segment), []
         for t in range(30):
             before = (states[parents[t]] if t else state) * decay[:, :, t, :, None].exp()
             key, value = keys[:, :, t, :, None], values[:, :, t, None]
             write = beta[:, :, t, None] * (value - key.mT @ before) if delta else value
             states.append(before + key @ write)
             assert torch.allclose(done.outputs[:, :, t], (queries[:, :, t, None] @ states[t])[:, :, 0])
-            assert torch.allclose(done.state_after(state, torch.tensor([t]), piece), states[t])
+            assert torch.allclose(done.state_after(state, torch.tensor([t]), segment), states[t])
 
 
 def test_long_prompts_of_unlike_lengths_in_pieces(target):
     """Prompts that end in different pieces, the second half behind the first, and a token after each."""
-    texts, ends = prompts(2 * PIECE + 21, 9, PIECE + 1), (PIECE + 30, 4, PIECE)
+    texts, ends = prompts(2 * SEGMENT + 21, 9, SEGMENT + 1), (SEGMENT + 30, 4, SEGMENT)
     cache = target.cache(4, 200)
     with torch.no_grad(), cache.add(3) as part:
         first = target.extend([text[:end] for text, end in zip(texts, ends, strict=True)], part, ())
@@ -106,7 +106,7 @@ def test_long_prompts_of_unlike_lengths_in_pieces(target):
 @pytest.mark.parametrize("leaking", [False, True])
 def test_packed_documents_do_not_see_each_others_states(target, leaking, monkeypatch):
     """Documents end inside a piece, at its end, and cover several. A state that ran on over a border would be seen."""
-    lengths = (PIECE + 7, PIECE - 7, 5, 2 * PIECE + 1)
+    lengths = (SEGMENT + 7, SEGMENT - 7, 5, 2 * SEGMENT + 1)
     ids = torch.tensor([sum(prompts(*lengths), [])])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     documents = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None]

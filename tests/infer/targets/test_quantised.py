@@ -1,4 +1,4 @@
-"""Targets as people have them: a LoRA adapter, quantised weights, and devices that are not there."""
+"""Quantised weights, and kernels that refuse them."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from infer.api import decode
 from infer.config import DecodeOptions
 from infer.targets import loading
-from infer.targets.loading import load_target, resolve_device
+from infer.targets.loading import load_target
 
 V = 97
 
@@ -34,21 +34,6 @@ def trees_write(target, scripted_drafter, own) -> None:
         drafter = scripted_drafter([expected], 4, V)
         options = DecodeOptions(16, method=method, budget=6, ignore_eos=True)
         assert decode(target, drafter, [prompt], options)[0].ids == expected[len(prompt) :]
-
-
-def test_an_adapter_is_part_of_the_target(folder, scripted_drafter):
-    peft = pytest.importorskip("peft")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config)
-    adapted.save_pretrained(folder / "adapter")
-    target = load_target(str(folder / "model"), "float32", "cpu", adapter=str(folder / "adapter"))
-    ids = torch.tensor([[5, 9, 33]])
-    with torch.no_grad():
-        assert torch.allclose(target.model(ids).logits, adapted(ids).logits, atol=1e-4)
-        with adapted.disable_adapter():
-            assert (target.model(ids).logits - adapted(ids).logits).abs().max() > 1e-2
-    trees_write(target, scripted_drafter, adapted)
 
 
 def test_quantised_weights_are_loaded_as_they_are(folder, scripted_drafter):
@@ -81,18 +66,11 @@ def test_kernels_that_refuse_are_named_when_the_target_is_loaded(folder, monkeyp
         load_target(str(folder / "model"), "float32", "cpu")
 
 
-def test_what_cannot_be_run_here_is_said_in_a_sentence(folder, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ValueError, match="target.adapter=.*needs peft: pip install"):
-        loading.with_adapter(None, "adapter")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="target.device=mps.*no Metal here"):
-        resolve_device("mps")
-
+def test_what_cannot_be_run_here_is_said_in_a_sentence(monkeypatch):
     def fails(*args: object, **kwargs: object) -> None:
         raise ImportError("Using `bitsandbytes` needs a package")
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fails)
     config = Qwen3Config(quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(ValueError, match="bitsandbytes weights do not run on this machine: Using"):
+    with pytest.raises(ValueError, match="quantised weights do not run on this machine: Using"):
         loading.load_model("some/model", torch.device("cpu"), config, {})
