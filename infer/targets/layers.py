@@ -42,7 +42,8 @@ def fuse(modules: list[nn.Module]) -> Product:
 
 def read_norm(module: nn.Module) -> Norm:
     """Read a norm module as an RMS norm. Raises UnknownLayer for any other."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight, facts = dict(module.named_parameters()).get("weight"), vars(module)
+    eps = facts.get("variance_epsilon", facts.get("eps"))
     if type(module) is nn.RMSNorm:
         return Norm(weight, eps)
     if weight is not None and eps is not None:
@@ -55,36 +56,37 @@ def read_norm(module: nn.Module) -> Norm:
 
 def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor], Product | None]:
     """Read a gated MLP, gate and up in one product, and its last product; any other module stays as it is."""
-    activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    names = ["gate_up_proj"] if hasattr(module, "activation_fn") else ["gate_proj", "up_proj"]
-    inner = [getattr(module, name, None) for name in names]
+    parts = dict(module.named_children())
+    activation = parts.get("act_fn", parts.get("activation_fn"))
+    inner = [parts.get(name) for name in (["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"])]
     if activation is None or any(type(part) is not nn.Linear or part.bias is not None for part in inner):
 
         def run(states: torch.Tensor) -> torch.Tensor:
             result = module(states[None])
-            return (result if isinstance(result, torch.Tensor) else result[0])[0]  # some return their router's scores
+            return (result[0] if type(result) is tuple else result)[0]  # some return their router's scores
 
         return run, None
-    activation = F.silu if isinstance(activation, SILU) else activation
+    activation = F.silu if type(activation) in SILU else activation
     return Gated(fuse(inner), activation), fuse([module.down_proj])
 
 
 def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
     """Read a decoder layer with `heads` query heads and `shared` key heads. Raises UnknownLayer, naming the part, for
     layers of another kind."""
-    parts = {name: part for name, part in module.named_children() if not isinstance(part, nn.Dropout)}
+    parts = {name: part for name, part in module.named_children() if type(part) is not nn.Dropout}
     if parts.keys() - {"self_attn", "mlp"} not in (PLAIN, SANDWICH) or not parts.keys() >= {"self_attn", "mlp"}:
         raise UnknownLayer(f"other parts ({', '.join(sorted(parts))})")
     attention, second, after = module.self_attn, "post_attention_layernorm", None
     if parts.keys() >= SANDWICH:
         second = "pre_feedforward_layernorm"
         after = read_norm(parts["post_attention_layernorm"]), read_norm(parts["post_feedforward_layernorm"])
-    names = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
-    projections, qk_norm = [getattr(attention, name, None) for name in names], None
+    inner = dict(attention.named_children())
+    names = ["qkv_proj"] if "qkv_proj" in inner else ["q_proj", "k_proj", "v_proj"]
+    projections, qk_norm = [inner.get(name) for name in names], None
     if None in projections:
         raise UnknownLayer(f"projections of other names ({type(attention).__name__})")
-    if getattr(attention, "q_norm", None) is not None:
-        norms = read_norm(attention.q_norm), read_norm(attention.k_norm)
+    if "q_norm" in inner:
+        norms = read_norm(inner["q_norm"]), read_norm(inner["k_norm"])
         if any(len(norm.weight) != attention.head_dim for norm in norms):
             raise UnknownLayer("norms over all heads together")
         weights = [norm.weight.expand(count, -1) for norm, count in zip(norms, (heads, shared), strict=True)]
@@ -102,8 +104,8 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
         mlp=mlp,
         down=down,
         scale=attention.scaling,
-        residual=getattr(module, "residual_multiplier", 1.0),
-        rotates=bool(getattr(attention, "use_rope", True)),
+        residual=vars(module).get("residual_multiplier", 1.0),
+        rotates=bool(vars(attention).get("use_rope", True)),
     )
 
 

@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
-from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported
+from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
 from infer.utils.progress import doing
 
 EMBEDDED = Path(__file__).resolve().parent.parent.parent / "data" / "embedded"
+DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 NVIDIA = Path("/dev/nvidia0")
 WITHOUT_CUDA = (
     f"torch {torch.__version__} (CUDA {torch.version.cuda}) can use: install a torch built for the driver's CUDA"
@@ -52,9 +53,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of that name; "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for others."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in ("float32", "bfloat16", "float16", "float64"):
+    if name not in DTYPES:
         raise ValueError(f"dtype={name}: use float32, bfloat16 or auto")
-    return getattr(torch, name)
+    return DTYPES[name]
 
 
 def resolve_path(path: str) -> str:
@@ -75,7 +76,7 @@ def tell_template(tokenizer, told: Mapping[str, object]) -> None:
     """Write settings of a chat template, such as {"enable_thinking": False}, into the tokenizer's template, in place:
     everybody who uses the tokenizer asks the model so, unless told otherwise. Raises ValueError for a name that the
     template does not read."""
-    template = getattr(tokenizer, "chat_template", None)
+    template = tokenizer.chat_template
     words = set(re.findall(r"\w+", str(template or "")))
     for name in told:
         if name not in words:
@@ -85,7 +86,7 @@ def tell_template(tokenizer, told: Mapping[str, object]) -> None:
             f"{{%- if {name} is not defined %}}{{% set {name} = {in_template(value)} %}}{{% endif -%}}"
             for name, value in told.items()
         )
-        several = isinstance(template, dict)
+        several = type(template) is dict
         tokenizer.chat_template = {n: settings + t for n, t in template.items()} if several else settings + template
 
 
@@ -146,7 +147,7 @@ def fill_weights(
         elif what in ends:
             raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
     model.load_state_dict(found, strict=False, assign=True)
-    if scale := getattr(embedding, "scalar_embed_scale", None):  # Gemma's, in a buffer that no file holds
+    if scale := vars(embedding).get("scalar_embed_scale"):  # Gemma's, in a buffer that no file holds
         embedding.embed_scale = torch.tensor(scale, device=device)
     model.tie_weights()
 
@@ -178,7 +179,8 @@ def load_target(
     options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code)
     refuse_unsupported(config)
-    tokenizer, quantised = load_tokenizer(path, trust_remote_code, chat_template_kwargs), is_quantised(config)
+    tokenizer = load_tokenizer(path, trust_remote_code, chat_template_kwargs)
+    quantised = setting(config, "quantization_config") is not None
     with explain_missing(path):
         model = without_memory(config, **options)
         refuse_unfit(model)
@@ -215,14 +217,9 @@ def spread(target: Target, device: torch.device) -> None:
         buffer.data = buffer.data.to(device)
 
 
-def is_quantised(config: PretrainedConfig) -> bool:
-    """Return whether the weights are stored in fewer bits than they stand for."""
-    return bool(getattr(config, "quantization_config", None))
-
-
 def load_model(path: str, place: torch.device, config: PretrainedConfig, options: dict) -> nn.Module:
     """Load a model whole onto the device; quantised weights as their method wants them, which no `.to` may follow."""
-    if not is_quantised(config):
+    if not setting(config, "quantization_config"):
         return AutoModelForCausalLM.from_pretrained(resolve_path(path), **options).to(place)
     try:
         return AutoModelForCausalLM.from_pretrained(resolve_path(path), device_map={"": place}, **options)

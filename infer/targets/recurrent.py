@@ -24,13 +24,6 @@ from transformers.activations import ACT2FN
 from infer.attention.kv_cache import Heads, PackedLayer, Stateful
 
 SEGMENT = 64  # positions of a chain that are solved together
-# what transformers' layers call for their recurrence -> the method of `States` that takes its place
-REPLACED = {
-    "causal_conv1d_fn": "convolve",
-    "torch_chunk_gated_delta_rule": "delta_rule",
-    "chunk_kimi_delta_attention": "delta_rule",
-    "mamba2_chunk_scan": "scan",
-}
 ROOT, NOTHING = -1, -2  # what precedes a position that has no predecessor among the new ones: the state, or nothing
 
 
@@ -342,6 +335,15 @@ class States:
         return torch.cat(results, 2).transpose(1, 2).contiguous(), state
 
 
+# what transformers' layers call for their recurrence -> what takes its place
+REPLACED = {
+    "causal_conv1d_fn": States.convolve,
+    "torch_chunk_gated_delta_rule": States.delta_rule,
+    "chunk_kimi_delta_attention": States.delta_rule,
+    "mamba2_chunk_scan": States.scan,
+}
+
+
 def recurrent_parts(body: nn.Module) -> list[nn.Module]:
     """Return the modules of a decoder that ask a cache for a state."""
     return [module for module in body.modules() if "get_conv_state" in called_names(type(module))]
@@ -432,7 +434,7 @@ def following(kind: type[nn.Module]) -> type[nn.Module]:
         states = next((value.states for value in (*args, *kwargs.values()) if isinstance(value, Stateful)), None)
         if states is None:
             return kind.forward(self, *args, **kwargs)
-        ours = {name: partial(getattr(states, REPLACED[name]), self.layer_idx) for name in names}
+        ours = {name: partial(REPLACED[name], states, self.layer_idx) for name in names}
         own = FunctionType(code.__code__, code.__globals__ | ours, code.__name__, code.__defaults__, code.__closure__)
         own.__kwdefaults__ = code.__kwdefaults__
         return own(self, *args, **kwargs)

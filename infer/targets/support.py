@@ -13,7 +13,7 @@ from infer.targets.recurrent import unknown_recurrence
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig
 
 CHUNKED = "chunked_attention"  # a query sees its own chunk of positions alone (Llama 4)
 LAYERS = {"full_attention", "sliding_attention", CHUNKED}  # kinds whose attention is a mask over all cached positions
@@ -81,8 +81,9 @@ def windows(config: "PretrainedConfig") -> dict[str, int | None]:
     if config.model_type in FOLLOWED:
         kinds = {"full_attention", *(setting(config, "layer_types") or [])} & LAYERS
         return {kind: width if kind == "sliding_attention" else None for kind in sorted(kinds)}
-    if not hasattr(type(config), "layer_types") or not config.layer_types:
-        return {"all": width if hasattr(type(config), "sliding_window") else None}
+    known = dir(type(config))
+    if "layer_types" not in known or not config.layer_types:
+        return {"all": width if "sliding_window" in known else None}
     widths = {"sliding_attention": width, CHUNKED: setting(config, "attention_chunk_size")}
     return {kind: widths.get(kind) for kind in sorted(set(config.layer_types))}
 
@@ -91,6 +92,12 @@ def attention_layers(config: "PretrainedConfig") -> list[int]:
     """Return the numbers of the layers that attend: all but those with a state."""
     kinds = setting(config, "layer_types") or ["full_attention"] * config.num_hidden_layers
     return [i for i, kind in enumerate(kinds) if kind not in STATEFUL]
+
+
+def end_tokens(*configs: "PretrainedConfig | GenerationConfig") -> frozenset[int]:
+    """Return the tokens that end a text by the first of the configurations that names any."""
+    ids = next((ids for config in configs if (ids := getattr(config, "eos_token_id", None)) is not None), [])
+    return frozenset([ids] if type(ids) is int else ids)
 
 
 def norm_eps(config: "PretrainedConfig") -> float:
@@ -135,8 +142,8 @@ def expert_share(config: "PretrainedConfig") -> float:
 def mlp_size(config: "PretrainedConfig") -> int:
     """Return the inner size of a drafter's MLP: the target's, where it has one for all layers (a mixture of experts may
     not), else three times the hidden size."""
-    size = getattr(config, "intermediate_size", None)
-    return size if isinstance(size, int) else 3 * config.hidden_size
+    size = setting(config, "intermediate_size")
+    return size if type(size) is int else 3 * config.hidden_size
 
 
 def first_layer(config: "PretrainedConfig") -> "PretrainedConfig":
@@ -164,7 +171,7 @@ def refuse_unsupported(config: "PretrainedConfig") -> None:
 
     if setting(config, "is_encoder_decoder"):
         refuse("an encoder beside its decoder")
-    if getattr(config, "masked_diffusion", None) is not None:
+    if setting(config, "masked_diffusion"):
         refuse("no order from left to right (masked_diffusion: such models draft for themselves)")
     text = config.get_text_config()
     names = {name for name, value in text.to_dict().items() if value not in (None, False, 0, [])}
@@ -194,14 +201,14 @@ def refuse_unfit(model: "nn.Module") -> None:
     """Raise ValueError for unsupported modules of a model, which may be on the meta device."""
     config = model.config.get_text_config()
     body, head = decoder_of(model), model.get_output_embeddings()
-    if not hasattr(body, "layers") or len(body.layers) != config.num_hidden_layers:
+    if len(dict(body.named_children()).get("layers", ())) != config.num_hidden_layers:
         raise ValueError(f"this target ({config.model_type}) has no list of decoder layers that can be listened to")
     if (unknown := unknown_recurrence(body)) is not None:
         raise ValueError(
             f"this target ({config.model_type}) has recurrent layers of another form ({unknown}): "
             "draft trees cannot be verified through it"
         )
-    if head is None or getattr(head, "bias", None) is not None:
+    if head is None or "bias" in dict(head.named_parameters()):
         raise ValueError(f"this target ({config.model_type}) has no plain head without bias: not supported")
     if config._attn_implementation not in ("eager", "sdpa"):
         raise ValueError(

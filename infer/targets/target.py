@@ -27,6 +27,7 @@ from infer.targets.support import (
     CHUNKED,
     STATEFUL,
     decoder_of,
+    end_tokens,
     key_heads,
     logit_scale,
     longest,
@@ -71,7 +72,7 @@ class Taps:
 
         def keep(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
             if layer in self.wanted:
-                output = output if isinstance(output, torch.Tensor) else output[0]
+                output = output[0] if type(output) is tuple else output
                 self.outputs[layer] = output if self.stream is None else output[self.stream]
 
         return keep
@@ -108,7 +109,7 @@ class Target:
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
         self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> rows -> what passes take (budget=auto)
-        self._taps = Taps(getattr(self.config, "altup_active_idx", None))
+        self._taps = Taps(self.config.to_dict().get("altup_active_idx"))
         hooks = [module.register_forward_hook(self._taps.hook(i)) for i, module in enumerate(self.body.layers)]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
@@ -128,9 +129,7 @@ class Target:
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text, from the generation config."""
-        generation = getattr(self.model, "generation_config", None)
-        ids = generation.eos_token_id if generation is not None else self.config.eos_token_id
-        return frozenset([ids] if isinstance(ids, int) else ids or [])
+        return end_tokens(self.model.generation_config or self.config)
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
@@ -347,5 +346,4 @@ def tokenizer_digest(tokenizer: object) -> str:
     """Return the SHA-256 of what a tokenizer's output follows from, its vocabulary and its chat template, as 64
     hexadecimal digits: two tokenizers with the same digest write the same ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
-    template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(json.dumps([vocabulary, template]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([vocabulary, tokenizer.chat_template]).encode()).hexdigest()
