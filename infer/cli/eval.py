@@ -36,38 +36,49 @@ class EvalCommand(OfData):
 def run(config: EvalCommand) -> None:
     if config.suite.name is not None:
         return run_suite(config)
+    from infer.masked.model import is_masked
+
+    (run_masked if is_masked(config.target.path) else run_drafter)(config)
+
+
+def prompts_of(config: EvalCommand, target, outside: int) -> list:
+    """Return the held-out prompts, and as many from outside the data."""
     from data.prompts import evaluation_prompts, few_prompts
+
+    most, tokens = config.evaluation.prompts, config.evaluation.prompt_tokens
+    prompts = evaluation_prompts(config.data, target.tokenizer, most, tokens, outside)
+    if few := few_prompts(sum(prompt.beside is None for prompt in prompts), most):
+        print(few, file=sys.stderr)
+    return prompts
+
+
+def run_masked(config: EvalCommand) -> None:
+    from infer.evaluation.results import write_result
+    from infer.masked.evaluation import evaluate_masked, evaluation_options, masked_table
+
+    model, _ = load(config.target, None)
+    prompts = [prompt.ids for prompt in prompts_of(config, model, 0)]
+    options = evaluation_options(config.evaluation, config.masked)
+    result, out = evaluate_masked(model, prompts, options, Progress("evaluating", "prompts")), Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_result(out / "evaluation.json", result)
+    print(masked_table(result))
+
+
+def run_drafter(config: EvalCommand) -> None:
     from infer.evaluation.evaluate import evaluate
     from infer.evaluation.report import write_report
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import headline, table
-    from infer.masked.evaluation import evaluate_masked, evaluation_options, masked_table
-    from infer.masked.model import is_masked
 
-    options, masked = config.evaluation, is_masked(config.target.path)
     target, drafter = load(config.target, config.checkpoint)
-    outside = 0 if masked else options.outside
-    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
-    if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
-        print(few, file=sys.stderr)
-    if masked:
-        result = evaluate_masked(
-            target,
-            [prompt.ids for prompt in prompts],
-            evaluation_options(options, config.masked),
-            progress=Progress("evaluating", "prompts"),
-        )
-    else:
-        progress = Progress("evaluating", "prompts")
-        result = evaluate(target, drafter, prompts, options, progress, say=progress.say)
-        result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
-    out = Path(config.out)
+    prompts, progress = prompts_of(config, target, config.evaluation.outside), Progress("evaluating", "prompts")
+    result = evaluate(target, drafter, prompts, config.evaluation, progress, say=progress.say)
+    result, out = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint), Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "evaluation.json", result)
-    print(masked_table(result) if masked else table(result))
-    if not masked:
-        print(f"\n{headline(result)}")
-        print(f"\nreport      {write_report(out, [result], run=run_of(config))}")
+    print(f"{table(result)}\n\n{headline(result)}")
+    print(f"\nreport      {write_report(out, [result], run=run_of(config))}")
 
 
 def run_of(config: EvalCommand):
@@ -84,27 +95,19 @@ def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
     from infer.evaluation.suite import drafter_digest, evaluate_suite
     from infer.evaluation.tables import suite_table
-    from infer.masked.evaluation import evaluation_options
     from infer.masked.model import is_masked
-    from infer.masked.suite import evaluate_masked_suite, masked_suite_table
     from infer.utils.files import atomic_write
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     options, out, progress = config.evaluation, Path(config.out), Progress("asking", "questions")
-    masked = is_masked(config.target.path)
-    if not masked:
-        drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
+    if is_masked(config.target.path):
+        raise ValueError(f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)")
+    drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
-    if masked:
-        model, _ = load(config.target, None)
-        decoding = evaluation_options(options, config.masked)
-        result = evaluate_masked_suite(model, suite, config.suite, decoding, out, say, progress)
-        text = masked_suite_table(result)
-    else:
-        target, drafter = load(config.target, config.checkpoint)
-        result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
-        text = suite_table(result)
+    target, drafter = load(config.target, config.checkpoint)
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")

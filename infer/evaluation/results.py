@@ -134,7 +134,7 @@ class MethodResult:
     defects: int | None = None  # prompts that differ for any other reason
     same: int | None = None  # texts that equal plain decoding's
     decoding_speedup: float | None = None  # ratio of seconds a token without the prefill, averaged over texts
-    draft_length: int | str | None = None  # for a masked model: tokens drafted a round, or "auto"
+    draft_length: int | None = None  # for a masked model: tokens drafted a round
     states: float | None = None  # for a masked model: states computed a round, on average
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
@@ -193,8 +193,6 @@ class MaskedDetails:
 
     block_length: int
     cache: str
-    refresh: int
-    limits: dict[str, list[float]]  # draft length -> shares of the passes saved at most, by k likeliest tokens
 
 
 @dataclass(frozen=True, kw_only=True)

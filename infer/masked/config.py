@@ -6,30 +6,30 @@ from typing import ClassVar
 from infer.config import GRAMMARS, TextOptions, inherited_help
 from infer.utils.checks import at_least, one_of
 
+LONGEST = 8  # tokens that a round drafts at most
+
 
 @dataclass(kw_only=True)
 class MaskedConfig:
-    """How a masked diffusion model writes. block_length, cache and refresh decide what is written, the others only how
-    fast.
+    """How a masked diffusion model writes. block_length and cache decide what is written, the others only how fast.
 
     method: ssd, which drafts for itself; or steps, one token a pass: docs/methods.md
     rows: texts decoded side by side at most; others wait
     block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
         cut
-    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are kept
-    refresh: with cache=dual, the kept keys and values are computed again after so many tokens, and when a block begins
-    draft_length: of ssd, tokens drafted each round, 1 to 8, or auto: as many as are likely enough
-    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; tree, the likeliest states;
-        guided, the same with what the text has shown of itself so far: docs/methods.md
-    nodes: of ssd, orders tree and guided: states verified each round, the current text among them
+    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are
+        those of the pass that began it
+    draft_length: of ssd, tokens drafted each round, 1 to 8
+    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; guided, the likeliest states, by
+        what the text has shown of itself so far too: docs/methods.md
+    nodes: of ssd, order guided: states verified each round, the current text among them
     """
 
     method: str = "ssd"
     rows: int = 16
     block_length: int = 8
     cache: str = "none"
-    refresh: int = 8
-    draft_length: int | str = 4
+    draft_length: int = 4
     order: str = "guided"
     nodes: int = 8
     positions: ClassVar = None  # of a step: there is no limit, prompts are computed with their answers
@@ -40,10 +40,9 @@ class MaskedConfig:
 
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
-        at_least(self, rows=1, block_length=1, refresh=1, nodes=1)
-        one_of(self, method=("steps", "ssd"), cache=("none", "dual"), order=("greedy", "mixed", "tree", "guided"))
-        if self.draft_length not in ("auto", *range(1, 9)):
-            raise ValueError(f"draft_length={self.draft_length}: 1 to 8 tokens, or auto")
+        at_least(self, rows=1, block_length=1, nodes=1)
+        one_of(self, method=("steps", "ssd"), cache=("none", "dual"), order=("greedy", "mixed", "guided"))
+        one_of(self, draft_length=range(1, LONGEST + 1))
 
 
 @inherited_help

@@ -5,7 +5,7 @@ text itself. Step-by-step decoding goes from state to state, one write at a time
 are likely to come, computes all of them in one pass, and then steps as step-by-step decoding would, for as long as the
 state that it reaches was computed. So the text does not depend on which states are picked.
 
-A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the trees are ours. States are sets:
+A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is ours. States are sets:
 "b, then a" leads to the state of "a, then b", which is computed once.
 
 P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
@@ -19,13 +19,12 @@ from itertools import count
 
 import torch
 
-from infer.masked.habits import Habits
+from infer.masked.habits import TextHabits
 
 Write = tuple[int, int]  # position in the row, token
 State = frozenset[Write]
 
-LONGEST = 8  # tokens that a round drafts at most
-LIKELY = 0.25  # draft_length=auto: a chain goes on while all of it is at least this likely
+RANKS = 2  # likeliest tokens of every position that are considered
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Plan:
     masked: Sequence[int]  # ascending
     start: int  # of the first block: the prompt's length
     block_length: int
-    most: int  # writes of a state at most
+    longest: int  # writes of a state at most
 
     def open(self, state: State) -> list[int]:
         """Return the positions that the next step chooses from: the masks of the first unfinished block."""
@@ -63,16 +62,16 @@ class Plan:
         return (position - self.start) // self.block_length
 
 
-def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None, ranks: int) -> torch.Tensor:
-    """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 * ranks) float64 on the device:
-    confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads the columns.
+def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None) -> torch.Tensor:
+    """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 K) float64 on the device: confidence,
+    log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads the columns.
 
     Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same order, but
     probabilities near 1 stay distinct, and rounding errors of the logits are not magnified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
-    top, tokens = scores.topk(ranks, dim=-1)  # (P, K)
+    top, tokens = scores.topk(RANKS, dim=-1)  # (P, K)
     shares = top - scores.logsumexp(-1, keepdim=True)
     first = tokens[:, :1]
     others = logits.scatter(-1, first, -math.inf).logsumexp(-1, keepdim=True)
@@ -82,9 +81,8 @@ def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | No
 
 def as_guesses(rows: Sequence[Sequence[float]], positions: Sequence[int]) -> Guesses:
     """Return rows of `summarize`, on the host, as guesses of these positions."""
-    ranks = len(rows[0]) // 2 if rows else 0
     return {
-        position: Guess([int(token) for token in row[1 + ranks :]], row[1 : 1 + ranks], row[0])
+        position: Guess([int(token) for token in row[1 + RANKS :]], row[1 : 1 + RANKS], row[0])
         for position, row in zip(positions, rows, strict=True)
     }
 
@@ -95,24 +93,12 @@ def next_write(guesses: Guesses, choices: Sequence[int]) -> Write:
     return position, guesses[position].tokens[0]
 
 
-def log_probability(odds: float) -> float:
-    """Convert log-odds to a log-probability."""
-    return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
-
-
-def drafts(guesses: Guesses, plan: Plan, length: int | str) -> list[Write]:
-    """Return the likeliest writes in the order in which steps would make them, block by block, by confidence (section
-    3.2.2): a fixed number of them, or ("auto") as long as all of them together are likely."""
+def drafts(guesses: Guesses, plan: Plan, length: int) -> list[Write]:
+    """Return the `length` likeliest writes in the order in which steps would make them, block by block, by confidence
+    (section 3.2.2)."""
     known = [position for position in plan.masked if position in guesses]
     known.sort(key=lambda position: (plan.block(position), -guesses[position].confidence, position))
-    most = min(LONGEST if length == "auto" else length, plan.most)
-    chosen, likely = [], 0.0
-    for position in known[:most]:
-        likely += log_probability(guesses[position].confidence)
-        if length == "auto" and chosen and likely < math.log(LIKELY):
-            break
-        chosen.append((position, guesses[position].tokens[0]))
-    return chosen
+    return [(position, guesses[position].tokens[0]) for position in known[: min(length, plan.longest)]]
 
 
 def chain_states(writes: Sequence[Write]) -> list[State]:
@@ -131,37 +117,33 @@ def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
     return chain_states(writes) + swapped
 
 
-def tree_states(
-    guesses: Guesses, plan: Plan, length: int | str, nodes: int, habits: Habits | None = None, ranks: int = 2
-) -> list[State]:
+def guided_states(guesses: Guesses, plan: Plan, length: int, nodes: int, habits: TextHabits) -> list[State]:
     """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's
-    probability is that of its position being next times its token's, one of the `ranks` likeliest or the one that
-    habits expect.
+    probability is that of its position being next times its token's, one of the likeliest or the one that habits
+    expect.
 
     A state's probability is that of its likeliest order of writes. It is at most that of the state before, so the
     best-first search finds the likeliest states, and for each also the states of its likeliest order.
     """
-    deepest = min(LONGEST if length == "auto" else length, plan.most)
     ties = count()
-    heap = [(0.0, next(ties), frozenset(), habits.last if habits else None)]
+    heap = [(0.0, next(ties), frozenset(), habits.last)]
     found: dict[State, None] = {}
     while heap and len(found) < nodes:
         cost, _, state, last = heappop(heap)
         if state in found:
             continue
         found[state] = None
-        if len(state) == deepest:
+        if len(state) == min(length, plan.longest):
             continue
-        written = dict(state)
         for position, next_here in order_shares(guesses, plan.open(state), last, habits):
-            for token, share in token_shares(guesses[position], position, written, habits, ranks):
+            for token, share in token_shares(guesses[position], position, dict(state), habits):
                 gain = math.log(max(next_here * share, 1e-300))
                 heappush(heap, (cost - gain, next(ties), state | {(position, token)}, position))
     return list(found)
 
 
 def order_shares(
-    guesses: Guesses, open_: Sequence[int], last: int | None, habits: Habits | None
+    guesses: Guesses, open_: Sequence[int], last: int | None, habits: TextHabits
 ) -> list[tuple[int, float]]:
     """Return the probability of every open position to be written next: by confidence, mixed with the habit of writing
     right behind the last write."""
@@ -170,52 +152,37 @@ def order_shares(
         return []
     surest = max(guesses[position].confidence for position in choices)
     weights = {position: math.exp(guesses[position].confidence - surest) for position in choices}
-    beside = habits.follows_last.value if habits and last is not None and last + 1 in weights else 0.0
+    beside = habits.follows_last.value if last is not None and last + 1 in weights else 0.0
     rest = (1 - beside) / sum(weights.values())
     return [(position, rest * weight + beside * (position - 1 == last)) for position, weight in weights.items()]
 
 
-def token_shares(
-    guess: Guess, position: int, written: dict[int, int], habits: Habits | None, ranks: int
-) -> list[tuple[int, float]]:
+def token_shares(guess: Guess, position: int, written: dict[int, int], habits: TextHabits) -> list[tuple[int, float]]:
     """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by its hit rate."""
-    shares = {token: math.exp(share) for token, share in zip(guess.tokens[:ranks], guess.log_shares, strict=False)}
-    length, expected = habits.expects(position, written) if habits else (0, 0)
-    if not length:
-        return list(shares.items())
-    trust = habits.right[length].value
-    mixed_shares = {token: (1 - trust) * share for token, share in shares.items()}
-    mixed_shares[expected] = mixed_shares.get(expected, 0.0) + trust
-    return list(mixed_shares.items())
+    shares = {token: math.exp(share) for token, share in zip(guess.tokens, guess.log_shares, strict=True)}
+    length, expected = habits.expects(position, written)
+    if length:
+        trust = habits.right[length].value
+        shares = {token: (1 - trust) * share for token, share in shares.items()}
+        shares[expected] = shares.get(expected, 0.0) + trust
+    return list(shares.items())
 
 
-def pick_states(
-    guesses: Guesses, plan: Plan, order: str, length: int | str, nodes: int, habits: Habits | None = None
-) -> list[State]:
+def pick_states(guesses: Guesses, plan: Plan, order: str, length: int, nodes: int, habits: TextHabits) -> list[State]:
     """Return the states of a round, the current text first."""
-    if order in ("tree", "guided"):
-        return tree_states(guesses, plan, length, nodes, habits if order == "guided" else None)
+    if order == "guided":
+        return guided_states(guesses, plan, length, nodes, habits)
     writes = drafts(guesses, plan, length)
     return chain_states(writes) if order == "greedy" else mixed_states(writes, plan)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The writes of a round, in order, and the index of the state that the last one was chosen in."""
-
-    writes: list[Write]
-    last: int
-
-
-def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> Steps:
-    """Take steps as long as the state that they lead to was computed. The last write is chosen by the model beyond the
-    drafts (Algorithm 1's extra token)."""
+def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> tuple[list[Write], int]:
+    """Take steps as long as the state that they lead to was computed. Return the writes, in order, and the index of the
+    state that the last one was chosen in, by the model beyond the drafts (Algorithm 1's extra token)."""
     index = {state: at for at, state in enumerate(states)}
-    state, writes = frozenset(), []
-    while True:
-        at = index[state]
-        write = next_write(guesses[at], plan.open(state))
-        writes.append(write)
-        state = state | {write}
-        if state not in index:
-            return Steps(writes, at)
+    at, writes = index[frozenset()], []
+    while at is not None:
+        last = at
+        writes.append(next_write(guesses[at], plan.open(states[at])))
+        at = index.get(states[at] | {writes[-1]})
+    return writes, last

@@ -29,8 +29,7 @@ class MaskedEngine(Engine):
     """Decodes with a masked model: every row with its own drafts.
 
     An answer's last block may go beyond `capacity`. A text does not depend on what is written beside it, nor on
-    anything that is drafted (float32; lower precisions round differently in other batch shapes). `ranks` is how many
-    likeliest tokens of every position are considered.
+    anything that is drafted (float32; lower precisions round differently in other batch shapes).
     """
 
     def __init__(
@@ -39,10 +38,9 @@ class MaskedEngine(Engine):
         options: MaskedConfig,
         capacity: int,
         clock: abc.Callable[[], float] = time.perf_counter,
-        ranks: int = 2,
     ) -> None:
         MaskedConfig.check(options)
-        self._run(MaskedRunner(model, options, capacity, Stopwatch(clock), ranks))
+        self._run(MaskedRunner(model, options, capacity, Stopwatch(clock)))
 
     def check_text(self, options: TextOptions) -> None:
         super().check_text(options)
@@ -52,9 +50,9 @@ class MaskedEngine(Engine):
 class MaskedRunner:
     """Runs what a `Scheduler` decides, as `infer.engine.runner.Runner` does with a causal target."""
 
-    def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch, ranks: int) -> None:
+    def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch) -> None:
         self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
-        self.ranks, self.budget, self.shares = ranks, Budget(0), True
+        self.budget, self.shares = Budget(0), True
         self.reset()
 
     def reset(self) -> None:
@@ -119,23 +117,22 @@ class MaskedRunner:
                 seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
                 which = [index[position] for positions in task.asked for position in positions]
                 noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
-            parts.append(summarize(part, temperature, noise, self.ranks))
+            parts.append(summarize(part, temperature, noise))
         rows = iter(torch.cat(parts).tolist())
         return [[as_guesses([next(rows) for _ in asked], asked) for asked in task.asked] for task in tasks]
 
     def _take_steps(self, task: Task, found: list[Guesses]) -> None:
         """Take the steps whose states were computed."""
         text, stats = task.text, task.text.stats
-        steps = follow_steps(task.states, found, task.plan)
-        text.guesses.update(found[0])
-        text.guesses.update(found[steps.last])  # newer: the last write was chosen by them
+        writes, last = follow_steps(task.states, found, task.plan)
+        text.guesses |= found[0] | found[last]  # newer: the last write was chosen by them
         stats.rounds += 1
-        stats.written += len(steps.writes)
-        stats.histogram[len(steps.writes) - 1] += 1
+        stats.written += len(writes)
+        stats.histogram[len(writes) - 1] += 1
         stats.states += len(task.states)
         stats.full += text.full
         text.drafted.append(len(task.states) - 1)
-        text.write(steps.writes, self.target)
+        text.write(writes, self.target)
 
     def free(self, texts: list[MaskedSequence], entering: list[MaskedSequence], order: list[int]) -> None:
         """Give up the rows of finished texts."""

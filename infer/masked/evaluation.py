@@ -1,33 +1,21 @@
-"""What self speculative decoding saves on held-out prompts: the figures of SSD's sections 4.2, 5.1 and 5.2.
+"""What self speculative decoding saves on held-out prompts: the figures of SSD's sections 4.2 and 5.2.
 
-Every number comes from decoding. Step-by-step decoding is the first method; its trace bounds what any drafts could
-save.
+Every number comes from decoding. Step-by-step decoding is the first method.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from infer.config import EvaluationConfig, TextOptions
-from infer.engine.sampling import derived_seed
 from infer.evaluation.evaluate import describe_device, method_result
 from infer.evaluation.measuring import Measured, Progress, Variant, measure
 from infer.evaluation.results import Evaluation, MaskedDetails, MethodResult
 from infer.evaluation.tables import DASH
 from infer.masked.config import MaskedConfig, MaskedOptions, masked_options
-from infer.masked.drafting import Guesses
-from infer.masked.engine import MaskedEngine
 from infer.masked.model import MaskedModel
-from infer.masked.sequence import MaskedSequence
 
-RANKS = 5  # likeliest tokens of a position that the limits consider (table 2)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A text that was written step by step, and what a draft could have known after each step."""
-
-    text: MaskedSequence
-    guesses: list[Guesses]
+LENGTHS = (1, 2, 3, 4, 5)  # of drafts, each with as many states as a chain has
+NODES = 16  # states of a guided round with the longest drafts, the last method
 
 
 def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
@@ -46,68 +34,29 @@ def evaluate_masked(
     model: MaskedModel,
     prompts: Sequence[Sequence[int]],
     options: MaskedOptions,
-    lengths: Sequence[int] = (1, 2, 3, 4, 5),
-    orders: Sequence[str] = ("greedy", "mixed", "tree", "guided"),
-    nodes: int = 16,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
     """Decode every prompt step by step and with drafts of every length and order. `options` are those that
-    `evaluation_options` makes; `nodes`: states a round of the trees with the longest drafts."""
-    measured = measure(model, None, masked_variants(options, lengths, orders, nodes), prompts, progress)
-    traces = [
-        trace(model, prompt, replace(options, seed=derived_seed(options.seed, number)))
-        for number, prompt in enumerate(prompts)
+    `evaluation_options` makes."""
+    drafts = [(order, length, length + 1) for length in LENGTHS for order in ("greedy", "mixed", "guided")]
+    variants = [Variant("steps", 1, replace(options, method="steps"))] + [
+        Variant(order, states, replace(options, method="ssd", order=order, draft_length=length, nodes=states))
+        for order, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]
     ]
-    steps = measured[0].total("written")
-    limits = {
-        str(length): [
-            1 - sum(fewest_passes(one, options, length, ranks) for one in traces) / steps
-            for ranks in range(1, RANKS + 1)
-        ]
-        for length in lengths
-    }
-    return masked_evaluation(model, len(prompts), options, measured, limits)
-
-
-def masked_evaluation(
-    model: MaskedModel,
-    prompts: int,
-    options: MaskedOptions,
-    measured: Sequence[Measured],
-    limits: dict[str, list[float]],
-) -> Evaluation:
-    """Return what was measured on so many prompts, the first method the one that the others are compared with."""
+    measured = measure(model, None, variants, prompts, progress)
     return Evaluation(
         target=model.name,
         device=describe_device(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        prompts=prompts,
+        prompts=len(prompts),
         rows=options.rows,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         accuracy=[],
         methods=[masked_result(one, measured[0]) for one in measured],
         samples=[],
-        masked=MaskedDetails(options.block_length, options.cache, options.refresh, limits),
+        masked=MaskedDetails(options.block_length, options.cache),
     )
-
-
-def masked_variants(options: MaskedOptions, lengths: Sequence[int], orders: Sequence[str], nodes: int) -> list[Variant]:
-    """Return step by step, then drafts of every length: a chain, swapped drafts, trees of as many states as either;
-    then trees of `nodes` states with the longest drafts; then drafts whose length follows their probability."""
-    ssd = replace(options, method="ssd")
-    drafts = [
-        (order, length, 2 * length if order == "tree" else length + 1)  # states: as mixed, as greedy
-        for length in lengths
-        for order in orders
-    ]
-    trees = [order for order in orders if order in ("tree", "guided")]
-    drafts += [(order, max(lengths), nodes) for order in trees]
-    drafts += [(order, "auto", ssd.nodes) for order in ("greedy", *trees[-1:])]
-    return [Variant("steps", 1, replace(options, method="steps"))] + [
-        Variant(order, states, replace(ssd, order=order, draft_length=length, nodes=states))
-        for order, length, states in drafts
-    ]
 
 
 def masked_result(measured: Measured, plain: Measured) -> MethodResult:
@@ -128,54 +77,13 @@ def masked_result(measured: Measured, plain: Measured) -> MethodResult:
     )
 
 
-def trace(model: MaskedModel, prompt: Sequence[int], options: MaskedOptions) -> Trace:
-    """Decode step by step and note what a draft could have known. Slower than decoding: for limits, not for times."""
-    steps = replace(options, method="steps", rows=1)
-    engine = MaskedEngine(model, steps, len(prompt) + options.max_new_tokens, ranks=RANKS)
-    text, guesses = engine.submit(list(prompt), steps), []
-    while engine.busy:
-        engine.step()
-        guesses.append(dict(text.guesses))
-    return Trace(text, guesses)
-
-
-def full_steps(options: MaskedOptions) -> list[bool]:
-    """Return which steps of a text are full passes, which no draft may reach beyond."""
-    length = options.max_new_tokens
-    if options.cache == "none":
-        return [False] * length
-    full, since = [], options.refresh
-    for at in range(length):
-        full.append(at % options.block_length == 0 or since >= options.refresh)
-        since = 1 if full[-1] else since + 1
-    return full
-
-
-def fewest_passes(steps: Trace, options: MaskedOptions, draft_length: int, ranks: int) -> int:
-    """Return the fewest passes that SSD can take, whatever states it computes, when drafts are among the `ranks`
-    likeliest tokens of the pass before (section 5.1). Rounds may end anywhere, so this is a bound and no estimate."""
-    full, start, length = full_steps(options), len(steps.text.prompt), options.max_new_tokens
-    passes = [0] * (length + 1)
-    for at in reversed(range(length)):
-        passes[at] = 1 + passes[at + 1]
-        for drafted in range(1, draft_length + 1):
-            step = at + drafted - 1  # whose write is the next draft; the step after it needs a computed state
-            if at == 0 or step + 1 >= length or full[step + 1]:
-                break
-            position, token = steps.text.writes[step]
-            if token not in steps.guesses[at - 1][start + position].tokens[:ranks]:
-                break
-            passes[at] = min(passes[at], 1 + passes[step + 2])
-    return passes[0]
-
-
 def masked_table(evaluation: Evaluation) -> str:
-    """Return the evaluation for a terminal: one line a method, then the limits (SSD's tables 3 and 2)."""
+    """Return the evaluation for a terminal: one line a method (SSD's table 3)."""
     details, plain = evaluation.masked, evaluation.methods[0]
     lines = [
         f"{evaluation.device}, {evaluation.dtype}: {evaluation.prompts} prompts, {evaluation.rows} at a time, "
         f"{evaluation.max_new_tokens} tokens each, {plain.tokens / evaluation.prompts:.1f} of them before an end",
-        f"{how_cached(details)}, temperature {evaluation.temperature:g}",
+        f"blocks of {details.block_length}, cache={details.cache}, temperature {evaluation.temperature:g}",
         "",
         "drafts  order      states  passes  step reduction  tokens/s  speedup  differ",
     ]
@@ -185,15 +93,4 @@ def masked_table(evaluation: Evaluation) -> str:
             f"{evaluation.step_reduction(method):>16.1%}{method.tokens_per_second:>10.0f}{method.speedup:>8.2f}x"
             f"{evaluation.prompts - method.same:>8}"
         )
-    lines += ["", "Limit of the step reduction when drafts are among the model's k likeliest tokens of a position:", ""]
-    lines.append(f"{'drafts':<8}" + "".join(f"{f'k = {k}':>9}" for k in range(1, RANKS + 1)) + f"{'all right':>11}")
-    for length, limits in details.limits.items():
-        bound = int(length) / (int(length) + 1)
-        lines.append(f"{length:<8}" + "".join(f"{x:>9.1%}" for x in limits) + f"{bound:>11.1%}")
     return "\n".join(lines)
-
-
-def how_cached(details: MaskedDetails) -> str:
-    """Return the blocks and what is kept of keys and values, in words."""
-    policy = "no cache" if details.cache == "none" else f"dual cache, refresh {details.refresh}"
-    return f"blocks of {details.block_length}, {policy}"

@@ -2,7 +2,7 @@
 
 A draft of a masked model does not depend on the tokens that are written before it in the same round, so it is an
 average over what they may be. Neighbours decide much of a token: what followed the same few tokens earlier in the text
-often follows them again. Trees of drafts (`infer.masked.drafting.tree_states`) mix both, and weigh them by how often
+often follows them again. Trees of drafts (`infer.masked.drafting.guided_states`) mix both, and weigh them by how often
 each was right so far.
 """
 
@@ -29,7 +29,7 @@ class Rate:
 
 
 @dataclass
-class Habits:
+class TextHabits:
     """The habits of one text. `row` maps positions to tokens: the prompt at first."""
 
     row: dict[int, int]

@@ -15,23 +15,18 @@ from functools import cached_property
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, __version__
+from transformers.utils import logging
 
 from infer.attention.masks import additive
 from infer.targets.loading import explain_missing, resolve_device, resolve_dtype, resolve_path, weight_files
-from infer.targets.support import head_size
+from infer.targets.support import end_tokens, head_size
 
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """A kind of model that brings its own code."""
-
-    mask_token_id: int  # where its config.json names none
-    shifted: bool
-
-
-FOREIGN = {"llada": Foreign(126336, shifted=False), "dream": Foreign(151666, shifted=True)}
+# kinds that bring their own code -> the mask token, where config.json names none, and whether they are shifted
+FOREIGN = {"llada": (126336, False), "dream": (151666, True)}
 
 
 @dataclass
@@ -76,10 +71,7 @@ class MaskedModel:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a text: the generation config's, else the config's."""
-        generation = getattr(self.model, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
-        ids = getattr(self.config, "eos_token_id", None) if ids is None else ids
-        return frozenset([ids] if isinstance(ids, int) else ids or [])
+        return end_tokens(getattr(self.model, "generation_config", None), self.config)
 
     def logits(
         self,
@@ -89,13 +81,12 @@ class MaskedModel:
     ) -> torch.Tensor:
         """Return logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's at minus infinity.
 
-        Every position attends to the whole row, or to what is `allowed` (B, T) bool, not to padding. `at` asks for some
-        positions only, rows (Q,) and positions (Q,): (Q, V); a large head is most of a small model's time. Raises
-        ValueError for padding with a model that takes none."""
+        Every position attends to the whole row, or to what is `allowed` (B, T) bool, not to padding, which only native
+        models take. `at` asks for some positions only, rows (Q,) and positions (Q,): (Q, V); a large head is most of a
+        small model's time."""
         allowed = torch.ones_like(ids, dtype=torch.bool) if allowed is None else allowed
         if not self.native:
-            if not allowed.all():
-                raise ValueError(f"{self.name}: this kind of model takes no padding: give rows of one length")
+            assert allowed.all(), "rows of unlike lengths"
             return self._unmasked(self._about(self.model(input_ids=ids).logits, at))
         mask = additive(allowed[:, None, None], self.dtype).expand(-1, 1, ids.shape[1], -1)  # (B, 1, T, T)
         places = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -148,9 +139,6 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
     Raises ValueError, before weights are loaded, for a model of another kind, for one without a mask token, and for
     one whose own code the user has not allowed; FileNotFoundError for one that is not there.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     config = read_config(path)
     mask, shifted = mask_and_shift(path, config)
@@ -162,9 +150,9 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
         )
     place = resolve_device(device)
     source, kind = resolve_path(path), resolve_dtype(dtype, place)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign and trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign)
     if foreign:
-        model = load_foreign(path, kind, trust_remote_code)
+        model = load_foreign(path, kind)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation="sdpa")
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -173,37 +161,28 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
     return MaskedModel(model.to(place).eval().requires_grad_(False), tokenizer, mask, shifted, name=path)
 
 
-def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def load_foreign(path: str, dtype: torch.dtype) -> nn.Module:
     """Build a model that is run by its own code, and load its weights into it. `from_pretrained` of transformers 5
     fails on such code (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
     embeddings, without values. Raises ValueError where the code does not run, or the weights do not match it."""
-    import transformers
-
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model = transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+        model = AutoModel.from_config(config, dtype=dtype, trust_remote_code=True)
     except (AttributeError, ImportError, KeyError, TypeError) as wrong:
         reason = f"{type(wrong).__name__}: {wrong}"
         raise ValueError(
-            f"target.path={path}: the code that comes with it does not run with transformers "
-            f"{transformers.__version__} ({reason}): it needs the release that it was written for"
+            f"target.path={path}: the code that comes with it does not run with transformers {__version__} ({reason}): "
+            "it needs the release that it was written for"
         ) from wrong
-    missing = set(model.state_dict())
-    for file in weight_files(path):
-        weights = load_file(file)
-        unknown = model.load_state_dict(weights, strict=False).unexpected_keys
-        if unknown:
-            raise ValueError(f"target.path={path}: {file.name} has weights unknown to its code, such as {unknown[0]}")
-        missing -= weights.keys()
-    if missing:
-        raise ValueError(f"target.path={path}: its files lack weights, such as {sorted(missing)[0]}")
+    weights = {name: tensor for file in weight_files(path) for name, tensor in load_file(file).items()}
+    if wrong := sorted(weights.keys() ^ model.state_dict().keys()):
+        raise ValueError(f"target.path={path}: files and code do not agree on weights, such as {wrong[0]}")
+    model.load_state_dict(weights)
     return model
 
 
 def read_config(path: str) -> dict:
     """Read a model's config.json, unchanged. Raises FileNotFoundError where there is none."""
-    from transformers import PretrainedConfig
-
     with explain_missing(path):
         config, _ = PretrainedConfig.get_config_dict(resolve_path(path))
         if not config.get("model_type"):
@@ -221,18 +200,16 @@ def is_masked(path: str) -> bool:
 def mask_and_shift(path: str, config: dict) -> tuple[int, bool]:
     """Return the mask token, and whether outputs predict the next position, from a config.json. Raises ValueError for a
     model that is no masked diffusion model, and for one without a mask token."""
-    kind = config["model_type"].lower()
-    mask = config.get("mask_token_id")
-    if kind in FOREIGN:
-        return FOREIGN[kind].mask_token_id if mask is None else mask, FOREIGN[kind].shifted
-    ours = config.get("masked_diffusion")
-    if kind not in NATIVE or ours is None:
+    kind, ours = config["model_type"].lower(), config.get("masked_diffusion")
+    if kind not in FOREIGN and (kind not in NATIVE or ours is None):
         raise ValueError(
             f"target.path={path}: a {config['model_type']} model that was not trained to fill masks (no "
             "masked_diffusion in its config.json): give one of ours, LLaDA or Dream"
         )
+    default, shifted = FOREIGN.get(kind) or (None, bool(ours.get("shifted", False)))
+    mask = default if config.get("mask_token_id") is None else config["mask_token_id"]
     if mask is None:
         raise ValueError(
             f"target.path={path}: this model has no mask token: its config.json needs mask_token_id=<token id>"
         )
-    return mask, bool(ours.get("shifted", False))
+    return mask, shifted

@@ -1,9 +1,8 @@
 """Passes of a masked model over states of texts: every state's row, or its block with a cache.
 
-The inputs of a step must not depend on rounds, or the text would. So the cache's policy counts tokens: with Fast-dLLM's
-`cache="dual"` a step is a *full* pass when a block begins and when `refresh` tokens were written since the last one.
-Every other step computes its block only, and attends to the last full pass's keys and values of everything outside. A
-round drafts up to the next full step and no further; the paper does not specify this.
+The inputs of a step must not depend on rounds, or the text would: with Fast-dLLM's `cache="dual"` a step is a *full*
+pass when a block begins. Every other step computes its block only, and attends to the full pass's keys and values of
+everything outside. A round drafts up to the next full step and no further; the paper does not specify this.
 
 B texts of a pass, T positions of the longest, N states, K computed positions of a block, Q queries or outputs asked
 for, S keys, H key/value heads, E head size, V vocabulary.
@@ -16,8 +15,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from infer.attention.masks import additive
-from infer.masked.config import MaskedConfig
-from infer.masked.drafting import LONGEST, Plan, State
+from infer.masked.config import LONGEST, MaskedConfig
+from infer.masked.drafting import Plan, State
 from infer.masked.model import MaskedModel
 from infer.masked.sequence import MaskedSequence
 
@@ -107,18 +106,15 @@ class DualCache:
     row and the blocks of its other states in one pass: in every layer they attend to the full row's new keys."""
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, rows: int, capacity: int) -> None:
-        self.model, self.options = model, options
-        self.width = options.block_length + int(model.shifted)  # K: a shifted block's outputs begin one position before
+        self.model, self.block_length = model, options.block_length
+        self.width = self.block_length + int(model.shifted)  # K: a shifted block's outputs begin one position before
         self.buffer = model.cache(rows, capacity)
 
     def plan(self, text: MaskedSequence) -> Plan:
         """Plan drafts that do not reach the next full step."""
-        length, refresh = self.options.block_length, self.options.refresh
-        open_ = text.plan(length, 0).open(frozenset())
-        text.full = len(open_) == length or text.since >= refresh
-        if text.full:
-            text.since = 0
-        return text.plan(length, min(LONGEST, len(open_) - 1, refresh - text.since - 1))
+        left = len(text.plan(self.block_length, 0).open(frozenset()))
+        text.full = left == self.block_length
+        return text.plan(self.block_length, min(LONGEST, left - 1))
 
     def asked(self, text: MaskedSequence, plan: Plan, states: Sequence[State]) -> list[list[int]]:
         """Return the masks of the block, and of the current text also those of the next block, where a full step

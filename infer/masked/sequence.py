@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from infer.engine.sequence import DecodeStats, Sequence
-from infer.masked.drafting import LONGEST, Guesses, Plan, Write
-from infer.masked.habits import Habits
+from infer.masked.config import LONGEST
+from infer.masked.drafting import Guesses, Plan, Write
+from infer.masked.habits import TextHabits
 from infer.masked.model import MaskedModel
 
 
@@ -41,9 +42,8 @@ class MaskedSequence(Sequence):
     row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
     masked: list[int] = field(default_factory=list)  # where the row has masks, ascending
     guesses: Guesses = field(default_factory=dict)  # the newest of every position, from which drafts are made
-    habits: Habits | None = None
+    habits: TextHabits | None = None
     slot: int = 0  # of the engine's rows
-    since: int = 0  # cache=dual: tokens written since the last full step
     full: bool = True  # cache=dual: whether the next step is one
 
     def __post_init__(self) -> None:
@@ -58,16 +58,16 @@ class MaskedSequence(Sequence):
         """Lay out the row, with `length` masks. A text that was begun before begins again: with a cache of keys and
         values, what is written depends on where they were computed anew."""
         self.ids, self.commits, self.writes, self.guesses = [], [], [], {}
-        self.since, self.full = 0, True
+        self.full = True
         self.__post_init__()
         start = len(self.prompt)
         self.row = torch.tensor(self.prompt + [model.mask_token_id] * length, device=model.device)
         self.masked = list(range(start, start + length))
-        self.habits = Habits(dict(enumerate(self.prompt)))
+        self.habits = TextHabits(dict(enumerate(self.prompt)))
 
-    def plan(self, block_length: int, most: int) -> Plan:
+    def plan(self, block_length: int, longest: int) -> Plan:
         """Return how far a round may draft."""
-        return Plan(self.masked, len(self.prompt), block_length, most)
+        return Plan(self.masked, len(self.prompt), block_length, longest)
 
     def write(self, writes: abc.Sequence[Write], model: MaskedModel) -> None:
         """Apply the writes of a round, (position in the row, token), in order."""
@@ -77,7 +77,6 @@ class MaskedSequence(Sequence):
         written = {position for position, _ in writes}
         self.masked = [position for position in self.masked if position not in written]
         self.habits.wrote(writes)
-        self.since += len(writes)
         self.writes += [(position - start, token) for position, token in writes]
         certain = self.masked[0] if self.masked else len(self.row)
         self.append([self.habits.row[position] for position in range(start + len(self.ids), certain)], model)
