@@ -5,8 +5,8 @@ text itself. Step-by-step decoding goes from state to state, one write at a time
 are likely to come, computes all of them in one pass, and then steps as step-by-step decoding would, for as long as the
 state that it reaches was computed. So the text does not depend on which states are picked.
 
-A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is ours. States are sets:
-"b, then a" leads to the state of "a, then b", which is computed once.
+A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is ours. States are
+sets: "b, then a" leads to the state of "a, then b", which is computed once.
 
 P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
 """
