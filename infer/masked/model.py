@@ -150,9 +150,9 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
         )
     place = resolve_device(device)
     source, kind = resolve_path(path), resolve_dtype(dtype, place)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=foreign and trust_remote_code)
     if foreign:
-        model = load_foreign(path, kind)
+        model = load_foreign(path, kind, trust_remote_code)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation="sdpa")
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -161,13 +161,13 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
     return MaskedModel(model.to(place).eval().requires_grad_(False), tokenizer, mask, shifted, name=path)
 
 
-def load_foreign(path: str, dtype: torch.dtype) -> nn.Module:
+def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     """Build a model that is run by its own code, and load its weights into it. `from_pretrained` of transformers 5
     fails on such code (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
     embeddings, without values. Raises ValueError where the code does not run, or the weights do not match it."""
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=True)
-        model = AutoModel.from_config(config, dtype=dtype, trust_remote_code=True)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        model = AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (AttributeError, ImportError, KeyError, TypeError) as wrong:
         reason = f"{type(wrong).__name__}: {wrong}"
         raise ValueError(
