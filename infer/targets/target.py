@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -40,7 +40,6 @@ from infer.targets.support import (
 from infer.targets.watch import Watch
 from infer.trees.tree import DraftTree
 
-COPIES = ("lean", "decoder_pass")  # what is made of the weights on first use
 NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # a lock for each model: its hooks serve one pass at a time, whatever targets are made of it
 LOCKS: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
@@ -59,33 +58,22 @@ class Features:
     last: torch.Tensor  # (B, Q, D) final hidden state, after the target's last norm
 
 
-@dataclass
-class Taps:
-    """What the forward hooks of a target's layers keep of a pass."""
+@contextmanager
+def tapped(layers: nn.ModuleList, wanted: tuple[int, ...], stream: int | None) -> Iterator[dict[int, torch.Tensor]]:
+    """Keep the outputs of the `wanted` layers of a pass inside. `stream`: which of several residual streams is the
+    model's own (Gemma 3n); None: there is one."""
+    outputs = {}
 
-    stream: int | None = None  # which of several residual streams is the model's own (Gemma 3n); None: there is one
-    wanted: frozenset[int] = frozenset()  # layers
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    def keep(layer: int, module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
+        output = output[0] if type(output) is tuple else output
+        outputs[layer] = output if stream is None else output[stream]
 
-    def hook(self, layer: int) -> Callable:
-        """Return a forward hook that keeps the output of a wanted layer."""
-
-        def keep(module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
-            if layer in self.wanted:
-                output = output[0] if type(output) is tuple else output
-                self.outputs[layer] = output if self.stream is None else output[self.stream]
-
-        return keep
-
-    @contextmanager
-    def keeping(self, layers: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
-        """Keep the outputs of `layers` of a pass inside; none of a failed pass stays."""
-        self.wanted = frozenset(layers)
-        try:
-            yield self.outputs
-        finally:
-            self.wanted = frozenset()
-            self.outputs.clear()
+    hooks = [layers[i].register_forward_hook(partial(keep, i)) for i in wanted if i < len(layers)]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
@@ -97,7 +85,6 @@ class Target:
     tokenizer: object | None = None
     name: str = "target"
     spread: bool = False  # over processes: a pass takes all of them, so that none may decide by its own clock
-    unlike: str | None = None  # what the lean pass does not express of the layers, once it was tried
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
@@ -109,9 +96,7 @@ class Target:
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
         self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> rows -> what passes take (budget=auto)
-        self._taps = Taps(self.config.to_dict().get("altup_active_idx"))
-        hooks = [module.register_forward_hook(self._taps.hook(i)) for i, module in enumerate(self.body.layers)]
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self._stream = self.config.to_dict().get("altup_active_idx")
 
     @property
     def device(self) -> torch.device:
@@ -139,8 +124,7 @@ class Target:
     def follow_weights(self) -> int:
         """Drop all copies of weights if the model's were changed since they were made; return how often that was."""
         if self.watch.changed():
-            for name in COPIES:
-                self.__dict__.pop(name, None)
+            self.__dict__.pop("lean", None)
             self.changes += 1
         return self.changes
 
@@ -191,7 +175,7 @@ class Target:
         found = {kind: additive(mask.dense, self.dtype) for kind, mask in masks.items()}
         found |= dict.fromkeys(STATEFUL) if self.recurrent else {}
         kernels = sdpa_kernel(NOT_CUDNN) if self.device.type == "cuda" else nullcontext()
-        with lock_of(self.model), self._taps.keeping(layers) as outputs, kernels:
+        with lock_of(self.model), tapped(self.body.layers, layers, self._stream) as outputs, kernels:
             last = self.body(
                 input_ids=ids,
                 position_ids=positions,
@@ -199,8 +183,8 @@ class Target:
                 past_key_values=window,
                 use_cache=window is not None,
             ).last_hidden_state
-            tapped = [last if layer == len(self.body.layers) else outputs[layer] for layer in layers]
-        return torch.cat(tapped, dim=-1) if tapped else last[..., :0], last
+            outs = [last if layer == len(self.body.layers) else outputs[layer] for layer in layers]
+        return torch.cat(outs, dim=-1) if outs else last[..., :0], last
 
     @torch.no_grad()
     def packed_features(
@@ -232,21 +216,15 @@ class Target:
         sizes = sum(size for pair in self.shapes.attention.values() for _, size in pair)  # of keys and values
         return weights / (self.config.num_attention_heads * sizes) if sizes else math.inf
 
-    @cached_property
+    @property
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes the same."""
-        if self.lean is None and self.unlike is not None:
-            warnings.warn(
-                f"{self.name} is decoded through transformers' own layers: it has {self.unlike}", stacklevel=2
-            )
         return self.lean or self.library_pass
 
     @cached_property
     def lean(self) -> LeanDecoder | None:
-        """The lean pass where it computes what Hugging Face's layers do; None where it does not (`unlike` says why), or
-        layers keep states, or keys and values of several sizes."""
-        if self.spread:  # their weights are here one layer at a time
-            self.unlike = "layers that are spread over processes"
+        """The lean pass where it computes what Hugging Face's layers do; None where it does not, which a warning says,
+        or layers keep states, or keys and values of several sizes, or their weights are here one layer at a time."""
         if self.spread or not self.shapes.alike:
             return None
         alone = list(self.windows) * self.config.num_hidden_layers
@@ -257,7 +235,7 @@ class Target:
                 lean = lean_decoder(self.body, kinds, *heads, self.embed)
                 compare(self, lean)
         except UnknownLayer as error:
-            self.unlike = str(error)
+            warnings.warn(f"{self.name} runs through transformers' own layers: it has {error}", stacklevel=2)
             return None
         return lean
 
