@@ -218,7 +218,7 @@ def test_a_tree_has_the_likeliest_states():
                 if worth > -math.inf:
                     best[state] = max(worth, best.get(state, -math.inf))
     for nodes in (1, 2, 5, 12, 100):
-        states = guided_states(guesses, plan, 3, nodes, TextHabits({}))
+        states = guided_states(guesses, plan, 3, nodes, TextHabits({}, Rate(0, 1)))
         assert states[0] == frozenset() and len(states) == len(set(states)) == min(nodes, len(best))
         expected = sorted(best.values(), reverse=True)[:nodes]
         assert [best[state] for state in states] == pytest.approx(expected)
