@@ -54,7 +54,8 @@ def prompts_of(config: EvalCommand, target, outside: int) -> list:
 
 def run_masked(config: EvalCommand) -> None:
     from infer.evaluation.results import write_result
-    from infer.masked.evaluation import evaluate_masked, evaluation_options, masked_table
+    from infer.evaluation.tables import table
+    from infer.masked.evaluation import evaluate_masked, evaluation_options
 
     model, _ = load(config.target, None)
     prompts = [prompt.ids for prompt in prompts_of(config, model, 0)]
@@ -62,7 +63,7 @@ def run_masked(config: EvalCommand) -> None:
     result, out = evaluate_masked(model, prompts, options, Progress("evaluating", "prompts")), Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_result(out / "evaluation.json", result)
-    print(masked_table(result))
+    print(table(result))
 
 
 def run_drafter(config: EvalCommand) -> None:

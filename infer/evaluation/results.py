@@ -118,12 +118,12 @@ class Reference:
 class MethodResult:
     """What one method took on all prompts: a row of every table."""
 
-    name: str  # of the table of tree methods; for a masked model, the order of its drafts
+    name: str  # of the table of tree methods; for a masked model, order and length of its drafts
     budget: int  # drafted nodes a round; for a masked model, states
     tau: float  # tokens committed a round, pooled over rounds
     tau_prompt_mean: float  # the same, averaged over prompts
     rounds: int
-    tokens: int  # for a masked model, those before the first end token
+    tokens: int
     seconds: float  # wall-clock, prefill included
     tokens_per_second: float
     speedup: float  # over the fastest plain decoder: infer/evaluation/ruler.py
@@ -134,8 +134,6 @@ class MethodResult:
     defects: int | None = None  # prompts that differ for any other reason
     same: int | None = None  # texts that equal plain decoding's
     decoding_speedup: float | None = None  # ratio of seconds a token without the prefill, averaged over texts
-    draft_length: int | None = None  # for a masked model: tokens drafted a round
-    states: float | None = None  # for a masked model: states computed a round, on average
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     limit: float | None = None  # no speedup can be above it
@@ -187,14 +185,6 @@ def tree_of(name: str) -> TreeMethod:
     return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
 
 
-@dataclass(frozen=True)
-class MaskedDetails:
-    """What only the evaluation of a masked diffusion model has."""
-
-    block_length: int
-    cache: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What every method took on the same prompts. The first method is plain decoding by our engine; for a masked model,
@@ -215,7 +205,6 @@ class Evaluation:
     step: int | None = None  # of the training run
     checkpoint: str | None = None
     drafter: str | None = None
-    masked: MaskedDetails | None = None
     baseline: str | None = None  # the fastest plain decoder, whose speed is 1; None: plain
     beside: "list[Evaluation] | None" = None  # the same methods on other prompts, or sampled
     example: ExampleRound | None = None
@@ -266,10 +255,6 @@ class Evaluation:
         """Whether every method of ours wrote what plain decoding wrote, on these prompts and on those beside them."""
         ours = [method for method in self.methods if method.name not in OTHERS]
         return all(method.identical for method in ours) and all(one.same_output for one in self.beside or ())
-
-    def step_reduction(self, method: MethodResult) -> float:
-        """The share of plain decoding's passes that a method saves (SSD's Step↓)."""
-        return 1 - method.rounds / self.methods[0].rounds
 
 
 def surest(methods: Sequence[MethodResult]) -> MethodResult:

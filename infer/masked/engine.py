@@ -129,8 +129,6 @@ class MaskedRunner:
         stats.rounds += 1
         stats.written += len(writes)
         stats.histogram[len(writes) - 1] += 1
-        stats.states += len(task.states)
-        stats.full += text.full
         text.drafted.append(len(task.states) - 1)
         text.write(writes, self.target)
 
@@ -138,7 +136,5 @@ class MaskedRunner:
         """Give up the rows of finished texts."""
         for text in texts:
             if text.finish is not None:
-                ends = (at for at, token in enumerate(text.ids) if token in self.target.end_ids)
-                text.stats.valid = next(ends, len(text.ids))
                 text.row = None
                 self.free_rows.append(text.slot)

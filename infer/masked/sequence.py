@@ -18,19 +18,11 @@ class MaskedStats(DecodeStats):
     share them; `histogram[i]` counts those that wrote i + 1 tokens."""
 
     written: int = 0  # tokens, each a pass of step-by-step decoding; `tokens` of them are kept
-    full: int = 0  # passes over the whole row
-    states: int = 0  # computed, all passes together
-    valid: int = 0  # tokens before the first end token
 
     @property
     def tau(self) -> float:
         """Tokens written a pass."""
         return self.written / self.rounds if self.rounds else 1.0
-
-    @property
-    def step_reduction(self) -> float:
-        """The share of forward passes saved against step by step (the paper's Step↓)."""
-        return 1 - self.rounds / self.written if self.written else 0.0
 
 
 @dataclass(eq=False)
