@@ -19,7 +19,7 @@ from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
 from infer.engine.sequence import Processor, Stopwatch
 from infer.masked.config import MaskedConfig, check_masked_text
-from infer.masked.drafting import Guesses, as_guesses, follow_steps, pick_states, summarize
+from infer.masked.drafting import Guess, Guesses, follow_steps, guess, pick_states
 from infer.masked.model import MaskedModel
 from infer.masked.passes import DualCache, Rows, Task
 from infer.masked.sequence import MaskedSequence
@@ -97,8 +97,7 @@ class MaskedRunner:
         for text in texts:
             plan, states = self.passes.plan(text), [frozenset()]
             if options.method == "ssd":
-                drafting = options.order, options.draft_length, options.nodes
-                states = pick_states(text.guesses, plan, *drafting, text.habits)
+                states = pick_states(text.guesses, plan, options.order, options.draft_length)
             tasks.append(Task(text, plan, states, self.passes.asked(text, plan, states)))
         for group in self.passes.groups(tasks):
             found = self._guesses(group, self.passes.logits(group))
@@ -117,9 +116,11 @@ class MaskedRunner:
                 seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
                 which = [index[position] for positions in task.asked for position in positions]
                 noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
-            parts.append(summarize(part, temperature, noise))
-        rows = iter(torch.cat(parts).tolist())
-        return [[as_guesses([next(rows) for _ in asked], asked) for asked in task.asked] for task in tasks]
+            parts.append(guess(part, temperature, noise))
+        rows = ((int(token), confidence) for token, confidence in torch.cat(parts).tolist())
+        return [
+            [{position: Guess(*next(rows)) for position in positions} for positions in task.asked] for task in tasks
+        ]
 
     def _take_steps(self, task: Task, found: list[Guesses]) -> None:
         """Take the steps whose states were computed."""
