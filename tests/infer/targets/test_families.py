@@ -3,7 +3,6 @@
 import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,8 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
-from infer.engine import scheduler
-from infer.serving.hf import speculative
 from infer.targets.layers import UnknownLayer, lean_decoder
 from infer.targets.lean import LeanDecoder
 from infer.targets.loading import load_target
@@ -206,19 +203,6 @@ def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face,
         written = decode(target, guess, texts, options)
         assert [text.ids for text in written] == expected
     assert sum(text.stats.tau for text in written) > 3  # of the scripted drafter: whole paths were committed
-
-
-@pytest.mark.parametrize("name", ["gemma 2", "gpt-oss"])
-def test_custom_generate_writes_what_generate_writes(tiny, scripted_drafter, name):
-    target = tiny(name)
-    ids = torch.tensor([[0, 0, 0, *prompts(9)[0]], prompts(12)[0]])
-    batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    expected = target.model.generate(**batch, do_sample=False, max_new_tokens=14)
-    drafter = scripted_drafter([row[row > 0].tolist() for row in expected], 4, V)
-    ours = target.model.generate(
-        **batch, do_sample=False, max_new_tokens=14, custom_generate=speculative(target, drafter, budget=6)
-    )
-    assert torch.equal(ours, expected)
 
 
 def test_embeddings_are_what_enters_the_first_layer(target):
@@ -515,25 +499,3 @@ def test_large_trees_behind_long_prompts(tiny, name):
     worst = farthest_node(tiny(name), prompts(149, 5, 67), 3, 40)
     print(f"\n{name:20} {worst:.1e}", end="  ")
     assert worst < (4e-4 if name == "qwen 3 next" else 1e-4)
-
-
-@pytest.mark.robustness
-@pytest.mark.parametrize("name", ISSUE)
-def test_long_texts_are_plain_ones(tiny, name, scripted_drafter, hugging_face, monkeypatch):
-    """Greedy texts of 64 tokens are `generate`'s, sampled ones plain decoding's; prompts enter in many passes."""
-    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 48)
-    target, texts, taus = tiny(name), prompts(149, 5, 67), {}
-    options = DecodeOptions(64, rows=2, ignore_eos=True, budget=12, seed=5)
-    for temperature, methods in ((0.0, ("chain", "ddtree", "static")), (0.8, ("chain", "ddtree"))):
-        sampling = replace(options, temperature=temperature)
-        if temperature:
-            expected = [row.ids for row in decode(target, None, texts, replace(sampling, method="plain"))]
-        else:
-            expected = [hugging_face(target, text, 64) for text in texts]
-        whole = [[*text, *more] for text, more in zip(texts, expected, strict=True)]
-        for method in methods:
-            written = decode(target, scripted_drafter(whole, 5, V), texts, replace(sampling, method=method))
-            assert [text.ids for text in written] == expected, (method, temperature)
-            taus[method, temperature] = sum(text.stats.tau for text in written) / 3
-    print(f"\n{name:20} " + "  ".join(f"{method} {tau:.2f}" for (method, _), tau in taus.items()), end="  ")
-    assert min(taus.values()) > 1.3
