@@ -99,7 +99,9 @@ class MaskedRunner:
             if options.method == "ssd":
                 states = pick_states(text.guesses, plan, options.order, options.draft_length)
             tasks.append(Task(text, plan, states, self.passes.asked(text, plan, states)))
-        for group in self.passes.groups(tasks):
+        kinds = {self.passes.kind(task.text): None for task in tasks}
+        for kind in kinds:
+            group = [task for task in tasks if self.passes.kind(task.text) == kind]
             found = self._guesses(group, self.passes.logits(group))
             for task, guesses in zip(group, found, strict=True):
                 self._take_steps(task, guesses)
@@ -111,11 +113,9 @@ class MaskedRunner:
         for task, part in zip(tasks, logits.split(sizes), strict=True):
             temperature, noise = task.text.options.temperature, None
             if temperature > 0:
-                every = task.asked[0]  # of all states: the noise of a position is the same in all
-                index = {position: at for at, position in enumerate(every)}
-                seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
-                which = [index[position] for positions in task.asked for position in positions]
-                noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
+                seed, places = [task.text.options.seed], [[place for places in task.asked for place in places]]
+                seed, places = (torch.tensor(x, device=part.device) for x in (seed, places))
+                noise = gumbel_noise(seed, places, part.shape[-1])[0]  # (Q of the task, V)
             parts.append(guess(part, temperature, noise))
         rows = ((int(token), confidence) for token, confidence in torch.cat(parts).tolist())
         return [

@@ -58,12 +58,9 @@ class Rows:
         window = [position for position in plan.masked if plan.block(position) <= plan.block(last)]
         return [window] * len(states)
 
-    def groups(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Group tasks by pass: all together, or by length where the model takes no padding."""
-        if self.model.native:
-            return [list(tasks)]
-        lengths = dict.fromkeys(len(task.text.row) for task in tasks)
-        return [[task for task in tasks if len(task.text.row) == length] for length in lengths]
+    def kind(self, text: MaskedSequence) -> int:
+        """Return which texts go through one pass: all, or those of one length where the model takes no padding."""
+        return 0 if self.model.native else len(text.row)
 
     def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
         """Return logits (Q, V) of all positions asked for: task by task, state by state, in the order of the
@@ -124,10 +121,10 @@ class DualCache:
         ahead = [position for position in plan.masked if text.full and plan.block(position) == following]
         return [window + ahead, *([window] * (len(states) - 1))]
 
-    def groups(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Group full steps and the others: blocks padded to whole rows would cost what they save."""
-        both = [[task for task in tasks if task.text.full], [task for task in tasks if not task.text.full]]
-        return [group for group in both if group]
+    def kind(self, text: MaskedSequence) -> bool:
+        """Return which texts go through one pass: full steps, and the others; blocks padded to whole rows would cost
+        what they save."""
+        return text.full
 
     def logits(self, tasks: Sequence[Task]) -> torch.Tensor:
         """Return logits (Q, V) of all positions asked for: task by task, state by state, in the order of the
