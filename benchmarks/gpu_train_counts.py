@@ -27,8 +27,8 @@ from train.batches import Prefetch
 from train.config import ObjectiveConfig, TrainConfig
 from train.engine import build_engine
 from train.loop import train_step
-from train.plan import shape_of, step_memory
-from train.safety.processes import start_processes
+from train.plan import StepShape, step_memory
+from train.processes import start_processes
 
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 FIELDS += ("vocab_size", "drafter", "length", "anchors", "block", "hybrid")
@@ -115,12 +115,12 @@ def third_step(sizes: dict, config: TrainConfig) -> Asked:
     for step in range(3):
         drawn = prefetch()
         if step < 2:
-            train_step(engine, target, drawn, config, lambda phase: None)
+            train_step(engine, target, drawn, config)
             continue
         torch.cuda.reset_peak_memory_stats()
         with watch() as seen:
-            train_step(engine, target, drawn, config, lambda phase: None)
-    planned = step_memory(shape_of(config, target.model.config, config.optim.micro), config, 1, 2, 2, True)
+            train_step(engine, target, drawn, config)
+    planned = step_memory(StepShape(config, target.model.config, config.optim.micro), config, 1, 2, 2, True)
     passes = config.optim.batch // config.optim.micro
     return Asked(seen, passes, torch.cuda.max_memory_allocated() / 1e9, planned)
 

@@ -36,7 +36,7 @@ from train.engine import compute_dtype, target_dtype
 from train.loop import block_loss, draft_states, score
 from train.objective import position_weights
 from train.optim import make_optimizer
-from train.plan import matmul_rate, shape_of, step_memory, step_operations
+from train.plan import StepShape, matmul_rate, step_memory, step_operations
 
 PARTS = ("target", "drafter", "objective", "optimiser")
 
@@ -151,7 +151,7 @@ def steps(args) -> dict:
     if args.way == "ours":
         for step in range(args.steps + 1):
             measure_parts(drafter, target, rows, draw_blocks(rows, config, step), config, clock, times)
-    shape = shape_of(config, target.config)
+    shape = StepShape(config, target.config)
     operations = step_operations(shape)
     bytes_each = target.dtype.itemsize
     planned = step_memory(shape, config, 1, bytes_each, bytes_each, args.device == "cuda")

@@ -31,7 +31,7 @@ def own(name: str, help: str) -> Command:
 
 
 COMMANDS = {
-    "train": Command("train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run_alone"),
+    "train": Command("train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run"),
     "eval": own("eval", "decode held-out prompts with a checkpoint"),
     "compare": own("compare", "evaluate several checkpoints with every tree"),
     "data": Command(
@@ -49,7 +49,7 @@ COMMANDS = {
         "store what training needs of a target", "train.config:FeaturesConfig", "train.features:store_features"
     ),
     "plan": Command(
-        "estimate what a training run takes", "train.config:TrainConfig", "train.forecast:print_plan", conf="train"
+        "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan", conf="train"
     ),
     "pretrain": Command(
         "make the embedded target anew",

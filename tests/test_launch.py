@@ -115,7 +115,7 @@ def test_unknown_command_is_one_sentence(launch, word):
         ((), "train/main.py", ()),
         (("optim.lr=1e-3", "+model=qwen3-4b"), "train/main.py", ("optim.lr=1e-3", "+model=qwen3-4b")),
         (("+model=qwen3-4b",), "train/main.py", ("+model=qwen3-4b",)),
-        (("~tracking",), "train/main.py", ("~tracking",)),
+        (("~head",), "train/main.py", ("~head",)),
         (("--cfg", "job"), "train/main.py", ("--cfg", "job")),
         (("train", "run.name=two words", "x=[1,2]"), "train/main.py", ("run.name=two words", "x=[1,2]")),
         (("train", "--help"), "train/main.py", ("--help",)),
@@ -257,20 +257,6 @@ def test_torchrun_ends_with_a_sentence_after_a_signal(monkeypatch, capsys, numbe
     assert torchrun.run() == code
     said = capsys.readouterr().err
     assert said.startswith(f"stopped by {name}: ") and said.count("\n") == 1 and "the same command goes on" in said
-
-
-def test_machines_that_do_not_find_each_other_are_told_so(monkeypatch, capsys):
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-
-    from train.run import torchrun
-
-    def main() -> None:
-        raise RendezvousConnectionError("The connection to the C10d store has failed. See inner exception for details.")
-
-    monkeypatch.setattr(torchrun, "main", main)
-    assert torchrun.run() == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "do not find each other (The connection" in said and "RDZV" in said
 
 
 @pytest.mark.parametrize("question", [("--cfg", "job"), ("--cfg=job",), ("-c", "job"), ("a=1", "--help")])

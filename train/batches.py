@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-import threading
-from contextlib import suppress
-from dataclasses import dataclass
-from queue import Empty, Queue
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from data.packing import batch, packed_rows
 from infer.targets.target import Target
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """What one pass of a step is computed from, laid out ahead of it on the host."""
 
     rows: dict[str, torch.Tensor]
@@ -35,13 +33,11 @@ class Pass:
 
     def to(self, device: torch.device) -> "Pass":
         """Return the same on a device."""
-        rows = {name: column.to(device, non_blocking=True) for name, column in self.rows.items()}
-        return Pass(rows, self.blocks.to(device), self.plan.to(device))
+        return tree_map_only(torch.Tensor, lambda part: part.to(device, non_blocking=True), self)
 
     def pinned(self) -> "Pass":
         """Return the same in memory that a GPU reads by itself."""
-        rows = {name: column.pin_memory() for name, column in self.rows.items()}
-        return Pass(rows, self.blocks.pinned(), self.plan.pinned())
+        return tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self)
 
 
 StepRows = list[Pass]
@@ -100,49 +96,38 @@ def plan_blocks(blocks: Blocks, config: TrainConfig) -> RowPlan:
 
 
 class Prefetch:
-    """The passes of steps `first` .. `last - 1`, in order, read and laid out while the steps before are computed. An
-    error in the thread is raised by the call that waits for it; the process does not wait for the thread when it ends.
-    """
+    """The passes of steps `first` .. `last - 1`, in order; each step's are read and laid out by a thread while the one
+    before is computed."""
 
     def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned
-        self.ready: Queue[StepRows | BaseException] = Queue(maxsize=1)
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._work, args=(first, last), daemon=True)
-        self.thread.start()
+        self.steps, self.thread = iter(range(first, last)), ThreadPoolExecutor(1)
+        self.ahead = self.thread.submit(self.read)
 
-    def _work(self, first: int, last: int) -> None:
-        try:
-            for step in range(first, last):
-                if self.over.is_set():
-                    return
-                self.ready.put(self._read(step))
-        except BaseException as error:  # noqa: BLE001  the thread ends; the caller that waits gets the error
-            self.ready.put(error)
-
-    def _read(self, step: int) -> StepRows:
+    def read(self) -> StepRows:
+        """Return the passes of the next step; none behind the last."""
         rank, world = dist.get_rank(), dist.get_world_size()
         count, passes = micro_batch(self.config, world)
         read = []
-        for i in range(passes):
-            draw = first_draw(self.config, step, i, rank, world)
-            rows = batch(self.dataset, draw, count, self.config.seed)
-            blocks = draw_blocks(rows, self.config, draw)
-            laid = Pass(rows, blocks, plan_blocks(blocks, self.config))
-            read.append(laid.pinned() if self.pinned else laid)
+        for step in islice(self.steps, 1):
+            for i in range(passes):
+                draw = first_draw(self.config, step, i, rank, world)
+                rows = batch(self.dataset, draw, count, self.config.seed)
+                blocks = draw_blocks(rows, self.config, draw)
+                laid = Pass(rows, blocks, plan_blocks(blocks, self.config))
+                read.append(laid.pinned() if self.pinned else laid)
         return read
 
     def close(self) -> None:
         """Read no further."""
-        self.over.set()
-        with suppress(Empty):
-            self.ready.get_nowait()  # the thread may wait for room
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
     def __call__(self) -> StepRows:
         """Return the rows of the next step. Raises Stopped, with the reason, if they cannot be read."""
-        rows = self.ready.get()
-        if isinstance(rows, BaseException):
+        error = self.ahead.exception()
+        if error is not None:
             files = [file["filename"] for file in getattr(self.dataset, "cache_files", [])]
             where = f" from {', '.join(files)}" if files else ""  # stored features name their shard themselves
-            raise Stopped(f"training rows cannot be read{where}: {type(rows).__name__}: {rows}") from rows
+            raise Stopped(f"training rows cannot be read{where}: {type(error).__name__}: {error}") from error
+        rows, self.ahead = self.ahead.result(), self.thread.submit(self.read)
         return rows

@@ -3,13 +3,12 @@
 B rows, T packed length, N anchor slots, K block size, L = K - 1 drafted positions, H heads, E head size.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of a batch. Slots without an anchor (too few candidates in a row) carry no weight."""
 
     anchors: torch.Tensor  # (B, N) positions in the row, sorted
@@ -17,14 +16,6 @@ class Blocks:
     labels: torch.Tensor  # (B, N, L) the true tokens after the anchor
     supervised: torch.Tensor  # (B, N, L) bool: inside the document, loss allowed
     teacher_rows: torch.Tensor  # (B, N, L) row of the flattened (B*T) target states that predicts the label
-
-    def to(self, device: torch.device) -> "Blocks":
-        """Return the same on another device."""
-        return Blocks(*(part.to(device, non_blocking=True) for part in vars(self).values()))
-
-    def pinned(self) -> "Blocks":
-        """Return the same in memory that a GPU reads by itself."""
-        return Blocks(*(part.pin_memory() for part in vars(self).values()))
 
     def tokens_before(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the true token before every label (B, N, L), the anchor's own before the first; ids (B, T)."""

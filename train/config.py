@@ -20,38 +20,26 @@ class ObjectiveConfig:
 
     divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1: a row of DIVERGENCES in train/divergences.py
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
-        exp(-(t - 1) / gamma), DFlash; dpace or multistep: by how likely the block's drafts survive, see
-        train/divergences.py
+        exp(-(t - 1) / gamma), DFlash; dpace: by how likely the block's drafts survive,
+        see train/divergences.py
     gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
         block 8
-    alpha: with weights dpace, the least probability that a draft counts with
     unary: with a conditional head: so many times the divergence without its corrections is added
-    confidence: with a confidence head: weight of its cross-entropy
     chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
     """
 
     divergence: str = "kl"
     weights: str = "gamma"
     gamma: float = 0.6
-    alpha: float = 0.5
     unary: float = 0.0
-    confidence: float = 1.0
     chunk_rows: int = 256
 
     def check(self) -> None:
         """Raise ValueError for an objective that does not exist."""
         one_of(self, "objective.", divergence=DIVERGENCES, weights=WEIGHTS)
-        if self.weights == "multistep" and self.divergence != "tv":
-            raise ValueError(
-                f"objective.weights=multistep is a product of overlaps: it needs divergence=tv, not {self.divergence}"
-            )
-        if not 0 <= self.alpha < 1:
-            raise ValueError(f"objective.alpha={self.alpha}: from 0 to below 1")
         if not self.gamma > 0 or (self.weights == "gamma" and self.gamma > 1):
             raise ValueError(f"objective.gamma={self.gamma}: above 0, and at most 1 where weights=gamma")
-        at_least(self, "objective.", chunk_rows=1, unary=0, confidence=0)
-        if self.unary and self.weights == "multistep":
-            raise ValueError(f"objective.unary={self.unary}: weights=multistep has no word for a second divergence")
+        at_least(self, "objective.", chunk_rows=1, unary=0)
 
 
 @dataclass
@@ -115,44 +103,6 @@ class DeepSpeedConfig:
 
 
 @dataclass
-class TrackingConfig:
-    """Where figures go besides metrics.jsonl, which is always written.
-
-    wandb: log to Weights & Biases as well
-    project: its project
-    """
-
-    wandb: bool = False
-    project: str = "blockdraft"
-
-    def check(self) -> None:
-        """Any project's name will do."""
-
-
-@dataclass
-class GuardsConfig:
-    """What a run watches itself for; see docs/training.md, "What happens when".
-
-    most_skipped: steps in a row with a loss or gradient that is not finite; that many end the run
-    spike: a loss this many times the median of the steps before it is reported with its rows
-    self_check: compare the first batch with a slow plain computation before training
-    stall_minutes: minutes without any progress, in steps and evaluations, after which the run ends
-    """
-
-    most_skipped: int = 5
-    spike: float = 3.0
-    self_check: bool = True
-    stall_minutes: float = 30.0
-
-    def check(self) -> None:
-        """Raise ValueError for limits that nothing could keep."""
-        at_least(self, "guards.", most_skipped=1)
-        above_zero(self, "guards.", "stall_minutes")
-        if not self.spike > 1:
-            raise ValueError(f"guards.spike={self.spike}: above 1")
-
-
-@dataclass
 class FeaturesConfig:
     """What `./launch.sh features` stores, and where.
 
@@ -195,18 +145,18 @@ class TrainConfig:
     runs_dir: folder of all runs
     seed: seed of initial weights, data order and anchors
     train: what is trained: all; or head, the conditional head alone, on the frozen drafter of drafter.init
-    resume: auto, go on from the newest whole checkpoint of this run; never, refuse an existing run
     features: a folder that ./launch.sh features wrote: train from it, not from the target itself
     anchors: blocks per packed row, at most
     document_anchors: of these, blocks per document at most (512 in the published recipe); None: no limit
     ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees that ask them
     checkpoints: how many, evenly spread over the run, the last at its end; each is evaluated
-    keep_states: newest checkpoints that keep their training state (drafters and evaluations always stay)
     save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none besides
     compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
     recompute: compute the drafter's layers again in the backward pass: less memory, a third more work; None: where a
         step would not fit the device otherwise
-    log_every: steps between reads of the metrics; more than 1 saves synchronisations on CUDA (one a step stays)
+    self_check: compare the first batch with a slow plain computation before training
+    stall_minutes: minutes without any progress, in steps and evaluations, after which the run ends
+    wandb: log to Weights & Biases as well; the project is WANDB_PROJECT's, else blockdraft
     target: see TargetConfig in infer/config.py
     drafter: see DrafterConfig in infer/config.py
     data: see DataConfig in data/rows.py
@@ -214,25 +164,23 @@ class TrainConfig:
     optim: see OptimConfig
     evaluation: see EvaluationConfig in infer/config.py
     deepspeed: see DeepSpeedConfig
-    guards: see GuardsConfig
-    tracking: see TrackingConfig
     """
 
     name: str = "embedded-dflash"
     runs_dir: str = "runs"
     seed: int = 0
     train: str = "all"
-    resume: str = "auto"
     features: str | None = None
     anchors: int = 64
     document_anchors: int | None = None
     ngrams: bool = False
     checkpoints: int = 2
-    keep_states: int = 2
     save_minutes: float | None = 10.0
     compile: bool | None = None
     recompute: bool | None = None
-    log_every: int = 1
+    self_check: bool = True
+    stall_minutes: float = 30.0
+    wandb: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -240,14 +188,13 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    guards: GuardsConfig = field(default_factory=GuardsConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def check(self) -> None:
         """Raise ValueError, one sentence, for anything that could not work."""
         check_parts(self)
-        at_least(self, anchors=1, document_anchors=1, checkpoints=1, keep_states=1, log_every=1)
-        one_of(self, resume=("auto", "never"), train=("all", "head"))
+        at_least(self, anchors=1, document_anchors=1, checkpoints=1)
+        one_of(self, train=("all", "head"))
+        above_zero(self, "", "stall_minutes")
         if self.save_minutes is not None and not self.save_minutes > 0:
             raise ValueError(f"save_minutes={self.save_minutes}: above 0, or null to save at checkpoints only")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:

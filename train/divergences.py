@@ -1,6 +1,6 @@
 """The formulas of the objective, as two tables: divergences between target and drafter, and weights of positions.
 
-A divergence is one formula of log-probabilities. Training, the self-check (`train/safety/selfcheck.py`) and the tests
+A divergence is one formula of log-probabilities. Training, the self-check (`train/selfcheck.py`) and the tests
 all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and name it in a file in
 conf/objective/. Training differentiates the formula with autograd, chunk by chunk. A row may also have its gradient
 derived by hand, which is 1.4 to 1.5 times as fast and needs less memory; the rows below do.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+ALPHA = 0.5  # D-PACE: the least probability that a draft counts with
 TINY = 2.0**-126  # the smallest normal float32: the least overlap whose logarithm is taken
 
 
@@ -49,8 +50,8 @@ class Weighting:
     """How much the positions t = 1 .. L of a block count."""
 
     by_position: "Callable[[Tensor, object], Tensor]"  # t - 1 (L,), ObjectiveConfig -> (L,)
-    by_block: "Callable[[Tensor, Tensor, object], Tensor] | None" = None  # a further factor, known once a block is
-    # drafted: how likely each draft survives (G, L), which ones count (G, L), ObjectiveConfig -> (G, L)
+    by_block: "Callable[[Tensor, Tensor], Tensor] | None" = None  # a further factor, known once a block is drafted:
+    # the drafter's probability of each label (G, L), which ones count (G, L) -> (G, L)
 
 
 def kl(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
@@ -133,26 +134,11 @@ def ce_l1_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
     return 0.1 * entropy + 1.8 * (1 - overlap), slope.mul_(0.1).sub_(gradient, alpha=1.8)
 
 
-def dpace(survival: "Tensor", counted: "Tensor", config) -> "Tensor":
-    """w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - alpha) q + alpha and q the drafter's probability of the
+def dpace(likely: "Tensor", counted: "Tensor") -> "Tensor":
+    """w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - ALPHA) q + ALPHA and q the drafter's probability of the
     label (D-PACE)."""
-    reach = ((1 - config.alpha) * survival + config.alpha).cumprod(1) * counted
+    reach = ((1 - ALPHA) * likely + ALPHA).cumprod(1) * counted
     return reach.flip(1).cumsum(1).flip(1)
-
-
-def multistep(survival: "Tensor", counted: "Tensor", config) -> "Tensor":
-    """Minus the derivative of the expected number of accepted drafts, sum_j prod_{i <= j} a_i, with respect to a_t."""
-    before = survival.roll(1, 1)
-    before[:, :1] = 1
-    before = before.cumprod(1)  # prod_{i < t} a_i
-    behind = counted.to(survival.dtype)  # sum_{j >= t} prod_{t < i <= j} a_i, from the last position on
-    for t in range(survival.shape[1] - 2, -1, -1):
-        behind[:, t] += survival[:, t + 1] * behind[:, t + 1]
-    return before * behind
-
-
-def _ones(steps: "Tensor", config) -> "Tensor":
-    return steps.new_ones(steps.shape)
 
 
 DIVERGENCES = {
@@ -167,6 +153,5 @@ DIVERGENCES = {
 WEIGHTS = {
     "gamma": Weighting(lambda steps, config: config.gamma**steps),  # DART section 3.3
     "exponential": Weighting(lambda steps, config: (-steps / config.gamma).exp()),  # the DFlash recipe
-    "dpace": Weighting(_ones, dpace),
-    "multistep": Weighting(_ones, multistep),  # the loss is then sum_j (1 - prod_{i <= j} a_i), see objective.py
+    "dpace": Weighting(lambda steps, config: steps.new_ones(steps.shape), dpace),
 }

@@ -1,6 +1,7 @@
 """DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same for every ZeRO
 stage and number of processes."""
 
+import math
 import time
 import warnings
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     and on a CPU the target's too (`target_dtype`)."""
     name = config.optim.precision
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" or (device.type == "cpu" and has_bfloat16()) else "float32"
+        name = "bfloat16" if device.type == "cuda" else "float32"  # on a CPU `measured_precision` has decided
     return getattr(torch, name)
 
 
@@ -38,26 +39,26 @@ def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return resolve_dtype(config.target.dtype, device)
 
 
-def faster_precision(hidden: int, inner: int, rows: int) -> str:
-    """Return in which dtype this CPU trains sooner, by the MLP of a drafter's layer of such sizes on so many rows,
-    forward and backward: without AMX, what the casts take may be more than what bfloat16's products save."""
-    up, down = (torch.full(shape, 0.1, requires_grad=True) for shape in ((hidden, inner), (inner, hidden)))
-    states, seconds = torch.full((rows, hidden), 0.1), {False: [], True: []}
-    for _ in range(TRIALS):
-        for half in seconds:
-            began = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                (states @ up @ down).sum().backward()
-            seconds[half].append(time.perf_counter() - began)
-    return "bfloat16" if min(seconds[True]) < min(seconds[False]) else "float32"
-
-
 def measured_precision(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> str:
     """Return what optim.precision means on this CPU, where auto is measured; elsewhere the option as it is."""
     if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
         return config.optim.precision
     rows = min(config.anchors * config.drafter.block_size, MOST_ROWS)
     return faster_precision(theirs.hidden_size, mlp_size(theirs), rows)
+
+
+def faster_precision(hidden: int, inner: int, rows: int) -> str:
+    """Return in which dtype this CPU trains sooner, by the MLP of a drafter's layer of such sizes on so many rows,
+    forward and backward: without AMX, what the casts take may be more than what bfloat16's products save."""
+    up, down = (torch.full(shape, 0.1, requires_grad=True) for shape in ((hidden, inner), (inner, hidden)))
+    states = torch.full((rows, hidden), 0.1)
+    least = {"float32": math.inf, "bfloat16": math.inf}
+    for name in [*least] * TRIALS:
+        began = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "bfloat16"):
+            (states @ up @ down).sum().backward()
+        least[name] = min(least[name], time.perf_counter() - began)
+    return min(least, key=least.get)
 
 
 def compiles(config: TrainConfig, cuda: bool) -> bool:
@@ -161,14 +162,8 @@ def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
 
 
 def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the host, float32; from a GPU all are on their way together."""
-    copies = {}
-    for name, value in state.items():
-        copies[name] = torch.empty(value.shape, dtype=torch.float32, pin_memory=value.device.type == "cuda")
-        copies[name].copy_(value, non_blocking=True)
-    if any(value.device.type == "cuda" for value in state.values()):
-        torch.cuda.synchronize()
-    return copies
+    """Return copies of tensors on the host, float32."""
+    return {name: value.to("cpu", torch.float32, copy=True) for name, value in state.items()}
 
 
 def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tensor]) -> None:

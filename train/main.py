@@ -10,9 +10,6 @@ from train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> None:
-    from train.run.reachable import check_reachable
-
-    check_reachable(config)
     from train.loop import train  # torch and friends load only once the configuration is known to be good
 
     code = 0
@@ -33,18 +30,6 @@ def run(config: TrainConfig) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def run_alone(config: TrainConfig) -> None:
-    """Train in this one process, and say so where GPUs stay idle: launch.sh starts a process for each."""
-    import torch
-
-    if torch.cuda.device_count() > 1 and ":" not in config.target.device:
-        print(
-            f"training on one of {torch.cuda.device_count()} GPUs: ./launch.sh train starts a process for each",
-            file=sys.stderr,
-        )
-    run(config)
 
 
 if __name__ == "__main__":

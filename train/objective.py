@@ -34,7 +34,7 @@ class RowLoss(NamedTuple):
     loss: torch.Tensor  # () weighted sum of divergences, differentiable with respect to hidden
     rows: torch.Tensor  # (G, L) divergence of every row in nats, 0 where the weight is; detached
     agree: torch.Tensor  # (G, L) bool: the target's choice is the drafter's likeliest token; False at weight 0
-    overlap: torch.Tensor | None = None  # (G, L) sum_v min(p, q), detached; only where it was asked for
+    overlap: torch.Tensor | None = None  # (G, L) sum_v min(p, q), detached; 0 unless it was asked for
 
 
 class Correction(NamedTuple):
@@ -51,8 +51,7 @@ def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
     return WEIGHTS[config.weights].by_position(torch.arange(length, dtype=torch.float32), config)
 
 
-@dataclass(frozen=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """The rows of weight above 0, those with the same teacher row beside each other, and how they are cut into chunks.
     Where blocks are laid out on the host it is made there, and no device is asked for sizes."""
 
@@ -60,15 +59,6 @@ class RowPlan:
     teachers: torch.Tensor  # (m,) int64 their teacher rows, each once
     which: torch.Tensor  # (n,) int64 of these, each row's
     chunks: list[tuple[int, int, int, int]]  # first row and the one behind the last, the same of teacher rows
-
-    def to(self, device: torch.device) -> "RowPlan":
-        """Return the same on another device."""
-        moved = (part.to(device, non_blocking=True) for part in (self.kept, self.teachers, self.which))
-        return RowPlan(*moved, self.chunks)
-
-    def pinned(self) -> "RowPlan":
-        """Return the same in memory that a GPU reads by itself."""
-        return RowPlan(*(part.pin_memory() for part in (self.kept, self.teachers, self.which)), self.chunks)
 
 
 def plan_rows(teacher_rows: torch.Tensor, weights: torch.Tensor, chunk_rows: int) -> RowPlan:
@@ -143,24 +133,20 @@ class _Objective(torch.autograd.Function):
         wants = ctx.needs_input_grad
         head, weights, by_block = own_head.to(hidden.dtype), batch.weights, WEIGHTS[batch.config.weights].by_block
 
-        def row_weights(survival: torch.Tensor) -> torch.Tensor:  # (G, L)
-            if by_block is None:
-                return weights.to(survival.dtype)
-            return weights * by_block(survival, weights > 0, batch.config)
+        def row_weights(likely: torch.Tensor) -> torch.Tensor:  # (G, L)
+            return weights.to(likely.dtype) if by_block is None else weights * by_block(likely, weights > 0)
 
         drafted, known = _Drafted(hidden, head, correction, None if out is None else out.to(hidden.dtype)), None
         if wants[1] or wants[3]:
-            known = row_weights(weights if by_block is None else _scan(drafted, batch).survival)
-        scan = _scan(drafted, batch, wants, known)
-        factors = row_weights(scan.survival) if known is None else known
+            known = row_weights(weights if by_block is None else _Scan(drafted, batch).likely)
+        scan = _Scan(drafted, batch, wants, known)
+        factors = row_weights(scan.likely) if known is None else known
         loss = (scan.rows * factors).sum()
-        if batch.config.weights == "multistep":
-            loss = (weights * (1 - scan.survival.cumprod(1))).sum()
         for gradient in (scan.gradients.hidden, scan.gradients.correction):
             if gradient is not None:
                 gradient.mul_(factors.view(-1, 1).to(gradient.dtype))
         ctx.save_for_backward(*scan.gradients)
-        ctx.mark_non_differentiable(scan.rows, scan.agree, *[scan.overlap] * batch.overlap)
+        ctx.mark_non_differentiable(scan.rows, scan.agree, scan.overlap)
         return RowLoss(loss, scan.rows, scan.agree, scan.overlap)
 
     @staticmethod
@@ -178,135 +164,102 @@ class _Drafted(NamedTuple):
     out: torch.Tensor | None = None  # (V, r)
 
 
-class _Scan(NamedTuple):
-    """What a pass over the rows found."""
+class _Scan:
+    """A pass over the rows that count, chunk by chunk. wants: with respect to which parts of `drafted` gradients are
+    formed: of each row's divergence; of matrices of the whole loss, whose `row_weights` (G, L) are needed then.
 
-    rows: torch.Tensor  # (G, L) divergences
-    survival: torch.Tensor  # (G, L) the overlap with weights "multistep", else the probability of the label
-    agree: torch.Tensor  # (G, L)
-    overlap: torch.Tensor | None  # (G, L)
-    gradients: _Drafted  # of each row's divergence; of matrices: of the whole loss
+    Found for every row, (G, L): `rows`, its divergence; `likely`, the drafter's probability of the label; `agree`;
+    `overlap`, where that is asked for.
+    """
 
-
-def _scan(
-    drafted: _Drafted, batch: _Batch, wants: tuple[bool, ...] = (False,) * 4, row_weights: torch.Tensor | None = None
-) -> _Scan:
-    """Go through the rows that count, chunk by chunk. `wants`: with respect to which parts of `drafted` gradients are
-    wanted; `row_weights` (G, L) are those of the loss, needed for matrices."""
-    config, hidden = batch.config, drafted.hidden
-    rows = torch.zeros(len(hidden), dtype=batch.dtype, device=hidden.device)
-    survival = torch.ones_like(rows)
-    agree = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
-    overlap = torch.zeros_like(rows) if batch.overlap else None
-    kinds = None, batch.dtype, None, batch.dtype
-    gradients = _Drafted(
-        *(
-            torch.zeros_like(part, dtype=kind) if wanted else None
-            for part, wanted, kind in zip(drafted, wants, kinds, strict=False)
+    def __init__(
+        self, drafted: _Drafted, batch: _Batch, wants: tuple[bool, ...] = (False,) * 4, row_weights=None
+    ) -> None:
+        self.drafted, self.batch, self.row_weights = drafted, batch, row_weights
+        self.kind = DIVERGENCES[batch.config.divergence]
+        self.rows = torch.zeros(batch.weights.shape, dtype=batch.dtype, device=drafted.hidden.device)
+        self.likely = torch.ones_like(self.rows)
+        self.overlap = torch.zeros_like(self.rows)
+        self.agree = torch.zeros_like(self.rows, dtype=torch.bool)
+        kinds = None, batch.dtype, None, batch.dtype
+        self.gradients = _Drafted(
+            *(
+                torch.zeros_like(part, dtype=kind) if wanted else None
+                for part, wanted, kind in zip(drafted, wants, kinds, strict=False)
+            )
         )
-    )
-    space = _space(batch)
-    for place in batch.plan.chunks:
-        chunk = batch.plan.kept[place[0] : place[1]]
-        found = _chunk(drafted, chunk, place, batch, space)
-        compared = found.compared
-        rows[chunk], agree[chunk] = compared.rows, compared.agree
-        survival[chunk] = 1 - compared.rows if config.weights == "multistep" else compared.log_label.exp()
-        if overlap is not None:
-            overlap[chunk] = compared.overlap
-        weights = None if row_weights is None else row_weights.flatten()[chunk, None].to(batch.dtype)
-        _add_gradients(gradients, found, drafted, chunk, weights, batch)
-        del found
-    rows, survival, agree = (column.view_as(batch.weights) for column in (rows, survival, agree))
-    return _Scan(rows, survival, agree, None if overlap is None else overlap.view_as(batch.weights), gradients)
+        # where the logits of one chunk after the other are written: fresh memory costs a CPU as much as the arithmetic
+        sizes = [(end - begin, last - first) for begin, end, first, last in batch.plan.chunks] or [(0, 0)]
+        like = {"dtype": batch.dtype, "device": batch.head.device}
+        self.room = [torch.empty(max(column), len(batch.head), **like) for column in zip(*sizes, strict=True)]
+        for place in batch.plan.chunks:
+            self.add(*place)
+
+    def add(self, begin: int, end: int, first: int, last: int) -> None:
+        """Compare the rows that lie between `begin` and `end` in the plan with their target; their teacher rows lie
+        between `first` and `last`."""
+        batch, drafted, unary = self.batch, self.drafted, self.batch.config.unary
+        chunk = batch.plan.kept[begin:end]
+        which = batch.plan.which[begin:end] - first
+        label = batch.labels[chunk]
+        outside = more = None
+        student = _logits(drafted.hidden[chunk], drafted.head, batch.scale, self.room[0])  # (rows, V)
+        slope = batch.scale.slope(student)
+        states = batch.teacher_hidden[batch.plan.teachers[first:last]]
+        teacher = _read_teacher(_logits(states, batch.head, batch.scale, self.room[1]), self.kind, batch.overlap)
+        if drafted.correction is not None:
+            outside = _outside(student, label, batch.top_k) if batch.top_k else None
+            if unary:
+                more = student.clone()
+                alone = _compare(self.kind, teacher, which, more, label, None, False)
+                self.rows.view(-1)[chunk] = unary * alone.rows
+                more *= unary
+            correction = drafted.correction[chunk].to(drafted.out.dtype)  # (rows, r)
+            if drafted.out.dtype == student.dtype:  # in place
+                student.addmm_(correction, drafted.out.T)
+            else:
+                student.add_((correction @ drafted.out.T).to(student.dtype))
+        found = _compare(self.kind, teacher, which, student, label, outside, batch.overlap)
+        self.rows.view(-1)[chunk] += found.rows
+        self.agree.view(-1)[chunk] = found.agree
+        self.likely.view(-1)[chunk] = found.log_label.exp()
+        if batch.overlap:
+            self.overlap.view(-1)[chunk] = found.overlap
+        self.differentiate(chunk, student, more, slope)
+
+    def differentiate(
+        self, chunk: torch.Tensor, delta: torch.Tensor, more: torch.Tensor | None, slope: torch.Tensor | float | None
+    ) -> None:
+        """Add the share of the rows `chunk` to the gradients that are wanted. delta (rows, V): the gradient of their
+        divergences with respect to the drafter's logits, overwritten; more (rows, V): with respect to those without
+        corrections alone; slope: of the scale."""
+        gradients, drafted = self.gradients, self.drafted
+        dtype = self.batch.dtype
+        weights = None
+        if self.row_weights is not None:
+            weights = self.row_weights.flatten()[chunk, None].to(dtype)  # (rows, 1)
+        if gradients.correction is not None:
+            gradients.correction[chunk] = (delta.to(drafted.out.dtype) @ drafted.out).to(gradients.correction.dtype)
+        if gradients.out is not None:
+            gradients.out.addmm_(delta.T, drafted.correction[chunk].to(dtype) * weights)
+        if more is not None:
+            delta.add_(more)
+        if slope is not None:
+            delta.mul_(slope)  # from here on with respect to the products
+        if gradients.hidden is not None:
+            gradients.hidden[chunk] = delta.to(self.batch.head.dtype) @ drafted.head
+        if gradients.head is not None:
+            gradients.head.addmm_(delta.T, drafted.hidden[chunk].to(dtype) * weights)
 
 
-class _Space(NamedTuple):
-    """Where the logits of one chunk after the other are written: fresh memory costs a CPU as much as the arithmetic."""
-
-    student: torch.Tensor  # (rows, V)
-    teacher: torch.Tensor  # (distinct rows, V)
-
-
-def _space(batch: _Batch) -> _Space:
-    """Return room for the largest chunk."""
-    sizes = [(end - begin, last - first) for begin, end, first, last in batch.plan.chunks] or [(0, 0)]
-    like = {"dtype": batch.dtype, "device": batch.head.device}
-    return _Space(*(torch.empty(max(column), len(batch.head), **like) for column in zip(*sizes, strict=True)))
-
-
-def _logits(states: torch.Tensor, head: torch.Tensor, scale: LogitScale, space: torch.Tensor) -> torch.Tensor:
-    """Return the logits (rows, V) of states (rows, D), in `space` unless the target scales them."""
-    out = space[: len(states)]
+def _logits(states: torch.Tensor, head: torch.Tensor, scale: LogitScale, room: torch.Tensor) -> torch.Tensor:
+    """Return the logits (rows, V) of states (rows, D), in `room` unless the target scales them."""
+    out = room[: len(states)]
     if states.dtype == head.dtype == out.dtype:  # what autocast would cast, `out=` refuses
         torch.mm(states, head.T, out=out)
     else:
         out.copy_(states @ head.T)
     return scale(out)
-
-
-class _Chunk(NamedTuple):
-    """Rows of a chunk, compared."""
-
-    compared: "_Compared"
-    delta: torch.Tensor  # (rows, V) gradient of their divergences with respect to the drafter's logits
-    unary: torch.Tensor | None  # (rows, V) more of it, with respect to the logits without corrections
-    slope: torch.Tensor | float | None  # (rows, V) of the scale
-
-
-def _add_gradients(
-    gradients: _Drafted,
-    found: _Chunk,
-    drafted: _Drafted,
-    chunk: torch.Tensor,
-    weights: torch.Tensor | None,
-    batch: _Batch,
-) -> None:
-    """Add a chunk's share to the gradients that are wanted; chunk (rows,), weights (rows, 1). Overwrites `found`."""
-    delta = found.delta
-    if gradients.correction is not None:
-        gradients.correction[chunk] = (delta.to(drafted.out.dtype) @ drafted.out).to(gradients.correction.dtype)
-    if gradients.out is not None:
-        gradients.out.addmm_(delta.T, drafted.correction[chunk].to(batch.dtype) * weights)
-    if found.unary is not None:
-        delta.add_(found.unary)
-    if found.slope is not None:
-        delta.mul_(found.slope)  # from here on with respect to the products
-    if gradients.hidden is not None:
-        gradients.hidden[chunk] = delta.to(batch.head.dtype) @ drafted.head
-    if gradients.head is not None:
-        gradients.head.addmm_(delta.T, drafted.hidden[chunk].to(batch.dtype) * weights)
-
-
-def _chunk(
-    drafted: _Drafted, chunk: torch.Tensor, place: tuple[int, int, int, int], batch: _Batch, space: _Space
-) -> _Chunk:
-    """Compare the rows `chunk` (rows,), which lie at `place` in the plan, with their target."""
-    config, label = batch.config, batch.labels[chunk]
-    kind, (begin, end, first, last) = DIVERGENCES[config.divergence], place
-    which = batch.plan.which[begin:end] - first
-    student = _logits(drafted.hidden[chunk], drafted.head, batch.scale, space.student)  # (rows, V)
-    slope = batch.scale.slope(student)
-    states = batch.teacher_hidden[batch.plan.teachers[first:last]]
-    teacher = _read_teacher(_logits(states, batch.head, batch.scale, space.teacher), kind, batch.overlap)
-    unary, rows, outside = None, 0, None
-    if drafted.correction is not None:
-        if batch.top_k:
-            outside = _outside(student, label, batch.top_k)
-        if config.unary:
-            unary = student.clone()
-            rows = config.unary * _compare(kind, teacher, which, unary, label, None, False).rows
-            unary *= config.unary
-        student = _corrected(student, drafted.correction[chunk].to(drafted.out.dtype), drafted.out)
-    compared = _compare(kind, teacher, which, student, label, outside, batch.overlap)
-    return _Chunk(compared._replace(rows=compared.rows + rows), student, unary, slope)
-
-
-def _corrected(student: torch.Tensor, correction: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Add the corrections (rows, r) by `out` (V, r) to logits (rows, V), in place where the dtypes are one."""
-    if out.dtype == student.dtype:
-        return student.addmm_(correction, out.T)
-    return student.add_((correction @ out.T).to(student.dtype))
 
 
 def _outside(alone: torch.Tensor, label: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""What a training step costs, by formulas: parameters, operations, memory. `train.forecast` prints it.
-
-All follows from the target's config.json and the run's configuration.
+"""What a training run takes, before it is begun: `./launch.sh plan [the overrides of the run]`. Memory and operations
+follow by formulas from the target's config.json and the configuration; time from the rate of large matrix products,
+measured where the device is at hand.
 
 B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block,
 Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I intermediate
@@ -14,119 +14,74 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from data.packing import packed_rows
+from data.prompts import evaluation_prompts
+from data.rows import single
 from infer.attention.masks import GROUP
-from infer.drafters.base import new_drafter
+from infer.drafters.base import default_mask_token, new_drafter
+from infer.evaluation.evaluate import brief, parts_of
 from infer.evaluation.measuring import synchronised_clock
-from infer.targets.loading import load_config, resolve_path
-from infer.targets.support import expert_share, head_size, key_heads, mlp_size
+from infer.targets.loading import load_config, load_tokenizer, resolve_path
+from infer.targets.support import expert_share, head_size, key_heads, mlp_size, refuse_unsupported
+from infer.targets.target import tokenizer_digest
+from infer.utils.progress import Progress, duration
 from train.config import TrainConfig
-from train.engine import compiles
+from train.engine import compiles, compute_dtype, measured_precision, micro_batch, target_dtype
+from train.features import row_bytes
+from train.run.folder import used_ids
+from train.run.initial import named_mask, resolve_init
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PretrainedConfig
 
 BUCKET = 500_000_000  # gradients that ZeRO gathers before it reduces them, DeepSpeed's default
 FITS = 0.9  # of a device's memory, at most, that a step may be planned to take
+SHARE = 0.4  # of a device's rate of large matrix products that a run is expected to reach
+H100 = 989e12  # operations a second in bfloat16
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that a step's work depends on."""
+class StepShape:
+    """The sizes that a step's work depends on, from a run's configuration and its target's config.json; `rows` of a
+    pass if they are not the whole step's."""
 
-    rows: int  # B
-    length: int  # T
-    anchors: int  # N
-    block: int  # K
-    block_queries: int  # W
-    input_size: int  # features that the drafter's query, key and value projections take
-    drafter_parameters: int
-    trains_head: bool
-    rank: int  # of a conditional head's corrections, 0 without
-    tapped: int  # layers of the target whose outputs are features
-    layers: int  # of the drafter
-    hidden: int  # D
-    width: int  # A
-    head_dim: int
-    kv_width: int  # A'
-    intermediate: int  # I
-    vocabulary: int  # V
-    target_layers: int
-    target_parameters: int  # all of them
-    target_ends: int  # of these, embedding and head
-    target_active: int  # of the others, those that a token passes through: not all experts
-    chunk_rows: int
+    def __init__(self, config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> None:
+        from transformers import AutoModelForCausalLM
 
-    @property
-    def context(self) -> int:
-        """B * T positions."""
-        return self.rows * self.length
-
-    @property
-    def queries(self) -> int:
-        """Q."""
-        return self.rows * self.anchors * self.block_queries
-
-    @property
-    def drafted(self) -> int:
-        """Supervised rows, at most."""
-        return self.rows * self.anchors * (self.block - 1)
-
-    @property
-    def input_matrices(self) -> int:
-        """Entries of one layer's query, key and value projections."""
-        return self.input_size * (self.width + 2 * self.kv_width)
-
-    @property
-    def output_matrices(self) -> int:
-        """Entries of one layer's other matrices."""
-        return self.hidden * (self.width + 3 * self.intermediate)
+        text, rows = theirs.get_text_config(), rows or config.optim.batch
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(theirs)
+            drafter = new_drafter(config.drafter, None, text)
+        head, blocks = drafter.conditional_head, rows * config.anchors
+        counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        tables = (model.get_input_embeddings(), model.get_output_embeddings())
+        experts = sum(count for name, count in counts.items() if ".experts." in name)
+        self.length = config.data.length  # T
+        self.block = config.drafter.block_size  # K
+        self.context = rows * self.length  # B * T
+        self.queries = blocks * drafter.num_queries  # Q
+        self.drafted = blocks * (self.block - 1)  # B * N * L, supervised rows at most
+        self.chunk_rows = min(config.objective.chunk_rows, self.drafted)
+        # features that the drafter's query, key and value projections take
+        self.input_size = next(w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight"))
+        self.drafter_parameters = sum(parameter.numel() for parameter in drafter.parameters())
+        self.trains_head = drafter.lm_head is not None
+        self.rank = 0 if head is None or head.out is None else head.out.shape[1]  # of a head's corrections
+        self.tapped = len(drafter.layer_ids)  # layers of the target whose outputs are features
+        self.layers = config.drafter.layers
+        self.hidden = text.hidden_size  # D
+        self.vocabulary = text.vocab_size  # V
+        self.intermediate = mlp_size(text)  # I
+        self.width = text.num_attention_heads * head_size(text)  # A
+        self.kv_width = key_heads(text) * head_size(text)  # A'
+        self.target_layers = text.num_hidden_layers
+        self.target_parameters = sum(counts.values())
+        # of these, embedding and head; and of the others those that a token passes through: not all experts
+        self.target_ends = sum({id(p): p.numel() for table in tables for p in table.parameters()}.values())
+        self.target_active = self.target_parameters - self.target_ends - round(experts * (1 - expert_share(text)))
 
 
-def shape_of(config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> Shape:
-    """Return the sizes of a run on a target, from its config.json; `rows` of a pass if they are not the whole
-    step's."""
-    from transformers import AutoModelForCausalLM
-
-    text = theirs.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(theirs)
-        drafter = new_drafter(config.drafter, None, text)
-    head = drafter.conditional_head
-    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    ends = {
-        id(p): p.numel() for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()
-    }
-    experts = sum(count for name, count in counts.items() if ".experts." in name)
-    share = expert_share(text)
-    everything = sum(counts.values())
-    head_dim = head_size(text)
-    return Shape(
-        rows=rows or config.optim.batch,
-        length=config.data.length,
-        anchors=config.anchors,
-        block=config.drafter.block_size,
-        block_queries=drafter.num_queries,
-        input_size=next(w.shape[1] for name, w in drafter.named_parameters() if name.endswith("q_proj.weight")),
-        drafter_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
-        trains_head=drafter.lm_head is not None,
-        rank=0 if head is None or head.out is None else head.out.shape[1],
-        tapped=len(drafter.layer_ids),
-        layers=config.drafter.layers,
-        hidden=text.hidden_size,
-        width=text.num_attention_heads * head_dim,
-        kv_width=key_heads(text) * head_dim,
-        intermediate=mlp_size(text),
-        vocabulary=text.vocab_size,
-        target_layers=text.num_hidden_layers,
-        target_parameters=everything,
-        target_ends=sum(ends.values()),
-        target_active=everything - sum(ends.values()) - round(experts * (1 - share)),
-        chunk_rows=config.objective.chunk_rows,
-        head_dim=head_dim,
-    )
-
-
-def step_operations(shape: Shape) -> dict[str, float]:
+def step_operations(shape: StepShape) -> dict[str, float]:
     """Useful floating-point operations of one pass, by part: a product of matrices counts two an entry and inner step;
     what a causal mask hides, an implementation recomputes or repeats is not counted."""
     s = shape
@@ -134,7 +89,8 @@ def step_operations(shape: Shape) -> dict[str, float]:
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
     context = 6 * s.layers * 2 * s.input_size * s.kv_width * s.context
     attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
-    layers = 6 * s.layers * (s.input_matrices + s.output_matrices) * s.queries
+    matrices = s.input_size * (s.width + 2 * s.kv_width) + s.hidden * (s.width + 3 * s.intermediate)
+    layers = 6 * s.layers * matrices * s.queries
     drafter = features + context + layers + attention
     teacher, corrections = min(s.context, s.drafted), 3 * s.rank * s.drafted
     return {
@@ -145,7 +101,7 @@ def step_operations(shape: Shape) -> dict[str, float]:
 
 
 def step_memory(
-    shape: Shape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool
+    shape: StepShape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool
 ) -> dict[str, float]:
     """Bytes on one device at a step's peak, by part. weight: bytes of a target's weight; product: bytes of an entry in
     the drafter's products (2 under autocast)."""
@@ -172,10 +128,10 @@ def step_memory(
     ends = 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
     kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
     distinct = min(1, s.context / s.drafted)  # teacher rows for a row
-    chunk = 4 * (4 if cuda else 1 + distinct) * min(s.chunk_rows, s.drafted) * s.vocabulary
+    chunk = 4 * (4 if cuda else 1 + distinct) * s.chunk_rows * s.vocabulary
     backward = 3 * product * s.queries * s.intermediate + (layer if config.recompute else 0) - once * ends
     gradients = 4 * parameters / (world if stage >= 2 else 1)
-    if config.optim.batch <= s.rows * world:  # one pass a step: they come while activations go
+    if config.optim.batch * s.length <= s.context * world:  # one pass a step: they come while activations go
         gradients = max(0, gradients - kept)
     gradients += 4 * min(parameters, BUCKET) if stage else 0
     return {
@@ -197,52 +153,25 @@ def device_memory(device: torch.device, processes: int) -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """Whether the drafter's layers are computed again in the backward pass, and why: bytes on one device at a step's
-    peak without and with it, and how many there are (None: not known, as the device is not at hand)."""
-
-    asked: bool | None  # None: where a step would not fit otherwise
-    without: float
-    with_it: float
-    room: float | None
-
-    @property
-    def chosen(self) -> bool:
-        """Whether they are."""
-        if self.asked is None:
-            return self.room is not None and self.without > FITS * self.room
-        return self.asked
-
-    def __str__(self) -> str:
-        """One line for the user."""
-        peak, other = (self.with_it, self.without) if self.chosen else (self.without, self.with_it)
-        line = f"memory     {in_bytes(peak)} on each device at a step's peak"
-        if self.room is not None:
-            line += f", of {in_bytes(self.room)}"
-        if self.chosen:
-            line += f"; layers are computed again in the backward pass: without it {in_bytes(other)}"
-        else:
-            line += f"; {in_bytes(other)} with recompute=true"
-        if self.asked is None and self.room is None:
-            line += ", which a run chooses by itself where it would not fit"
-        if self.room is not None and peak > FITS * self.room:
-            line += (
-                ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take "
-                "less"
-            )
-        return line
-
-
-def recompute_of(
-    shape: Shape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool, room: float | None
-) -> Recompute:
-    """Return whether a run computes layers again; `room`: the bytes of a device, otherwise as `step_memory`."""
-    without, with_it = (
-        sum(step_memory(shape, replace(config, recompute=again), world, weight, product, cuda).values())
-        for again in (False, True)
-    )
-    return Recompute(config.recompute, without, with_it, room)
+def with_recompute(
+    config: TrainConfig, shape: StepShape, world: int, weight: int, product: int, cuda: bool, room: float | None
+) -> tuple[TrainConfig, str]:
+    """Return the configuration, with layers computed again in the backward pass where that is left open and a step
+    would not fit otherwise, and a line that says what it takes. room: bytes of a device, None where it is not at hand;
+    otherwise as `step_memory`."""
+    ways = {again: replace(config, recompute=again) for again in (False, True)}
+    sizes = {again: sum(step_memory(shape, ways[again], world, weight, product, cuda).values()) for again in ways}
+    chosen = config.recompute
+    if chosen is None:
+        chosen = room is not None and sizes[False] > FITS * room
+    line = f"memory     {in_bytes(sizes[chosen])} on each device at a step's peak"
+    line += "" if room is None else f", of {in_bytes(room)}"
+    line += f"; {in_bytes(sizes[not chosen])} with recompute={str(not chosen).lower()}"
+    if room is not None and sizes[chosen] > FITS * room:
+        line += (
+            ". That may be too much: optim.micro=1, deepspeed=zero2, target.shard=true and stored features take less"
+        )
+    return ways[chosen], line
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
@@ -278,7 +207,118 @@ def in_bytes(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
-def in_time(seconds: float) -> str:
-    if seconds < 60:
-        return f"{max(1, seconds):,.0f} seconds"
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
+@dataclass(frozen=True)
+class Work:
+    """A run on a device, as far as it is known before anything is loaded."""
+
+    config: TrainConfig
+    shape: StepShape  # of a pass of one process
+    world: int  # processes
+    device: torch.device  # that the run is for
+    room: float | None  # its bytes for a process, where it is at hand
+    memory: dict[str, float]  # bytes on it at a step's peak, by part
+    line: str  # that says what a step takes
+
+
+def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
+    """Return the work of a run on this machine's device, or with target.device=cuda on a GPU. Raises ValueError as the
+    run would."""
+    world = int(os.environ.get("NPROC") or 1)
+    there = torch.cuda.is_available()
+    room = None
+    asked = config.target.device.partition(":")[0]
+    cuda = there if asked == "auto" else asked == "cuda"
+    device = torch.device("cuda" if cuda else "cpu")
+    if cuda <= there:
+        room = device_memory(device, world)
+        precision = measured_precision(config, theirs.get_text_config(), device)
+        config = replace(config, optim=replace(config.optim, precision=precision))
+    shape = StepShape(config, theirs, micro_batch(config, world)[0])
+    sizes = world, target_dtype(config, device).itemsize, compute_dtype(config, device).itemsize, cuda
+    config, line = with_recompute(config, shape, *sizes, room)
+    return Work(config, shape, world, device, room, step_memory(shape, config, *sizes), line)
+
+
+def process_memory(work: Work) -> float:
+    """Return the bytes of a CPU process at its peak: this one's libraries, and beside what training keeps either the
+    rest of a step or, in an evaluation, float32 copies of the target's weights."""
+    parts, copy = work.memory, 4 * work.shape.target_parameters
+    libraries = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    kept = sum(parts[name] for name in ("target", "drafter", "optimiser"))
+    return libraries + max(sum(parts.values()), kept + copy + (parts["target"] != copy) * copy)
+
+
+def rows_of(config: TrainConfig, tokenizer) -> "Dataset | None":
+    """Return the training rows, which the run will find in the cache; None where they are not on this machine yet."""
+    if any(data.source == "hub" for data, _ in single(config.data)):
+        return None
+    return packed_rows(config.data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
+
+
+def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None") -> str:
+    """Return the drafter's mask token in words. Raises ValueError where there is none."""
+    mask, ends = config.drafter.mask_token_id, theirs.eos_token_id
+    if config.drafter.family == "dflash" and mask is None:
+        ends = ends if isinstance(ends, list) else [ends]
+        mask = default_mask_token(tokenizer, theirs.vocab_size, ends, rows and (lambda: used_ids(rows)))
+    return named_mask(mask, tokenizer)
+
+
+def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
+    """Return how many tokens all evaluations of a run decode at most. Raises ValueError where there is no prompt."""
+    options = config.evaluation
+    prompts = evaluation_prompts(config.data, tokenizer, options.prompts, options.prompt_tokens, options.outside)
+    parts = parts_of(prompts, options)
+    every = [*parts, *[brief(parts[0])] * (config.checkpoints - 1)]
+    ways = 4 + len(options.budgets)  # plain, generate, chain, n-grams, and trees
+    return ways * options.max_new_tokens * sum(len(part.prompts) * part.config.repeats for part in every)
+
+
+def time_of(work: Work, steps: int) -> str:
+    """Say how long so many steps take at a share of the device's rate, an H100's where the device is not at hand."""
+    name, rate = "an H100 (989 TFLOP/s in bfloat16)", H100
+    if work.room is not None:
+        name = f"this machine's {work.device.type}"
+        rate = matmul_rate(work.device, compute_dtype(work.config, work.device))
+    passes = work.config.optim.batch * work.shape.length / work.shape.context / work.world
+    spent = duration(steps * passes * sum(step_operations(work.shape).values()) / (SHARE * rate))
+    return f"{steps:,} steps: about {spent} without evaluations, if they reach {100 * SHARE:.0f} % of {name}"
+
+
+def print_plan(config: TrainConfig) -> None:
+    """Print the plan."""
+    config = replace(config, drafter=resolve_init(config.drafter, config.target))
+    options = config.target
+    theirs = target_config(config)
+    tokenizer, rows, mask = None, None, ""
+    refuse_unsupported(theirs)
+    work = work_of(config, theirs)
+    try:
+        tokenizer = load_tokenizer(options.path, options.trust_remote_code, options.chat_template_kwargs)
+    except FileNotFoundError:  # of a model in conf/target that cannot be reached
+        pass
+    else:
+        rows = rows_of(config, tokenizer)
+        mask = mask_of(config, theirs.get_text_config(), tokenizer, rows)
+    shape, device = work.shape, "GPU" if work.device.type == "cuda" else "CPU"
+    print(
+        f"target     {options.path}: {shape.target_parameters / 1e6:,.1f} million parameters, "
+        f"{shape.target_layers} layers, hidden {shape.hidden}, vocabulary {shape.vocabulary:,}\n"
+        f"drafter    {config.drafter.family}, layers {shape.layers}, block {shape.block}: "
+        f"{shape.drafter_parameters / 1e6:,.1f} million{mask}\n"
+        f"step       {config.optim.batch} rows of {shape.length:,} tokens, {config.anchors} blocks each, by "
+        f"{work.world} {device} process{'es' * (work.world > 1)}\n{work.line}"
+    )
+    for part, size in work.memory.items():
+        print(f"           {in_bytes(size):>10}  {part}")
+    if device == "CPU" and Path("/proc/self/statm").exists():
+        print(f"           {in_bytes(process_memory(work)):>10}  in all, with libraries and an evaluation's copies")
+    stored = row_bytes(1, shape.tapped, shape.hidden, "bfloat16")
+    steps = config.optim.steps or 1000
+    known = f"{in_bytes(1e6 * stored)} of stored features a million tokens"
+    if rows is not None:
+        known, steps = f"{len(rows):,} rows, {known}", total_steps(config, len(rows))
+    print(f"data       {known}\ntime       {time_of(work, steps)}")
+    if tokenizer is not None and rows is not None:
+        count, decoded = config.checkpoints, evaluated_tokens(config, tokenizer)
+        print(f"           {count} evaluations of at most {decoded:,} tokens, every way of decoding counted")

@@ -34,7 +34,6 @@ OWN_DEFAULTS = {
     "evaluation": "default",
     "objective": "annealed-kl",
     "target": "embedded",
-    "tracking": "local",
 }
 LONGEST_SENTENCE = 500  # characters
 LARGEST = 2**62  # of a whole number: seeds and counts are 64 bits

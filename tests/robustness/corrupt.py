@@ -127,7 +127,7 @@ def make_checkpoint(folder: Path) -> Reader:
     state.training_state = lambda engine: weights | moments  # as the engine of a run would give it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     (folder / "run").mkdir()
-    saved = state.save(folder / "run", 1, SimpleNamespace(module=drafter), torch.bfloat16, 1)
+    saved = state.save(folder / "run", 1, SimpleNamespace(module=drafter), torch.bfloat16)
     dist.destroy_process_group()
     for part in saved.iterdir():
         part.rename(folder / part.name)

@@ -30,7 +30,7 @@ from infer.utils.overrides import keys_of
 SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
 FREE = {key.name for schema in SCHEMAS.values() for key in keys_of(schema) if key.free and key.is_text}
 SECRET = "secret-7f3a"
-GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "tracking", "decoding", "model"]
+GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "decoding", "model"]
 
 WHOLE = ["-1", "0", "-0", "1", "2", "7", "64", "4096", "2147483648", "4611686018427387904", "9" * 30, "1_000"]
 REAL = ["-1.0", "0.0", "-0.0", "1e-9", "0.5", "0.9999", "1.0", "3.5", "1e30", "1e308", "1e-320"]

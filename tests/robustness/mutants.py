@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
 TARGETS = "tests/infer/targets/test_families.py"
 LAYOUTS, DIGESTS = "tests/infer/formats/test_layouts.py", "tests/infer/formats/test_integrity.py"
-GUARDS = "tests/train/safety/test_guards.py"
+GUARDS = "tests/train/test_guards.py"
 CONTINUITY = "tests/infer/trees/test_continuity.py"
 FAILURES, ADMISSION = "tests/infer/serving/test_failures.py", "tests/infer/engine/test_admission.py"
 SAMPLING, HF = "tests/infer/engine/test_sampling.py", "tests/infer/serving/test_hf.py"
@@ -124,7 +124,7 @@ MUTANTS = [
     (
         "resuming drops the precision of the weights",
         "train/engine.py",
-        ("value.shape, dtype=torch.float32", "value.shape, dtype=torch.bfloat16"),
+        ('"cpu", torch.float32, copy', '"cpu", torch.bfloat16, copy'),
         LOOP + " -k 'killed or other_processes'",
     ),
     (
@@ -149,7 +149,7 @@ MUTANTS = [
     (
         "DART: the head's gradient knows no weights",
         "train/objective.py",
-        ("drafted.hidden[chunk].to(batch.dtype) * weights", "drafted.hidden[chunk].to(batch.dtype)"),
+        ("drafted.hidden[chunk].to(dtype) * weights", "drafted.hidden[chunk].to(dtype)"),
         "tests/train/test_objective.py",
     ),
     (
@@ -210,7 +210,7 @@ MUTANTS = [
     (
         "the cap has no slope",
         "train/objective.py",
-        ("delta.mul_(found.slope)", "pass"),
+        ("delta.mul_(slope)", "pass"),
         "tests/train/test_objective.py -k scaled_logits",
     ),
     (

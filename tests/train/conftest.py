@@ -46,7 +46,7 @@ def small(tmp_path, small_options):
 def run_here(monkeypatch):
     """`train.loop.train`, which leaves environment and signals to the next test as they were; the process group stays,
     DeepSpeed can found none anew. Held-out prompts are read once."""
-    import train.run.hooks as hooks
+    import train.run.evaluation as hooks
     from train.loop import train
 
     plain = hooks.evaluation_prompts

@@ -20,7 +20,7 @@ from train.blocks import anchor_room, draw_anchors, lay_out
 from train.config import ObjectiveConfig, TrainConfig
 from train.divergences import DIVERGENCES
 from train.loop import block_loss, draft_states
-from train.run.settle import most_anchors
+from train.run.state import most_anchors
 
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(
@@ -163,14 +163,6 @@ def test_anchors_are_sorted_allowed_and_spread_over_documents():
     assert not valid[2].any()
 
 
-def test_few_candidates_are_each_used_once():
-    rows = packed([[6]], total=20)
-    rows["loss"][:] = False
-    rows["loss"][0, 1:6] = True
-    anchors, valid = draw_anchors(rows["loss"], rows["documents"], jitter(1, 16))
-    assert sorted(anchors[valid].tolist()) == [1, 2, 3, 4]
-
-
 def test_no_anchor_is_drawn_twice():
     """600 candidates, 512 slots: 512 different ones; every candidate is drawn about as often as another."""
     rows, seen = packed([[603]], total=640), torch.zeros(640)
@@ -243,16 +235,6 @@ def test_which_labels_of_a_block_with_gaps_are_learnt(kind):
     assert torch.equal(blocks.supervised, expected)
 
 
-def test_a_batch_without_anchors_gives_zero_loss_and_gradient(make_tiny):
-    target, drafter = make_tiny(block_size=K)
-    rows = packed([[10]], total=16)
-    rows["loss"][:] = False
-    loss = block_loss(drafter, target, rows, some_blocks(rows, 4), config()).loss
-    loss.backward()
-    assert loss.item() == 0
-    assert all(torch.isfinite(p.grad).all() and not p.grad.any() for p in drafter.parameters() if p.grad is not None)
-
-
 def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
     """Final states (B, N, W, D) of all blocks, from given or freshly computed features and inputs."""
     if features is None:
@@ -264,26 +246,6 @@ def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
     masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
     hidden = drafter(features, rows["positions"], *inputs, *masks)
     return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.num_queries))
-
-
-@FAMILIES
-def test_perturbing_what_a_block_must_not_see_changes_no_bit(make_tiny, family):
-    target, drafter = make_tiny(block_size=K, **family)
-    rows = packed([[14, 16]], total=32, seed=5)
-    rows["loss"][:, :30] = True
-    blocks = some_blocks(rows, 8)
-    with torch.no_grad():
-        before = block_hidden(drafter, target, rows, blocks)
-        for n in range(8):
-            anchor = int(blocks.anchors[0, n])
-            document = rows["documents"][0] == rows["documents"][0, anchor]
-            changed = {name: column.clone() for name, column in rows.items()}
-            hidden_from = ~document | (torch.arange(32) > anchor)
-            changed["ids"][0, hidden_from] = (changed["ids"][0, hidden_from] + 7) % 90
-            after = block_hidden(drafter, target, changed, blocks)
-            assert torch.equal(before[0, n], after[0, n])
-            changed["ids"][0, anchor] = (rows["ids"][0, anchor] + 1) % 90
-            assert not torch.equal(before[0, n], block_hidden(drafter, target, changed, blocks)[0, n])
 
 
 @FAMILIES
@@ -337,34 +299,6 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
                     drafter.update_context(target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state)
                 marginals = drafter.draft(target, ids[:, anchor], state)
                 assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
-
-
-@FAMILIES
-def test_rows_of_a_batch_draft_as_if_alone(make_tiny, family):
-    target, drafter = make_tiny(block_size=K, **family)
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(3, 9, drafter.fc.in_features, generator=generator)
-    ids = torch.randint(90, (3, 9), generator=generator)
-    bonus = torch.tensor([5, 6, 7])
-    together = drafter.state(3, 30)
-    counts, later, last = [9, 4, 6], [1, 3, 2], [2, 0, 1]  # a row may be done while others still take in their prompts
-    with together.add(3) as rows:
-        drafter.update_context(target, features, ids, counts, rows)
-        drafter.update_context(target, features[:, 2:4], ids[:, 2:4], last, rows)
-    drafter.update_context(target, features[:, :3], ids[:, :3], later, together, torch.tensor(later))
-    second = drafter.draft(target, bonus, together)
-    for b in range(3):
-        state = drafter.state(1, 30)
-        with state.add(1) as row:
-            for part, count in ((slice(0, 9), counts[b]), (slice(2, 4), last[b])):
-                if count:
-                    some = features[b : b + 1, part][:, :count], ids[b : b + 1, part][:, :count]
-                    drafter.update_context(target, *some, [count], row)
-        drafter.update_context(target, features[b : b + 1, : later[b]], ids[b : b + 1, : later[b]], [later[b]], state)
-        alone = drafter.draft(target, bonus[b : b + 1], state)
-        assert torch.allclose(alone[0], second[b], atol=1e-5)
-    together.keep([2, 1])
-    assert torch.allclose(drafter.draft(target, bonus[[2, 1]], together), second[[2, 1]], atol=1e-5)
 
 
 def blocks_see(starts, documents, width: int, causal: bool, window: int | None) -> torch.Tensor:
@@ -430,20 +364,6 @@ def test_ranges_are_what_a_double_loop_sees(monkeypatch, causal, window):
             assert torch.equal(getattr(one, name), getattr(theirs, name))
 
 
-def test_flex_attention_takes_the_same_mask():
-    """FlexAttention's forward, which runs on the CPU, agrees with the dense mask."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    generator = torch.Generator().manual_seed(0)
-    documents = torch.tensor([[0] * 20 + [1] * 30 + [-1] * 14])
-    anchors = torch.tensor([[3, 12, 25, 40]])
-    q = torch.randn(1, 4, 16, 8, generator=generator)
-    k, v = torch.randn(2, 1, 2, 80, 8, generator=generator)
-    mask = block_mask(anchors, documents, K)
-    flex = flex_attention(q, k, v, block_mask=mask.tiles, enable_gqa=True)
-    assert torch.allclose(flex, attend(q, k, v, mask), atol=1e-5)
-
-
 @pytest.mark.parametrize("causal, window", [(False, None), (True, None), (True, 5)])
 def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
     """In two rows, one with anchors in two documents and an unused slot, forward and backward."""
@@ -480,21 +400,6 @@ def test_compiled_flex_attention_equals_the_dense_mask_on_cuda():
         outs.append([x.cpu() for x in (out, *(part.grad for part in parts))])
     for dense_part, flex_part in zip(*outs, strict=True):
         assert torch.allclose(dense_part, flex_part, atol=1e-3)
-
-
-def test_packed_rows_give_the_target_what_single_documents_give(make_tiny):
-    target, _ = make_tiny()
-    rows = packed([[5, 11, 8]], total=26)
-    packed_row = (rows["ids"], rows["positions"], rows["documents"])
-    together = target.packed_features(*packed_row, (1, 4))
-    begin = 0
-    for length in (5, 11, 8):
-        out = target.model(rows["ids"][:, begin : begin + length], output_hidden_states=True)
-        expected = torch.cat([out.hidden_states[2], out.hidden_states[5]], -1)
-        assert torch.allclose(together.context[:, begin : begin + length], expected, atol=1e-5)
-        assert torch.allclose(target.head(together.last)[:, begin : begin + length], out.logits, atol=1e-4)
-        begin += length
-    assert packed_mask(rows["positions"], rows["documents"]).dense.any(-1).all()
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])

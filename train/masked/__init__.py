@@ -1,3 +1,3 @@
 """Training of masked diffusion models: a causal language model made bidirectional.
-May import infer, data, train's top, train.pretraining, train.run and train.safety.
+May import infer, data, train's top, train.pretraining and train.run.
 Start with objective.py (the bound on the likelihood), then diffusion.py (the training)."""

@@ -1,3 +1,3 @@
-"""A run's folder: its configuration and lock, checkpoints, log, evaluations, progress and tracking.
-May import infer, data, train's top and train.safety.
-Start with folder.py (who may write), then checkpoints.py (what a run goes on from) and log.py (metrics.jsonl)."""
+"""A run's folder: its configuration and lock, state, checkpoints, log, evaluations.
+May import infer, data and train's top but for loop.
+Start with state.py (what a run is), then folder.py (who may write) and checkpoints.py (what a run goes on from)."""

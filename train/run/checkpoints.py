@@ -10,16 +10,13 @@
     <run>/checkpoints/best -> step-...
 
 Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training state and
-nothing else; the next one of either kind takes its place. It is copied first and written while training goes on. Each
-is written into a hidden sibling folder, synced, given its manifest and renamed, so that a kill at any moment leaves
-either none or a whole one. There is no other state: data order, anchors and learning rate are pure functions of seed
-and step.
+nothing else; the next one of either kind takes its place. Each is written into a hidden sibling folder, synced, given
+its manifest and renamed, so that a kill at any moment leaves either none or a whole one. There is no other state: data
+order, anchors and learning rate are pure functions of seed and step.
 """
 
 import json
 import shutil
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,9 +27,10 @@ from infer.formats.checkpoint import NGRAMS, save_drafter
 from infer.utils.entry import Stopped, disk
 from infer.utils.files import file_digest, replacing, sync, write_json
 from train.engine import training_state
-from train.safety.processes import first_only
+from train.processes import first_only
 
 MANIFEST, STATE = "manifest.json", "state.safetensors"
+KEPT = 2  # newest checkpoints that keep their training state; drafters and evaluations always stay
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -57,77 +55,24 @@ def _digest(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
-def save(run: Path, step: int, engine, dtype: torch.dtype, keep_states: int) -> Path:
-    """Save a checkpoint: the training state and the drafter (in `dtype`); return the finished folder. Called by every
-    process. Raises Stopped in all of them if it cannot be written; nothing half-written is left then."""
+def save(run: Path, step: int, engine, dtype: torch.dtype | None = None) -> Path:
+    """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a rolling state in place
+    of the one before; return the finished folder. Called by every process. Raises Stopped in all of them if it cannot
+    be written; nothing half-written is left then."""
     state = training_state(engine)
-    config = engine.module.config
+    folder = run / "checkpoints" / f"rolling-{step:08d}" if dtype is None else checkpoint_folder(run, step)
 
     def write() -> Path:
-        folder = _write(checkpoint_folder(run, step), step, state, (config, dtype))
-        tidy(run, step, keep_states)
+        _write(folder, step, state, dtype and (engine.module.config, dtype))
+        tidy(run, step)
         return folder
 
     return first_only(write)
 
 
-def save_rolling(run: Path, step: int, engine, writer: "Writer") -> None:
-    """Copy the training state, and let `writer` write it in place of the previous rolling one while training goes on.
-    Called by every process. Raises Stopped in all of them if the one before could not be written."""
-    first_only(writer.wait)
-    state = training_state(engine)
-
-    def write() -> Path:
-        folder = _write(run / "checkpoints" / f"rolling-{step:08d}", step, state, None)
-        for old in rolling(run):
-            if old != folder:
-                shutil.rmtree(old, ignore_errors=True)
-        return folder
-
-    first_only(lambda: writer.start(write))
-
-
-class Writer:
-    """A thread that writes one checkpoint at a time, in the first process."""
-
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.outcome: Path | BaseException | None = None  # of the last one
-
-    def start(self, write: Callable[[], Path]) -> None:
-        """Begin to write; the one before has been waited for."""
-
-        def work() -> None:
-            try:
-                self.outcome = write()
-            except BaseException as error:  # noqa: BLE001  raised by `wait`
-                self.outcome = error
-
-        self.thread = threading.Thread(target=work)  # no daemon: the process does not end amid a file
-        self.thread.start()
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last one could not be written."""
-        return isinstance(self.outcome, BaseException)
-
-    def wait(self) -> Path | None:
-        """Return the folder that was written last, once it is whole. Raises what went wrong."""
-        self.close()
-        if self.failed:
-            raise self.outcome
-        return self.outcome
-
-    def close(self) -> None:
-        """Wait until nothing is being written."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-
-
 def _write(
     final: Path, step: int, state: dict[str, torch.Tensor], drafter: tuple[Qwen3Config, torch.dtype] | None
-) -> Path:
+) -> None:
     """Write the folder `final` with a training state, a drafter if its configuration and dtype are given, and a
     manifest."""
     partial = final.parent / f".{final.name}"
@@ -155,13 +100,12 @@ def _write(
     except Stopped:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return final
 
 
-def tidy(run: Path, step: int, keep_states: int) -> None:
+def tidy(run: Path, step: int) -> None:
     """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it, the next start
     does. Newer checkpoints are damaged; they are kept until overwritten."""
-    for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-keep_states]:
+    for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-KEPT]:
         shutil.rmtree(old / "state", ignore_errors=True)
     for old in rolling(run):
         if step_of(old) < step or checkpoint_folder(run, step).exists():
@@ -187,8 +131,6 @@ def find_damage(folder: Path) -> str | None:
     if f"state/{STATE}" not in expected:
         return f"its manifest names no state/{STATE}"
     for name, digest in expected.items():
-        if "\0" in name or not (folder / name).resolve().is_relative_to(folder.resolve()):
-            return f"its manifest names {name!r}, which is outside of it"
         if not (folder / name).is_file():
             return f"{name} is missing"
         if _digest(folder / name) != digest:
@@ -207,10 +149,10 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's training state, as `train.engine.training_state` took it. Its files were checked by
-    `newest`."""
-    return load_file(folder / "state" / STATE)
+def load(folder: Path | None) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's training state, as `train.engine.training_state` took it; nothing without one. Its files
+    were checked by `newest`."""
+    return load_file(folder / "state" / STATE) if folder is not None else {}
 
 
 def mark_best(run: Path, best: Path) -> None:

@@ -1,36 +1,36 @@
-"""A run's folder: its configuration, its lock, its log.
+"""A run's folder: its configuration, its lock, and what it learns from.
 
-An existing run is continued or refused, never overwritten, and never written by two processes at once.
-`check_run_folder` refuses before models load what can be known then; `open_run` makes the folder once all is loaded.
+An existing run is continued or refused, never overwritten, and never written by two processes at once. A path says
+neither what is there today nor what was there when the run was begun: target and training rows are known by content.
 """
 
+import hashlib
 import json
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from infer.targets.identity import target_identity
+from infer.targets.target import Target
 from infer.utils.entry import disk
 from infer.utils.files import locked, refuse_other_settings, write_json
 from infer.utils.redact import redact
 from train.config import TrainConfig
+from train.features import StoredRows
 from train.run.checkpoints import remove_partial
-from train.run.sources import SOURCES, refuse_other_sources
+from train.run.log import METRICS
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+CONFIG, SOURCES = "config.json", "sources.json"
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
-FREE = ("resume", "runs_dir", "keep_states", "save_minutes", "log_every", "tracking", "evaluation", "deepspeed")
-FREE += (
-    "guards",
-    "ngrams",
-    "optim.micro",
-    "optim.precision",
-    "compile",
-    "recompute",
-    "target.shard",
-    "target.device",
-    "data.num_proc",
-)
+FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
+FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device", "data.num_proc")
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -44,7 +44,7 @@ def plain(config: TrainConfig) -> dict:
 
 def begun(run: Path) -> bool:
     """Return whether a run took a step: one that ended before that keeps nobody from using its name."""
-    return any((run / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+    return any((run / name).exists() for name in (METRICS, "checkpoints"))
 
 
 def completed(known: dict, defaults: dict) -> dict:
@@ -57,64 +57,96 @@ def completed(known: dict, defaults: dict) -> dict:
     return filled
 
 
-def refuse_another(config: TrainConfig, run: Path) -> None:
-    """Raise ValueError when the folder holds a run of another configuration, or any run and resume=never."""
-    file = run / "config.json"
-    if not file.exists() or not begun(run):
-        return
-    if config.resume == "never":
-        raise ValueError(f"{run} holds a run already: go on with it by resume=auto, or choose another name=")
+def recorded(file: Path) -> dict:
+    """Return what a run wrote when it was begun. Raises ValueError where it is damaged."""
     try:
-        known = json.loads(file.read_text())
-    except ValueError as error:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged: choose another name=, or restore it") from error
-    message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
-    refuse_other_settings(completed(known, plain(TrainConfig())), plain(config), message, FREE)
 
 
-def check_run_folder(config: TrainConfig) -> None:
-    """Raise ValueError if the run folder is locked, read-only, holds another configuration or was copied with links
-    followed. Changes nothing."""
+def refuse_another(config: TrainConfig, run: Path) -> None:
+    """Raise ValueError when the folder holds a run of another configuration."""
+    if (run / CONFIG).exists() and begun(run):
+        known = completed(recorded(run / CONFIG), plain(TrainConfig()))
+        message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
+        refuse_other_settings(known, plain(config), message, FREE)
+
+
+@contextmanager
+def open_run(config: TrainConfig) -> Iterator[Path]:
+    """Create the run's folder and hold its lock until the run ends. A run that ends before its first step leaves no
+    folder. Raises ValueError if it is locked, read-only, holds another configuration or was copied with links followed.
+    Rank 0 only."""
     run = run_folder(config)
-    refuse_another(config, run)
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
         if best.is_dir() and not best.is_symlink():
             raise ValueError(
                 f"{best} is a folder where runs have a link to one of the checkpoints beside it, as in a copy that "
                 "followed links: delete it, and the run makes the link again"
             )
-    existing = next(folder for folder in (run, *run.absolute().parents) if folder.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-        if existing == run:
-            with locked(run / "lock", str(run), "name="):
-                pass
-    except OSError as error:
-        raise ValueError(f"{run} cannot be written ({error.strerror or error}): choose another runs_dir=") from error
-
-
-@contextmanager
-def open_run(config: TrainConfig, learnt_from: dict) -> Iterator[Path]:
-    """Create the run folder, write the resolved configuration and what is learnt from (`train.run.sources`), and hold
-    its lock until the run ends. A run that ends before its first step leaves no folder. Rank 0 only."""
-    run = run_folder(config)
-    with disk(str(run)):
-        run.mkdir(parents=True, exist_ok=True)
-    with locked(run / "lock", str(run), "name="):
-        refuse_another(config, run)
-        if begun(run):
-            refuse_other_sources(run, learnt_from)
-        with disk(str(run)):
-            if not begun(run):
-                write_json(run / "config.json", plain(config))
-                write_json(run / SOURCES, learnt_from)
-            remove_partial(run)
+    with ExitStack() as held:
         try:
+            run.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(run / "lock", str(run), "name="))
+        except OSError as error:
+            raise ValueError(f"{run} cannot be written ({error.strerror}): choose another runs_dir=") from error
+        try:
+            refuse_another(config, run)
             yield run
         finally:
             if not begun(run):
-                for name in ("config.json", SOURCES, "lock"):
+                for name in (CONFIG, SOURCES, "lock"):
                     (run / name).unlink(missing_ok=True)
                 with suppress(OSError):  # something else lies there
                     run.rmdir()
+
+
+def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
+    """Write the resolved configuration and what the run learns from (`sources`), or raise ValueError if the run was
+    begun with another target or other rows. A run of an earlier version, which has no record, gets one."""
+    with disk(str(run)):
+        if begun(run) and (run / SOURCES).exists():
+            refuse_other_settings(
+                recorded(run / SOURCES),
+                learnt_from,
+                f"{run} was begun with other contents under the same paths ({{keys}} differ), and rows held out then "
+                "might be learnt from now: restore them, or choose another name=",
+            )
+        else:
+            write_json(run / SOURCES, learnt_from)
+        if not begun(run):
+            write_json(run / CONFIG, plain(config))
+        remove_partial(run)
+
+
+def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
+    """Return what identifies a target (at `path`) and the training rows; about a second for a gigabyte of tokens."""
+    return {
+        "target": target_identity(path, target.tokenizer_digest),
+        "data": {"rows": len(rows), "content": rows_digest(rows)},
+    }
+
+
+def rows_digest(rows: "StoredRows | Dataset") -> str:
+    """Return a digest of all rows' tokens, in order, and of which of them carry loss. Stored features and the rows that
+    they were made of have the same one."""
+    digest = hashlib.sha256()
+    for name, kind in (("ids", np.int64), ("loss", np.bool_)):
+        for part in column_parts(rows, name):
+            digest.update(np.ascontiguousarray(part, dtype=kind))
+    return digest.hexdigest()
+
+
+def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray]:
+    """Yield the entries of a column of all rows, one (entries,) piece after the other."""
+    if isinstance(rows, StoredRows):
+        yield from rows.column_parts(name)
+        return
+    for chunk in rows.data.column(name).chunks:  # pyarrow's, memory-mapped
+        yield chunk.flatten().to_numpy(zero_copy_only=False)
+
+
+def used_ids(rows: "StoredRows | Dataset") -> set[int]:
+    """Return the token ids that training rows have."""
+    return {int(id) for part in column_parts(rows, "ids") for id in np.unique(part)}

@@ -39,11 +39,10 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
         )
     known = fixed_options(drafter)
     given = {key: getattr(options, key) for key in known}
-    wrong = [key for key, value in given.items() if value is not None and value != known[key]]
+    wrong = [key for key, value in given.items() if value not in (None, known[key])]
     if wrong:
         wanted = " ".join(f"drafter.{key}={known[key]}".replace(" ", "") for key in wrong)
-        mine = " ".join(f"drafter.{key}={given[key]}".replace(" ", "") for key in wrong)
-        raise ValueError(f"drafter.init={options.init} is no drafter of {mine}: give {wanted}")
+        raise ValueError(f"drafter.init={options.init} is another drafter than the options say: give {wanted}")
     return replace(options, **known, head=chosen_head(options, HeadConfig(**head_options(drafter.own))))
 
 
@@ -58,24 +57,16 @@ def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: P
     try:
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
     except RuntimeError as error:
-        raise ValueError(
-            f"{checkpoint} holds the weights of another drafter than these options give now, whose defaults may be "
-            f"others than when the run began: choose another name= ({' '.join(str(error).split())[:300]})"
-        ) from error
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"{checkpoint} holds the weights of another drafter: choose another name= ({said})") from error
 
 
 def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
     """Return the conditional head of a drafter that starts from one with the head `own`: its own; where it has none,
     the one that is asked for. Raises ValueError where two differ."""
-    if options.head.name == "none":
-        return own
-    if own.name not in ("none", options.head.name) or (own.name != "none" and own != options.head):
-        asked = {key: value for key, value in vars(options.head).items() if value != getattr(own, key)}
-        raise ValueError(
-            f"drafter.init={options.init} has a conditional head already, {vars(own)}, which differs in {asked}: "
-            "leave head= out"
-        )
-    return options.head
+    if "none" not in (options.head.name, own.name) and own != options.head:
+        raise ValueError(f"drafter.init={options.init} has a conditional head already, {vars(own)}: leave head= out")
+    return options.head if own.name == "none" else own
 
 
 def initial_drafter(config: TrainConfig, target: Target) -> Drafter:

@@ -1,28 +1,28 @@
-"""A run's log: metrics.jsonl, one line of JSON a step."""
+"""What a run says of its steps: metrics.jsonl, one line of JSON a step; the terminal's line; Weights & Biases."""
 
 import json
 import math
+import os
 import resource
-import statistics
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 import torch.distributed as dist
 
+from infer.evaluation.results import Evaluation
 from infer.utils.entry import disk
 from infer.utils.files import atomic_write
-from infer.utils.progress import EVERY
+from infer.utils.progress import Progress
+from infer.utils.redact import redact, redact_text
 from train.config import TrainConfig
-from train.plan import in_time, total_steps
-from train.run.progress import Progress
-from train.run.tracking import Tracker
-from train.safety.guards import Spikes
 
 METRICS = "metrics.jsonl"
-EARLY = 12  # steps after which the time of the rest is said, by the last nine of them; a third of a shorter run's
+WANDB_ID = "wandb_id"  # in the run's folder: a resumed run is the same run there
+EARLY = 12  # steps after which a line says how long the rest takes; a third of a shorter run's
 
 
 def finite(value: float) -> float | None:
@@ -49,67 +49,65 @@ class StepMetrics:
         }
 
 
-class StepLog:
-    """Collects the metrics of steps and writes them together, because reading them synchronises."""
+class RunLog:
+    """Writes the lines of a run, in its first process: into its folder, to the terminal, and where `wandb=true` to
+    wandb; what goes wrong there does not stop a run."""
 
-    def __init__(self, config: TrainConfig, run: Path, rows: int, full_rate: float) -> None:
-        """rows: of the training set; full_rate: seconds of a step's work at the rate of large matrix products."""
-        self.config, self.run, self.full_rate = config, run, full_rate
-        self.spikes = Spikes(config, rows, read_log(run))
-        self.enough = min(EARLY, max(2, total_steps(config, rows) // 3))
-        self.pending: list[tuple[int, float, StepMetrics]] = []
-        self.early: list[float] = []  # seconds of the first steps
-        self.foretold = False
-        self.restart_clock()
+    def __init__(self, config: TrainConfig, folder: Path, done: int, total: int) -> None:
+        """done: steps of the run so far, of `total`."""
+        self.name, self.folder, self.done, self.total = config.name, folder, done, total
+        self.first = dist.get_rank() == 0
+        self.progress = Progress("training", "steps", done, not self.first, sys.stdout)
+        self.wandb = start_wandb(config, folder) if config.wandb and self.first else None
 
-    def restart_clock(self) -> float:
-        """Leave out the time until now: saving and evaluating are no part of a step."""
-        self.began = time.perf_counter()
-        return self.began
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        self.progress.say(text)
 
-    @property
-    def due(self) -> bool:
-        """Whether a user has waited for half a minute, or can be told how long the rest takes."""
-        foretells = not self.foretold and len(self.early) + len(self.pending) >= self.enough
-        return foretells or time.perf_counter() - self.began > EVERY
+    def track(self, action: Callable) -> None:
+        """Do something with wandb's run."""
+        try:
+            if self.wandb is not None:
+                action(self.wandb)
+        except Exception as error:  # noqa: BLE001
+            print(redact_text(f"wandb stopped working and is left out from here on: {error}"))
+            self.wandb = None
 
-    def add(self, step: int, rate: float, metrics: StepMetrics) -> None:
-        """Keep a step's metrics until `write`."""
-        self.pending.append((step, rate, metrics))
-
-    def write(self, progress: Progress, tracker: Tracker) -> None:
-        """Write what was added: in the first process to metrics.jsonl, the tracker and the terminal."""
-        if not self.pending:
+    def step(self, line: dict) -> None:
+        """Write one step's line."""
+        if not self.first:
             return
-        seconds = (time.perf_counter() - self.began) / len(self.pending)
-        cost = {
-            "tokens_per_second": self.config.optim.batch * self.config.data.length / seconds,
-            "mfu": self.full_rate / seconds,
-            "peak_gb": peak_memory(self.pending[0][2].loss.device) / 1e9,
-        }
-        lines = [{"step": step, "lr": rate, **cost, **metrics.numbers()} for step, rate, metrics in self.pending]
-        if dist.get_rank() == 0:
-            with disk(f"{self.run}/{METRICS}"), (self.run / METRICS).open("a") as log:
-                log.write("".join(json.dumps(line) + "\n" for line in lines))
-            for line in lines:
-                tracker.log(line)
-                progress.step(line)
-                if spike := self.spikes(line):
-                    progress.say(spike)
-        self.foretell(progress, lines[-1]["step"], seconds)
-        self.pending.clear()
-        self.restart_clock()
+        with disk(f"{self.folder}/{METRICS}"), (self.folder / METRICS).open("a") as log:
+            log.write(json.dumps(line) + "\n")
+        flat = {key: value for key, value in line.items() if key != "agreement" and value is not None}
+        flat |= {f"agreement/{i + 1}": share for i, share in enumerate(line["agreement"])}
+        self.track(lambda run: run.log(flat, step=line["step"]))
+        agreement = " ".join(f"{100 * share:.0f}" for share in line["agreement"][:8])
+        loss = "not finite" if line["loss"] is None else f"{line['loss']:.3f}"
+        note = f"loss {loss}, agree {agreement} %, prefix {line['prefix']:.2f}, {line['tokens_per_second']:,.0f} tok/s"
+        if line["step"] - self.done == min(EARLY, max(2, (self.total - self.done) // 3)):
+            self.progress.last = 0.0  # a line now, whenever the last one was
+        self.progress(line["step"], self.total, note)
 
-    def foretell(self, progress: Progress, step: int, seconds: float) -> None:
-        """Say once, as soon as the first steps have shown it, how long the rest takes; seconds: of a step."""
-        self.early += [seconds] * len(self.pending)
-        if self.foretold or len(self.early) < self.enough:
-            return
-        self.foretold = True
-        if progress.total > step:
-            typical = statistics.median(self.early[len(self.early) // 4 :])  # the first ones compile
-            left = in_time(typical * (progress.total - step))
-            progress.say(f"about {left} left, by steps of {1000 * typical:,.0f} ms so far; without evaluations")
+    def summary(self, evaluation: Evaluation) -> None:
+        """Log an evaluation's acceptance lengths and speedups to wandb."""
+        figures = {}
+        for method in evaluation.methods:
+            name = f"{method.name}{method.budget or ''}"
+            figures |= {f"tau/{name}": method.tau, f"speedup/{name}": method.speedup}
+        self.track(lambda run: (run.log(figures, step=evaluation.step), run.summary.update(figures)))
+
+    def close(self, page: Path | None) -> None:
+        """Upload the report's page, if there is one, and end wandb's run."""
+
+        def finish(run) -> None:
+            import wandb
+
+            if page is not None:
+                run.log({"report": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
+            run.finish()
+
+        self.track(finish)
 
 
 def read_log(run: Path) -> list[dict]:
@@ -138,3 +136,30 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def start_wandb(config: TrainConfig, folder: Path):
+    """Start a run of wandb, offline without a key; a resumed run is the same run there. No secret goes into its
+    configuration, and neither the command line nor printed text is recorded. Return None if that does not work."""
+    import wandb
+
+    has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    place = folder / WANDB_ID
+    name = place.read_text() if place.exists() else token_hex(4)
+    try:
+        run = wandb.init(
+            id=name,
+            resume="allow" if mode == "online" else None,  # offline, `wandb sync --append` joins the parts
+            project=os.environ.get("WANDB_PROJECT", "blockdraft"),
+            name=redact_text(config.name),
+            dir=str(folder),
+            config=redact(asdict(config)),
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
+        )
+        atomic_write(place, name)
+    except Exception as error:  # noqa: BLE001  training goes on, whatever wandb raises
+        print(redact_text(f"wandb is left out, WANDB_MODE=offline needs no network: {error}"))
+        return None
+    return run

@@ -1,5 +1,4 @@
-"""`torchrun`, with a sentence in place of a traceback after a signal, or when the machine where all machines meet is
-gone: `launch.sh` starts several processes by it.
+"""`torchrun`, with a sentence in place of a traceback after a signal: `launch.sh` starts several processes by it.
 
 torchrun passes a signal on to its processes, waits until they have saved and left, and raises an exception then.
 """
@@ -8,15 +7,13 @@ import signal
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import main
 
 from infer.utils.interrupts import INTERRUPTED
 
 
 def run() -> int:
-    """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1 after other signals, or
-    where the machines do not find each other."""
+    """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1 after other signals."""
     try:
         main()
     except SignalException as stop:
@@ -24,14 +21,6 @@ def run() -> int:
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         print(f"stopped by {name}: what was saved is whole, and the same command goes on from there", file=sys.stderr)
         return INTERRUPTED if number == signal.SIGINT else 1
-    except RendezvousError as error:
-        reason = str(error).split(". See")[0]
-        print(
-            f"error: the machines do not find each other ({reason}): is the machine of RDZV, or the first of NODES, "
-            "there? What was saved is whole, and the same command goes on from there",
-            file=sys.stderr,
-        )
-        return 1
     return 0
 
 

@@ -45,7 +45,6 @@ def checkpoint(make_tiny, tmp_path_factory):
     config.data.source, config.data.path = "jsonl", f"{SECRET}/secret.jsonl"
     config.evaluation.continuity = f"{SECRET}/secret.ngrams"
     config.drafter.init = f"{SECRET}/drafter"
-    config.tracking.project = "secret-project"
     (run / "config.json").write_text(json.dumps(asdict(config)))
     return run / "checkpoints" / "best"
 

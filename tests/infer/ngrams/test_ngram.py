@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from infer.ngrams.count import count_ngrams
-from infer.ngrams.merge import merge
 from infer.ngrams.model import HEADER, NGram
 
 DIGEST = "0123456789abcdef" * 4
@@ -158,26 +157,6 @@ def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, tokens):
         assert model.tokens == sum(map(len, documents))
         NGram.open(out, DIGEST, check=True)
         assert [path.name for path in tmp_path.iterdir()] == ["x.ngram"]
-
-
-@pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (5, 900), (1000, 600)])
-def test_merged_files_are_those_of_all_texts(tmp_path, vocabulary, tokens):
-    """Byte for byte; behind a threshold, what each of them still knows is added up."""
-    parts = [skewed(tokens, vocabulary, seed) for seed in (1, 2, 3)]
-    for order in (1, 2, 4):
-        files = [tmp_path / str(n) for n in range(3)]
-        for file, documents in zip(files, parts, strict=True):
-            count_ngrams(documents, vocabulary, order, file, DIGEST)
-        whole = count_ngrams(sum(parts, []), vocabulary, order, tmp_path / "whole", DIGEST)
-        assert merge(files, tmp_path / "merged", DIGEST).path.read_bytes() == whole.path.read_bytes()
-        count_ngrams(parts[0], vocabulary, order, files[0], DIGEST, threshold=2)
-        pruned, other = plain_counts(parts[0], order), plain_counts(parts[1], order)
-        pruned = Counter({gram: seen for gram, seen in pruned.items() if seen >= 2 or not gram})
-        both = Counter({gram: seen for gram, seen in (pruned + other).items() if seen >= 3 or not gram})
-        assert_is(merge(files[:2], tmp_path / "merged", DIGEST, threshold=3), both, 10)
-    count_ngrams(parts[0], vocabulary, 3, files[1], DIGEST)
-    with pytest.raises(ValueError, match="order 3 over .*order 4 over .*count them again alike"):
-        merge(files, tmp_path / "no", DIGEST)
 
 
 def test_large_counts_pass_the_threshold(tmp_path):

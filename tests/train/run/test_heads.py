@@ -16,7 +16,7 @@ GATED = ["head=markov", "drafter.head.kind=gated", "drafter.head.rank=8", "draft
 
 
 def test_a_head_is_trained_with_the_drafter_and_then_alone(small, run_here, shallow, tmp_path):
-    """Each run checks itself before its first step (train/safety/selfcheck.py) and decodes at its end. The second
+    """Each run checks itself before its first step (train/selfcheck.py) and decodes at its end. The second
     begins from an export in another project's layout."""
     both = run_here(small(*GATED, "objective=dspark", "drafter.sample_from_anchor=true", "optim.steps=2"))
     first = load_drafter(both / "checkpoints" / "best")

@@ -1,11 +1,13 @@
 """What happens at the end of a run: which checkpoint is taken, and what is measured of it."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import train.run.hooks as hooks
+import train.run.evaluation as hooks
 from infer.evaluation.acceptance import find_reference
 from infer.evaluation.results import Acceptance, Evaluation, MethodResult, PromptResult, Reference, write_result
 
@@ -39,12 +41,14 @@ def test_the_best_checkpoint_is_evaluated_in_full(tmp_path, monkeypatch, capsys,
         (folder / "drafter").mkdir(parents=True)
         evaluate(tmp_path, folder, step == 30)
     monkeypatch.setattr(hooks, "first_only", lambda action: action())
-    monkeypatch.setattr(hooks, "evaluate_checkpoint", lambda run, folder, *rest, last: evaluate(run, folder, last))
+    monkeypatch.setattr(hooks, "evaluate_checkpoint", lambda run, folder, log, last: evaluate(run.folder, folder, last))
     monkeypatch.setattr(hooks, "write_report", lambda folder, *rest: folder / "report.html")
-    hooks.evaluate_best(tmp_path, None, None, None, None, None)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"optim": {"batch": 1}, "data": {"length": 1, "source": "stdlib", "path": None}})
+    )
+    hooks.evaluate_best(SimpleNamespace(folder=tmp_path), None)
     hooks.update_report(tmp_path)
     assert hooks.best_checkpoint(tmp_path) == folders[best]
     assert find_reference(tmp_path / "checkpoints" / "best") is not None
-    tracker = type("Tracker", (), {"report": print, "artifact": print})()
-    hooks.finish_report(tmp_path, tracker)
+    hooks.finish_report(tmp_path, SimpleNamespace(close=print))
     assert (f"evaluations share {shared} of" in capsys.readouterr().out) == (best == 30)

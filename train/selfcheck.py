@@ -54,7 +54,8 @@ class SelfCheck:
     def alone(self, drafter: Drafter, target: Target, b: int, n: int, config: TrainConfig) -> torch.Tensor:
         """Return the divergences of one block, (L,); 0 at positions without loss."""
         rows, anchor = self.rows, int(self.blocks.anchors[b, n])
-        begin, end = self.document(b, anchor)
+        inside = (rows["documents"][b] == rows["documents"][b, anchor]).nonzero()[:, 0]
+        begin, end = int(inside[0]), int(inside[-1]) + 1
         ids, positions = rows["ids"][b : b + 1, begin:end], torch.arange(end - begin, device=target.device)[None]
         if "context" in rows:
             part = {name: rows[name][b : b + 1, begin:end] for name in rows if name.startswith(("context", "last"))}
@@ -81,12 +82,6 @@ class SelfCheck:
         distance = (block[:, None] - torch.cat([context, block])).abs()
         return (seen if window is None else seen & (distance < window))[None, None]
 
-    def document(self, b: int, anchor: int) -> tuple[int, int]:
-        """Return where the document of a position begins and ends."""
-        documents = self.rows["documents"][b]
-        found = (documents == documents[anchor]).nonzero()[:, 0]
-        return int(found[0]), int(found[-1]) + 1
-
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
         """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and `features`."""
         head, out = head_weight(drafter, target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
@@ -106,11 +101,9 @@ class SelfCheck:
                 module = drafter.conditional_head
                 scores = alone + F.linear(answer.correction[t].to(target.dtype), module.out.to(target.dtype)).float()
                 if module.top_k:
-                    outside[:] = True
-                    outside[alone.topk(module.top_k).indices] = False
-                    if outside[label]:
-                        outside[alone.topk(module.top_k).indices[-1]] = True
-                        outside[label] = False
+                    likely = alone.topk(module.top_k).indices
+                    likely[-1] = torch.where((likely == label).any(), likely[-1], label)
+                    outside = torch.ones_like(outside).index_fill(0, likely, False)
             compared = (x.masked_fill(outside, IMPOSSIBLE).log_softmax(-1) for x in (log_p, scores))
             out[t] = formula(*compared, label)
             if config.objective.unary:
@@ -131,6 +124,6 @@ class SelfCheck:
             raise Stopped(
                 f"self-check: the training step and a slow plain computation of the same blocks differ by {error:.1e} "
                 f"{how} ({most:.0e} is rounding): mask, objective or compilation is wrong on this "
-                "machine; compile=false leaves out one of them, guards.self_check=false the check"
+                "machine; compile=false leaves out one of them, self_check=false the check"
             )
         return f"self-check: {BLOCKS} blocks computed alone differ from the training step by {how} {error:.1e}"
