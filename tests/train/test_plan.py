@@ -162,7 +162,7 @@ def test_a_plan_counts_what_the_run_reads(small, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert (
         f"data       {len(packed)} rows" in printed
-        and f"time       {total_steps(config, len(packed))} steps" in printed
+        and f"time       {total_steps(config, len(packed)):,} steps" in printed
     )
     assert "mask token 1 (<|mask|>)" in printed and "activations" in printed
     decoded = plan.evaluated_tokens(config, tokenizer)

@@ -36,7 +36,9 @@ def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, m
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(sys, "argv", ["main.py", f"evaluation.continuity={hub}"])
-    run = run_here(small("wandb=true", f"target.sizes={{note: {hub}}}", "optim.steps=1", "self_check=false"))
+    config = small("wandb=true", "optim.steps=1", "self_check=false")
+    config.target.sizes = {"note": hub}
+    run = run_here(config)
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not [file for file in written if key.encode() in file.read_bytes() or hub.encode() in file.read_bytes()]
     assert json.loads((run / "config.json").read_text())["target"]["sizes"]["note"] == HIDDEN
