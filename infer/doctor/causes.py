@@ -206,9 +206,9 @@ def show_template(case: Case) -> str | None:
 
 
 def show_drafted(case: Case) -> str | None:
-    """Say where fewer or more are drafted than a block has, with the anchor's slot or without."""
+    """Say where fewer or more are drafted than a block has, with the anchor's slot or without, and it costs."""
     own = case.drafter.block_size - 1
-    if case.served is None or own - 0.5 <= case.served.drafted <= own + 1.5:
+    if case.served is None or not case.low or own - 0.5 <= case.served.drafted <= own + 1.5:
         return None
     return f"it drafts {case.served.drafted:.1f} tokens a round, of {own}"
 
@@ -228,15 +228,14 @@ READING = "the engine reads the folder otherwise ({}): export it in the format t
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table. `shows`: a sentence where the cause is seen directly, None where it is not; a cause that
-    `counts_always` is named even where acceptance is not low. `trials`: what to replay, for causes that cannot be seen.
-    `mend`: what to do, for a folder and for an engine; {} stands for the trial's label."""
+    """A row of the table. `shows`: a sentence where the cause is seen directly, None where it is not. `trials`: what to
+    replay, for causes that cannot be seen. `mend`: what to do, for a folder and for an engine; {} stands for the
+    trial's label."""
 
     name: str
     shows: Callable[[Case], str | None] = lambda case: None
     trials: Callable[[Target, Drafter], Iterator[Variation]] = lambda target, drafter: iter(())
     mend: tuple[str, str] = (EDIT, READING)
-    counts_always: bool = False
 
 
 CAUSES = (
@@ -247,7 +246,6 @@ CAUSES = (
             "give target.path the model that the drafter was trained for, with that model's own tokenizer",
             "start the engine with the target's own tokenizer files (vLLM: --tokenizer; GGUF: convert again)",
         ),
-        counts_always=True,
     ),
     Cause(
         "another chat template or thinking mode",
@@ -258,7 +256,6 @@ CAUSES = (
             "start the engine with the target's own template (--chat-template <its chat_template.jinja>), and with "
             "chat_template_kwargs as the drafter's config.json has them (vLLM: --default-chat-template-kwargs)",
         ),
-        counts_always=True,
     ),
     Cause(
         "another number of drafts a round",
@@ -272,7 +269,6 @@ CAUSES = (
             "evaluate with the target that the drafter was trained for, or adapt the drafter: " + ADAPT,
             "serve the target in the card's dtype, or adapt the drafter: " + ADAPT,
         ),
-        counts_always=True,
     ),
     Cause("tapped layers off by one", trials=other_layers),
     Cause("features taken behind a norm", trials=other_norms),

@@ -92,7 +92,7 @@ def diagnose(
     if case.served is not None:
         short = f"{there:.2f} tokens a round at {case.served.engine}, {here:.2f} here"
     for cause in CAUSES:
-        if (low or cause.counts_always) and (seen := cause.shows(case)):
+        if seen := cause.shows(case):
             return named(cause, f"{seen} ({short})", rows, cause.mend[side].format("", **names))
     if not low and case.apart < APART:
         return None

@@ -36,14 +36,6 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """Calls that an answer must be made of, of any of these tools: one, or at least one."""
-
-    tools: tuple[Tool, ...]
-    several: bool
-
-
-@dataclass(frozen=True)
 class Format:
     """How a family of models marks thoughts and calls."""
 
@@ -141,18 +133,18 @@ class Reading:
         fields = {name: rule for name, rule in template["fields"].items() if calls or name != "tool_calls"}
         return template | {"fields": fields}
 
-    def grammar(self, wish: Wish, thinking: bool) -> str:
-        """Return the grammar of an answer that is calls, behind a thought where the model thinks; `thinking`: the
-        prompt has opened one. Raises ValueError where the format is not known here."""
+    def grammar(self, tools: Sequence[Tool], several: bool, thinking: bool) -> str:
+        """Return the grammar of an answer that is a call of one of these tools, or `several`, behind a thought where
+        the model thinks; `thinking`: the prompt has opened one. Raises ValueError where that is not known here."""
         form = self.format
         if form is None or form.key is None:
             raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
         special = [token for token in self.tokenizer.all_special_tokens if re.fullmatch(r"<\|?\w+\|?>", token)]
         begin, end = (quoted(part, special) for part in form.around)
-        names = " | ".join(f"call{i}" for i in range(len(wish.tools)))
-        more = ' ("\\n" call)*' if wish.several and form.several else ""
+        names = " | ".join(f"call{i}" for i in range(len(tools)))
+        more = ' ("\\n" call)*' if several and form.several else ""
         rules = [f"call: {begin} ({names}) {end}"]
-        rules += [f"call{i}: %json {json.dumps(tool.call_schema(form.key))}" for i, tool in enumerate(wish.tools)]
+        rules += [f"call{i}: %json {json.dumps(tool.call_schema(form.key))}" for i, tool in enumerate(tools)]
         thought = ""
         if thinking or "<think>" in str(self.tokenizer.get_chat_template()):
             thought = "thought " if thinking else "thought? "

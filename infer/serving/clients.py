@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import httpx
 
 from infer.config import DecodeOptions, TextOptions
-from infer.serving.dialogue import Answering, Dialogue, Row, RowAnswer, Turn, arguments_of, of_row, with_opening
+from infer.serving.dialogue import Answering, Dialogue, Row, Turn, arguments_of, of_row, with_opening
 
 TRIES = 3  # requests for one answer, before its row counts as failed
 REST = 1.0  # seconds before the second request, four times as long before the third
@@ -75,7 +75,7 @@ class Client:
                 f"server={url}: no models there ({wrong}); an address ends in /v1 as a rule, several take a shard= each"
             ) from wrong
 
-    def answers(self, rows: Iterable[Row]) -> Iterator[RowAnswer]:
+    def answers(self, rows: Iterable[Row]) -> Iterator[dict]:
         """Yield the answers in the rows' order. Who stops does not wait for those under way."""
         begun: deque[asyncio.Task] = deque()
         timeout, limits = httpx.Timeout(10, read=600), httpx.Limits(max_connections=None)
@@ -89,7 +89,7 @@ class Client:
             while begun:
                 yield loop.run_until_complete(begun.popleft())
 
-    async def _answer(self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: Row) -> RowAnswer:
+    async def _answer(self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: Row) -> dict:
         """Ask until the row has its answer. Raises ValueError where the server has been away for long."""
         dialogue, tries, last = Dialogue(row), 0, time.monotonic()
         while dialogue.answer is None:

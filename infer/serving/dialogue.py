@@ -51,29 +51,7 @@ class Turn:
         return said | ({"token_ids": self.ids} if self.ids else {})
 
 
-@dataclass(frozen=True)
-class RowAnswer:
-    """The outcome of a row: a text and why it ended; of a chat all its messages; or an error."""
-
-    row: Row
-    text: str | None = None
-    finish: str | None = None
-    error: str | None = None
-    messages: list[dict] | None = None
-
-    def line(self) -> dict:
-        """Return it as a row to train on."""
-        row = self.row
-        if self.error is not None:
-            return {"index": row.index, "error": self.error}
-        if self.messages is None:
-            return {"index": row.index, "prompt": row.prompt, "response": self.text, "finish": self.finish}
-        line = {"index": row.index, "messages": self.messages}
-        line |= {"tools": row.tools} if row.tools else {}
-        return line | ({"chat_template_kwargs": row.template} if row.template else {})
-
-
-Answering = Callable[[Iterable[Row]], Iterator[RowAnswer]]  # in the rows' order
+Answering = Callable[[Iterable[Row]], Iterator[dict]]  # rows to `Dialogue.answer`s, in the rows' order
 
 
 def of_row(options: DecodeOptions, row: Row, turn: int = 0) -> DecodeOptions:
@@ -83,7 +61,8 @@ def of_row(options: DecodeOptions, row: Row, turn: int = 0) -> DecodeOptions:
 
 
 class Dialogue:
-    """A row on its way: what is asked next, `prompt`, until its `answer` is there.
+    """A row on its way: what is asked next, `prompt`, until its `answer` is there: a row to train on, {"index",
+    "prompt", "response", "finish"} or {"index", "messages", ...}, or {"index", "error"}.
 
     A chat ends early with an answer that was cut, and where the recorded results of tools are not those of the calls
     that the target makes.
@@ -91,7 +70,7 @@ class Dialogue:
 
     def __init__(self, row: Row) -> None:
         self.row, self.turns = row, 0
-        self.answer: RowAnswer | None = None
+        self.answer: dict | None = None
         self.messages: list[dict] = []
         self.chat = row.chat
         self._left = deque(row.prompt if row.chat else ())
@@ -107,7 +86,8 @@ class Dialogue:
         """Take what the target wrote next."""
         self.turns += 1
         if not self.chat:
-            self.answer = RowAnswer(self.row, turn.text, turn.finish)
+            said = {"prompt": self.row.prompt, "response": turn.text, "finish": turn.finish}
+            self.answer = {"index": self.row.index} | said
             return
         recorded: list[tuple[str, object]] = []
         while self._left and self._left[0]["role"] == "assistant":
@@ -127,7 +107,7 @@ class Dialogue:
                 self.messages.pop()
             self._finish()
         else:
-            self.answer = RowAnswer(self.row, error=error)
+            self.answer = {"index": self.row.index, "error": error}
 
     def _go_on(self) -> None:
         """Take the messages up to where the assistant speaks next; the end, if there are none."""
@@ -138,7 +118,10 @@ class Dialogue:
             self._finish()
 
     def _finish(self) -> None:
-        self.answer = RowAnswer(self.row, messages=self.messages)
+        row = self.row
+        self.answer = {"index": row.index, "messages": self.messages}
+        self.answer |= {"tools": row.tools} if row.tools else {}
+        self.answer |= {"chat_template_kwargs": row.template} if row.template else {}
 
 
 def asked(message: dict) -> dict:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from infer.config import TextOptions
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import TokenLogprob
-from infer.serving.calls import AnswerReader, Reading, Tool, Wish, in_json
+from infer.serving.calls import AnswerReader, Reading, Tool, in_json
 from infer.serving.dialogue import arguments_of
 from infer.targets.target import Target
 
@@ -75,7 +75,7 @@ class CompletionRequest(Strict):
     template_options: what the chat template is told beside the messages
     tools_shown: the tools that it is shown, as it reads them
     callable_tools: those that the answer may call
-    wished_calls: which calls the answer must be made of, if it must
+    wished_calls: the tools of which the answer must call one, if it must; or more, with `several_calls`
     format_schema: the JSON schema that `response_format` stands for
     """
 
@@ -83,7 +83,7 @@ class CompletionRequest(Strict):
     template_options: ClassVar[dict[str, Any]] = {}
     tools_shown: ClassVar[list[dict[str, Any]]] = []
     callable_tools: ClassVar[list[Tool]] = []
-    wished_calls: ClassVar[Wish | None] = None
+    wished_calls: ClassVar[list[Tool] | None] = None
     format_schema: ClassVar[str | None] = None
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -275,7 +275,7 @@ class ChatRequest(CompletionRequest):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise ValueError("tools: two have one name")
-        if self.wished_calls is not None and not self.wished_calls.tools:
+        if self.wished_calls == []:
             raise ValueError("tool_choice: there is no such tool")
         if self.wished_calls is not None and self.shapes():
             raise ValueError(f"tool_choice: an answer that must call cannot follow {next(iter(self.shapes()))} too")
@@ -293,13 +293,14 @@ class ChatRequest(CompletionRequest):
         return [Tool(tool.function.name, tool.function.parameters) for tool in self.tools]
 
     @property
-    def wished_calls(self) -> Wish | None:
-        if self.tool_choice == "required":
-            return Wish(tuple(self.callable_tools), self.parallel_tool_calls)
-        if not isinstance(self.tool_choice, NamedTool):
-            return None
-        named = self.tool_choice.function.name
-        return Wish(tuple(tool for tool in self.callable_tools if tool.name == named), several=False)
+    def wished_calls(self) -> list[Tool] | None:
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.callable_tools if tool.name == self.tool_choice.function.name]
+        return self.callable_tools if self.tool_choice == "required" else None
+
+    @property
+    def several_calls(self) -> bool:
+        return self.parallel_tool_calls and self.tool_choice == "required"
 
     @property
     def format_schema(self) -> str | None:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from infer.config import DecodeOptions, EngineConfig, TextOptions
-from infer.serving.dialogue import Answering, Dialogue, Row, RowAnswer, Turn, of_row, with_opening
+from infer.serving.dialogue import Answering, Dialogue, Row, Turn, of_row, with_opening
 from infer.utils.entry import disk, going_on
 from infer.utils.files import refuse_other_settings, write_json
 from infer.utils.progress import Progress
@@ -35,7 +35,7 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
             dialogue.fail(str(wrong), keep=True)
             return None
 
-    def answers(rows: Iterable[Row]) -> Iterator[RowAnswer]:
+    def answers(rows: Iterable[Row]) -> Iterator[dict]:
         rows, queue = iter(rows), []  # [[row under way, its text or None]] in order
         while True:
             for row in islice(rows, 4 * options.rows - len(queue)):
@@ -102,16 +102,16 @@ def regenerate(
     keep = going_on(f"{out} has the answers so far, the same command goes on from there")
     with keep, disk(str(out)), out.open("a", encoding="utf-8") as good, failed_path.open("a", encoding="utf-8") as bad:
         for answer in answers(row for row in rows if row.index > last):
-            line = answer.line()
-            if answer.error is None:
+            error = answer.get("error")
+            if error is None:
                 file, count = good, count + 1
             else:
-                file, lost, line = bad, lost + 1, line | {"error": redact_text(answer.error)}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file, lost, answer = bad, lost + 1, answer | {"error": redact_text(error)}
+            file.write(json.dumps(answer, ensure_ascii=False) + "\n")
             file.flush()
             progress(count + lost, total, f"{lost} failed" if lost else "")
             if lost > most_failures:
-                raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {answer.error!r}")
+                raise ValueError(f"{lost} rows failed, at most {most_failures} may: the last said {error!r}")
     return {"answers": count, "failed": lost}
 
 

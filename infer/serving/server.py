@@ -288,10 +288,11 @@ class Service:
         room = max(1, self.engine.capacity - len(ids))
         settings = body.text_options(room if most is None else most, logprobs, index)
         check_prompt(ids, settings, self.engine.capacity, self.target.head_weight.shape[0])
-        if (wish := body.wished_calls) is not None:
+        if (tools := body.wished_calls) is not None:
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
-            settings = replace(settings, grammar=self.reading.grammar(wish, self.reading.thinks(ids)))
+            calls = self.reading.grammar(tools, body.several_calls, self.reading.thinks(ids))
+            settings = replace(settings, grammar=calls)
         if (asked := asked_grammar(settings)) is not None:
             self.trial.check(*asked)
         self.engine.check_text(settings)

@@ -11,7 +11,7 @@ from infer import Engine, load_drafter
 from infer.config import EngineConfig
 from infer.engine.grammar import compile_grammar
 from infer.engine.grammar import grammar_tokenizer as guidance_tokenizer
-from infer.serving.calls import FORMATS, AnswerReader, Reading, Tool, Wish, reading_of
+from infer.serving.calls import FORMATS, AnswerReader, Reading, Tool, reading_of
 
 WEATHER = {
     "type": "object",
@@ -102,7 +102,7 @@ def test_texts_are_read_as_transformers_server_reads_them(embedded, family, name
 @pytest.mark.parametrize("name", ["hermes", "llama3"])
 def test_grammars_of_calls_allow_the_calls_of_their_format(embedded, thinking, name):
     reading = Reading(embedded.tokenizer, FORMATS[name])
-    grammar = reading.grammar(Wish(tuple(TOOLS), several=True), thinking)
+    grammar = reading.grammar(TOOLS, True, thinking)
     text = SAMPLES[name][0].removeprefix("<|python_tag|>").partition(";")[0]
     text = text[max(0, text.find("<tool_call>")) :]
     if thinking:
@@ -127,14 +127,14 @@ def test_grammars_know_what_schemas_refer_to_and_special_tokens(embedded):
     }
     for name, text in texts.items():
         reading = Reading(tokenizer, FORMATS[name])
-        grammar = reading.grammar(Wish((tool,), several=False), False)
+        grammar = reading.grammar([tool], False, False)
         for words, right in ((text, True), (text.replace("3", "true"), False)):
             matcher = compile_grammar("grammar", grammar, guidance).deep_copy()
             ids = tokenizer(words)["input_ids"]
             assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right, words
         assert reading.special
     with pytest.raises(ValueError, match="use auto"):
-        Reading(tokenizer, FORMATS["tags"]).grammar(Wish((tool,), False), False)
+        Reading(tokenizer, FORMATS["tags"]).grammar([tool], False, False)
 
 
 @pytest.fixture(scope="module")

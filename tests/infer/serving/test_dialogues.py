@@ -143,7 +143,7 @@ def test_recorded_results_of_tools_must_fit():
     for turn in (Turn(text % 2, "stop"), Turn("It is 3.", "stop"), Turn("<tool_call>{x</tool_call>", "stop")):
         dialogue = Dialogue(Row(0, recorded))
         dialogue.take(turn)
-        assert [message["role"] for message in dialogue.answer.messages] == ["user", "assistant"]
+        assert [message["role"] for message in dialogue.answer["messages"]] == ["user", "assistant"]
 
 
 def test_our_engine_answers_chats_turn_by_turn(shallow_target, tmp_path, monkeypatch):

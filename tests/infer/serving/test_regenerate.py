@@ -16,7 +16,7 @@ from infer import Engine, generate
 from infer.api import decode
 from infer.config import DecodeOptions, EngineConfig
 from infer.serving.clients import by_server
-from infer.serving.dialogue import Row, RowAnswer
+from infer.serving.dialogue import Row
 from infer.serving.regenerate import by_engine, regenerate
 from infer.utils.entry import Stopped
 from infer.utils.files import locked
@@ -52,7 +52,7 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
             if i == stop_after:
                 raise KeyboardInterrupt
             asked.append(row.index)
-            yield RowAnswer(row, error="no" if row.index % 7 == 3 else None, text=f"t{row.index}", finish="stop")
+            yield {"index": row.index} | ({"error": "no"} if row.index % 7 == 3 else {"response": "t"})
 
     with pytest.raises(KeyboardInterrupt, match="has the answers so far, the same command goes on"):
         regenerate(rows(), lambda rows: answers(rows, 11), out, {"a": 1}, 10)
@@ -71,8 +71,8 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
 
 
 def lengths(rows):
-    """Answers that are the prompts' lengths."""
-    yield from (RowAnswer(row, text=str(len(row.prompt)), finish="stop") for row in rows)
+    """Answers of one length."""
+    yield from ({"index": row.index, "response": "x" * 40} for row in rows)
 
 
 @pytest.fixture
