@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import zip_longest
 
 from infer.api import encode
@@ -32,7 +31,7 @@ class Served:
 
     engine: str
     texts: list[str]
-    ids: list[list[int]] | None  # None: the engine does not say
+    ids: list[list[int]]
     prompt_tokens: list[int]
     by_text: list[Acceptance]  # one for each text, or one for all
     drafted: float  # a round
@@ -61,15 +60,12 @@ class Case:
         """How many of the rounds and accepted drafts differ, in shares of ours: 0 where the drafter is read alike."""
         return difference(self.ours, self.goal) / max(1, sum(a.rounds + sum(a.accepted) for a in self.ours))
 
-    @cached_property
-    def theirs(self) -> Material:
-        """The texts of the target that is compared with ours, seen by ours."""
+    @property
+    def agreement(self) -> float:
+        """The share of the tokens of the target that is compared with ours that ours would choose."""
         if self.served is None:
-            return self.material
-        read = self.target.tokenizer
-        ids = self.served.ids or [read(text, add_special_tokens=False)["input_ids"] for text in self.served.texts]
-        pairs = [(text.prompt, own) for text, own in zip(self.reference.texts, ids, strict=True) if own]
-        return compute(self.target, *map(list, zip(*pairs, strict=True)))
+            return self.material.agreement
+        return compute(self.target, [text.prompt for text in self.reference.texts], self.served.ids).agreement
 
 
 def difference(a: Sequence[Acceptance], b: Sequence[Acceptance]) -> float:
@@ -192,7 +188,7 @@ def show_tokenizer(case: Case) -> str | None:
     wrong = read_otherwise(case, chat=False)
     if wrong:
         return f"{wrong} of its plain prompts are other tokens"
-    if case.served is not None and case.served.ids is not None:
+    if case.served is not None:
         said = [case.target.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in case.served.ids]
         strange = sum(ours != text.strip() for ours, text in zip(said, case.served.texts, strict=True))
         if strange > max(1, len(said) // 4):
@@ -214,7 +210,7 @@ def show_drafted(case: Case) -> str | None:
 
 
 def show_other_target(case: Case) -> str | None:
-    share = case.theirs.agreement
+    share = case.agreement
     return None if share >= SAME_TARGET else f"{100 * share:.1f} % of its tokens are this target's own"
 
 

@@ -57,6 +57,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
             answers.append(ask(client, model, text, tokens_of(text, reference)))
             counts.append(read_metrics(client))
         told = [answer["usage"]["prompt_tokens"] for answer in answers]
+        ids = [answer["choices"][0]["token_ids"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as wrong:
         raise ValueError(
             f"url={client.base_url}: no engine that this command knows answers there ({wrong!r})"
@@ -65,11 +66,8 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
     rounds = sum(part.rounds for part in parts)
     if not rounds:
         raise ValueError(f"url={client.base_url}: {counters.engine} counted no drafts: does it serve a drafter?")
-    ids = [answer["choices"][0].get("token_ids") for answer in answers]
     drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
-    return Served(
-        counters.engine, [said(answer) for answer in answers], None if None in ids else ids, told, parts, drafted
-    )
+    return Served(counters.engine, [said(answer) for answer in answers], ids, told, parts, drafted)
 
 
 def acceptance(counters: Counters, counted: Counter[str], reference: Reference) -> Acceptance:
@@ -97,7 +95,7 @@ def read_metrics(client: httpx.Client) -> Counter[str]:
 
 
 def ask(client: httpx.Client, model: str, text: KnownText, tokens: int) -> dict:
-    """Return the answer to a prompt: vLLM and ours also tell its token ids."""
+    """Return the answer to a prompt: vLLM and ours tell its token ids."""
     body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body |= {"messages": [{"role": "user", "content": text.said}]} if text.chat else {"prompt": text.said}
     answer = client.post("/v1/chat/completions" if text.chat else "/v1/completions", json=body)

@@ -130,12 +130,14 @@ def test_counters_are_read_as_differences():
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         asked.append(json.loads(request.content))
-        return httpx.Response(200, json={"choices": [{"text": "de"}], "usage": {"prompt_tokens": 2}})
+        return httpx.Response(
+            200, json={"choices": [{"text": "de", "token_ids": [3, 4]}], "usage": {"prompt_tokens": 2}}
+        )
 
     client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://here")
     served = examine_engine(client, SHORT)
     assert (served.engine, *served.by_text, served.drafted) == ("vLLM", Acceptance(10, [6, 1, 0]), 3.0)
-    assert served.ids is None and asked[0]["max_tokens"] == 3 and asked[0]["ignore_eos"]
+    assert served.ids == [[3, 4]] and asked[0]["max_tokens"] == 3 and asked[0]["ignore_eos"]
 
 
 def test_an_engine_without_counters_is_named():
