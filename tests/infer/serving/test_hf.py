@@ -67,17 +67,6 @@ def test_greedy_is_what_generate_writes(tiny, settings):
         assert torch.equal(ours, expected), method
 
 
-def test_a_penalty_is_what_generate_does_for_every_prompt_alone(tiny):
-    target, drafter = tiny
-    for row in range(3):
-        ids = batch()["input_ids"][row][batch()["attention_mask"][row].bool()][None]
-        settings = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.4}
-        expected = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        assert torch.equal(
-            target.model.generate(ids, custom_generate=speculative(target, drafter, budget=9), **settings), expected
-        )
-
-
 def allowed(row: int, ids: torch.Tensor) -> list[int]:
     """A row's own third of the vocabulary, but for its last token."""
     return [token for token in range(row, 90, 3) if token != int(ids[-1])]
