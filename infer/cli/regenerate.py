@@ -1,6 +1,7 @@
 """`regenerate`: the answers of a data set, written anew by the target."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def run(config: RegenerateCommand) -> None:
 
 def answer(config: RegenerateCommand, out: Path) -> None:
     """Write the answers to `out`."""
+    from data.template import habits
     from infer.serving.clients import by_server
     from infer.serving.regenerate import by_engine, options_of, regenerate, rows_content
     from infer.targets.identity import target_identity
@@ -96,7 +98,11 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
         answers = by_engine(target, drafter, options, capacity)
     else:
-        answers = by_server(server, config.decoding, config.at_once, prompt_ends(tokenizer))
+
+        def prompt_end(row) -> str:
+            return habits(tokenizer, row.template).asks if row.chat else ""
+
+        answers = by_server(server, options, config.at_once, prompt_end)
     counts = regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
 
@@ -123,27 +129,13 @@ def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:
         yield Row(index, prompt)
 
 
-def prompt_ends(tokenizer) -> Callable:
-    """Return a function that gives the words with which a row's template asks the assistant to speak."""
-    from data.template import habits
-
-    def ends(row) -> str:
-        return habits(tokenizer, row.template).asks if row.chat else ""
-
-    return ends
-
-
 def longest(rows: Iterator, target, answer: int) -> int:
     """Return the tokens of the longest row with all its answers, each of so many tokens at most."""
     from infer.api import encode, positions_of
 
     most = 0
     for row in rows:
-        turns = 1
-        if row.chat:
-            turns += sum(message["role"] == "assistant" for message in row.prompt)
-        try:
+        turns = 1 + sum(message["role"] == "assistant" for message in row.prompt) if row.chat else 1
+        with suppress(ValueError):  # this row's fault is found again when it is asked
             most = max(most, len(encode(target, row.prompt, row.template, row.tools)) + turns * answer)
-        except ValueError:  # this row's fault is found again when it is asked
-            continue
     return min(most, positions_of(target)) or answer + 1
