@@ -43,8 +43,6 @@ class ServerConfig:
         """Raise ValueError for options that no server can follow."""
         if not 1 <= self.port < 65536:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
-        if not self.host:
-            raise ValueError("server.host: an address to listen on, such as 127.0.0.1 (this machine only) or 0.0.0.0")
         at_least(self, "server.", max_length=2, max_texts=1, max_body=1)
         if self.key() is None and not self.open and not loopback(self.host):
             raise ValueError(

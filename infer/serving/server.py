@@ -89,7 +89,6 @@ class Metrics:
         self.rounds = counter("rounds", "Rounds, one count per row")
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
         self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
-        self.cancelled = counter("cancelled_texts", "Texts whose client went away")
         self.writing = self._new(prometheus_client.Gauge, "texts_writing", "Texts being written")
         self.waiting = self._new(prometheus_client.Gauge, "texts_waiting", "Texts waiting for a row")
 
@@ -308,8 +307,6 @@ class Service:
         """Forget the texts of a request that has ended; cancel those that have not."""
         for ticket in self.inside.intersection(tickets):
             self.inside.discard(ticket)
-            if ticket.text is None or ticket.text.finish is None:
-                self.metrics.cancelled.inc()
             ticket.cancelled = True
 
     async def answer(self, body: CompletionRequest, request: Request, form: type[Form]) -> Response:

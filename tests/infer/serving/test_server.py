@@ -234,7 +234,6 @@ def test_a_hundred_clients(idle, served, shallow_target):
     # 48 complete texts, and of the 36 abandoned ones less than half of what they asked for
     written = service.metrics.tokens._value.get() - before
     assert written < sum(lengths[number % 12] for number in range(96)) + 36 * 100
-    assert service.metrics.cancelled._value.get() >= 12
 
 
 def test_a_full_server_says_so(running, idle, shallow_target, drafter):
