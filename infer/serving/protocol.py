@@ -153,10 +153,6 @@ class PromptRequest(CompletionRequest):
         """Return the prompts, one or many, as a list."""
         return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
 
-    def letters(self) -> int:
-        """Return how many letters, or tokens, the longest prompt has at least."""
-        return max(map(len, self.prompts()), default=0)
-
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""
         return self.max_tokens or 16, self.logprobs
@@ -316,11 +312,6 @@ class ChatRequest(CompletionRequest):
     def prompts(self) -> list[list[dict[str, Any]]]:
         """Return the one conversation, as a list."""
         return [[message.plain() for message in self.messages]]
-
-    def letters(self) -> int:
-        """Templates leave out parts of answers, and spaces around messages."""
-        asked = [message.plain()["content"] for message in self.messages if message.role == "user"]
-        return max((len(text.strip()) for text in asked), default=0)
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""

@@ -213,8 +213,6 @@ class Service:
         self.preparing = 0  # texts that are not inside yet
         self.trial = Trial(partial(serialised_tokenizer, engine.target))
         self.reader, self.compiler = ThreadPoolExecutor(1, "prompts"), ThreadPoolExecutor(1, "grammars")
-        words = self.target.tokenizer.get_vocab() if self.target.tokenizer is not None else ()
-        self.longest = engine.capacity * max(map(len, words), default=0)  # characters that a context could ever hold
 
     def start(self) -> None:
         """Start all threads: short of memory, none could be started later. Making llguidance's tokenizer holds all of
@@ -260,9 +258,6 @@ class Service:
         prompts = body.prompts()
         if not prompts:
             raise HTTPException(400, "prompt: an empty list")
-        letters = body.letters()
-        if letters > self.longest > 0:
-            raise HTTPException(400, f"a text of {letters} letters: {self.engine.capacity} tokens cannot hold it")
         working, most = len(self.inside) + self.preparing, self.options.max_texts
         if len(prompts) * body.n > most:
             raise HTTPException(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")

@@ -218,15 +218,6 @@ def test_a_round_that_finds_no_memory_is_told_so(running, engine, monkeypatch, k
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"prompt": "x"}).status_code == 200
 
 
-def test_a_text_beyond_every_context_is_not_tokenised(running, engine, monkeypatch):
-    with running(engine) as (url, _):
-        monkeypatch.setattr(server_module, "encode", Mock(side_effect=MemoryError))
-        said = [{"role": "user", "content": "x" * 300_000}]
-        for path, body in (("completions", {"prompt": "x" * 300_000}), ("chat/completions", {"messages": said})):
-            answer = httpx.post(f"{url}/v1/{path}", json=body)
-            assert answer.status_code == 400 and "300000 letters" in answer.json()["error"]["message"]
-
-
 def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_command, free_port):
     """Plain decoding asks for no checkpoint. Ctrl-C shows no trace, and ends a stream with a sentence."""
     options = ["decoding=plain", f"server.port={free_port}", "server.max_length=200"]
