@@ -29,8 +29,6 @@ class DoctorCommand(OfTarget):
 
 
 def run(config: DoctorCommand) -> None:
-    import os
-
     from data.prompts import outside_prompts
     from infer.doctor.engines import examine_engine, open_client
     from infer.doctor.examine import examine, report
@@ -49,8 +47,7 @@ def run(config: DoctorCommand) -> None:
             reference = measure_reference(target, drafter, prompts)
     served = None
     if config.url is not None:
-        key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
-        with open_client(config.url, key) as client:
+        with open_client(config.url) as client:
             served = examine_engine(client, reference)
     HEARTBEAT.at("trying what could explain the acceptance")
     found = examine(target, drafter, reference, served, carded, config.checkpoint)

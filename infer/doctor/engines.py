@@ -2,6 +2,7 @@
 /metrics. Nobody else may ask the engine meanwhile: counters are for all requests.
 """
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,8 +35,9 @@ COUNTERS = (
 )
 
 
-def open_client(url: str, key: str | None = None) -> httpx.Client:
-    """Return a client for a server's address, with or without /v1."""
+def open_client(url: str) -> httpx.Client:
+    """Return a client for a server's address, with or without /v1; a key in the environment is sent."""
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("BLOCKDRAFT_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(
         base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=httpx.Timeout(10, read=600)

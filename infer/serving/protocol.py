@@ -146,12 +146,12 @@ class CompletionRequest(Strict):
 class PromptRequest(CompletionRequest):
     """A request to /v1/completions."""
 
-    prompt: Annotated[list[int] | list[str] | list[list[int]], BeforeValidator(listed)]
+    prompt: Annotated[list[int] | list[str] | list[list[int]], BeforeValidator(listed), Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, one or many, as a list."""
-        return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
     def limits(self) -> tuple[int | None, int | None]:
         """Return the most tokens (None: all that fit) and the alternatives of log-probabilities."""

@@ -256,8 +256,6 @@ class Service:
         if body.model not in (None, self.name):
             raise HTTPException(404, f"the model here is {self.name}, not {body.model}")
         prompts = body.prompts()
-        if not prompts:
-            raise HTTPException(400, "prompt: an empty list")
         working, most = len(self.inside) + self.preparing, self.options.max_texts
         if len(prompts) * body.n > most:
             raise HTTPException(400, f"the request is for {len(prompts) * body.n} texts, {most} may be in work at all")

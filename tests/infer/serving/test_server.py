@@ -133,7 +133,7 @@ def test_models_health_metrics(served, client):
         ({"prompt": "x", "max_tokens": CAPACITY + 1}, 400, f"there are {CAPACITY}: shorten either"),
         ({"prompt": "x" * 3000, "max_tokens": 1}, 400, "shorten either"),
         ({"prompt": ""}, 400, "at least one token"),
-        ({"prompt": []}, 400, "empty"),
+        ({"prompt": []}, 400, "at least 1 item"),
         ({"prompt": [[]]}, 400, "at least one token"),
         ({"prompt": [1, 10**12]}, 400, "does not exist"),
         ({"prompt": [1, -1]}, 400, "does not exist"),
