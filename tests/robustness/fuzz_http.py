@@ -309,7 +309,8 @@ class Client:
         else:
             head = request(path, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
             await self.one(
-                "oversized", head + b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(size // 1024))
+                "oversized",
+                head + b"".join(b"400\r\n" + b" " * 1024 + b"\r\n" for _ in range(size // 1024)) + b"0\r\n\r\n",
             )
         self.hang_up()
 
