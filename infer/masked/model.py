@@ -155,9 +155,6 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
         model = load_foreign(path, kind, trust_remote_code)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, attn_implementation="sdpa")
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    if not 0 <= mask < vocabulary:
-        raise ValueError(f"target.path={path}: mask_token_id={mask} is no token of its vocabulary of {vocabulary}")
     return MaskedModel(model.to(place).eval().requires_grad_(False), tokenizer, mask, shifted, name=path)
 
 

@@ -29,22 +29,16 @@ from infer.targets.recurrent import PackedWindow
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
 
-@dataclass(frozen=True)
 class Norm:
     """RMS norm. The weight is float32 where the module multiplies by one more than it has (Gemma)."""
 
-    weight: torch.Tensor  # (D,), or (H + K, E): of queries and keys
-    eps: float
-    scaled: torch.Tensor = field(init=False)  # the weight times the root of D
-    least: torch.Tensor = field(init=False)  # the root of D times eps, (): what keeps the length of states from 0
-    wide: torch.Tensor = field(init=False)  # the weight for compiled loops
-
-    def __post_init__(self) -> None:
-        size, weight = self.weight.shape[-1], self.weight.detach()
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        object.__setattr__(self, "scaled", wide * size**0.5)
-        object.__setattr__(self, "least", wide.new_tensor(size * self.eps) ** 0.5)
-        object.__setattr__(self, "wide", wide.contiguous())
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        """weight (D,), or (H + K, E): of queries and keys."""
+        wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+        self.weight, self.eps, size = weight, eps, weight.shape[-1]
+        self.wide = wide.contiguous()  # for compiled loops
+        self.scaled = wide * size**0.5
+        self.least = wide.new_tensor(size * eps) ** 0.5  # what keeps the length of states from 0
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if self.weight.ndim == 1 and loops.few(states):

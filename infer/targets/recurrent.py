@@ -169,11 +169,19 @@ def heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class StateShape:
-    """What one layer keeps: inputs of its convolution and a state, or either."""
+class Shapes:
+    """What the layers of a target keep, by layer. Layers that share another's keys and values keep none."""
 
-    inputs: tuple[int, int] | None = None  # D, W - 1
-    state: tuple[int, int, int] | None = None  # H, K, E
+    attention: dict[int, tuple[Heads, Heads]] = field(default_factory=dict)  # of keys and values
+    inputs: dict[int, tuple[int, int]] = field(default_factory=dict)  # of convolutions: D, W - 1
+    memory: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # of recurrences: H, K, E
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers keep keys and values of the same heads, and no states."""
+        kinds = {heads for pair in self.attention.values() for heads in pair}
+        layers = list(range(len(self.attention)))
+        return len(kinds) == 1 and list(self.attention) == layers and not (self.inputs or self.memory)
 
 
 @dataclass
@@ -190,13 +198,13 @@ class States:
     lineage: Lineage | None = None
     convolved: dict[int, torch.Tensor] = field(default_factory=dict)  # of a tree's pass: (B, D, Q)
     recurred: dict[int, Recurred] = field(default_factory=dict)
-    seen: dict[int, StateShape] = field(default_factory=dict)
+    seen: Shapes = field(default_factory=Shapes)
 
     @classmethod
-    def zeros(cls, shapes: dict[int, StateShape], rows: int, dtype: torch.dtype, device: torch.device) -> "States":
+    def zeros(cls, shapes: Shapes, rows: int, dtype: torch.dtype, device: torch.device) -> "States":
         """Allocate `rows` rows."""
-        inputs = {i: torch.zeros(rows, *s.inputs, dtype=dtype, device=device) for i, s in shapes.items() if s.inputs}
-        return cls(inputs, {i: torch.zeros(rows, *s.state, device=device) for i, s in shapes.items() if s.state})
+        inputs = {i: torch.zeros(rows, *size, dtype=dtype, device=device) for i, size in shapes.inputs.items()}
+        return cls(inputs, {i: torch.zeros(rows, *size, device=device) for i, size in shapes.memory.items()})
 
     def from_row(self, first: int) -> "States":
         """Return the rows from `first` on over the same memory, set to zero."""
@@ -246,7 +254,7 @@ class States:
         rows, channels, _ = hidden_states.shape
         before = self.inputs.get(layer)
         if before is None:
-            self.seen[layer] = StateShape(inputs=(channels, weight.shape[1] - 1))
+            self.seen.inputs[layer] = (channels, weight.shape[1] - 1)
             before = hidden_states.new_zeros(rows, channels, weight.shape[1] - 1)
         line = torch.cat([before[:rows], hidden_states], 2)
         source = torch.cat([torch.zeros_like(line[:, :, :1]), line], 2).float()
@@ -317,7 +325,7 @@ class States:
             beta = None if beta is None else beta.masked_fill(padding, 0)
         kept = self.memory.get(layer)
         if kept is None:
-            self.seen[layer] = StateShape(self.seen[layer].inputs if layer in self.seen else None, shape)
+            self.seen.memory[layer] = shape
             kept = queries.new_zeros(len(queries), *shape)
         kept = state = kept[: len(queries)]
         results = []
@@ -375,20 +383,6 @@ def follow_trees(body: nn.Module) -> bool:
     return bool(parts)
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What the layers of a target keep, by layer. Layers that share another's keys and values keep none."""
-
-    attention: dict[int, tuple[Heads, Heads]]  # of keys and values
-    states: dict[int, StateShape]
-
-    @property
-    def alike(self) -> bool:
-        """Whether all layers keep keys and values of the same heads, and no states."""
-        kinds = {heads for pair in self.attention.values() for heads in pair}
-        return len(kinds) == 1 and list(self.attention) == list(range(len(self.attention))) and not self.states
-
-
 class PackedWindow(Stateful):
     """A pass over packed rows, documents (B, T), in the place of a cache's window: keeps nothing of them, and notes
     what a cache would have to keep."""
@@ -397,12 +391,12 @@ class PackedWindow(Stateful):
         """`layers`: how many the lean pass has."""
         self.states, self.count = States(lineage=Lineage.packed(documents)), layers
         self.rows, self.capacity = documents.shape
-        self.attention: dict[int, tuple[Heads, Heads]] = {}
 
     @property
     def shapes(self) -> Shapes:
         """What the layers of the pass would have kept."""
-        return Shapes(dict(sorted(self.attention.items())), self.states.seen)
+        seen = self.states.seen
+        return Shapes(dict(sorted(seen.attention.items())), seen.inputs, seen.memory)
 
     def layers(self) -> Iterator[PackedLayer]:
         """Yield the memory of one layer after the other; only the last is kept."""
@@ -410,7 +404,7 @@ class PackedWindow(Stateful):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values (B, H, Q, E) as they are."""
-        self.attention[layer] = tuple((new.shape[1], new.shape[3]) for new in (keys, values))
+        self.states.seen.attention[layer] = tuple((new.shape[1], new.shape[3]) for new in (keys, values))
         return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:

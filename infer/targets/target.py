@@ -143,9 +143,8 @@ class Target:
         positions too, at the memory of full attention, so that a row has one length and the window is in the masks
         alone. Raises ValueError where rotary angles change within the capacity."""
         refuse_longer(self.config, capacity, "shorten prompts or answers")
-        shapes = self.shapes
-        states = States.zeros(shapes.states, rows, self.dtype, self.device) if shapes.states else None
-        return KVCache(shapes.attention, rows, capacity, self.dtype, self.device, states)
+        states = States.zeros(self.shapes, rows, self.dtype, self.device) if self.recurrent else None
+        return KVCache(self.shapes.attention, rows, capacity, self.dtype, self.device, states)
 
     @cached_property
     @torch.no_grad()
