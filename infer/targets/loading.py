@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
@@ -82,17 +82,13 @@ def tell_template(tokenizer, told: Mapping[str, object]) -> None:
         if name not in words:
             raise ValueError(f"target.chat_template_kwargs.{name}: this model's chat template has no such option")
     if told:
+        values = {name: "none" if value is None else json.dumps(value) for name, value in told.items()}
         settings = "".join(
-            f"{{%- if {name} is not defined %}}{{% set {name} = {in_template(value)} %}}{{% endif -%}}"
-            for name, value in told.items()
+            f"{{%- if {name} is not defined %}}{{% set {name} = {value} %}}{{% endif -%}}"
+            for name, value in values.items()
         )
         several = type(template) is dict
         tokenizer.chat_template = {n: settings + t for n, t in template.items()} if several else settings + template
-
-
-def in_template(value: object) -> str:
-    """Return a value as a chat template writes it."""
-    return "none" if value is None else json.dumps(value)
 
 
 def load_config(path: str = "embedded", trust_remote_code: bool = False) -> PretrainedConfig:
@@ -134,16 +130,12 @@ def fill_weights(
     if model.config.get_text_config().tie_word_embeddings:
         del ends["head"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    where, found = {}, {}
-    for file in files:
-        with safe_open(file, "pt") as weights:
-            where |= dict.fromkeys(weights.keys(), file)
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}  # mapped, not read
+    found = {}
     for what, module in (ends | {i: body.layers[i] for i in layers}).items():
         own = [names[id(parameter)] for parameter in module.parameters()]
-        if all(name in where for name in own):
-            for name in own:
-                with safe_open(where[name], "pt") as weights:
-                    found[name] = weights.get_tensor(name).to(device, dtype)
+        if weights.keys() >= {*own}:
+            found |= {name: weights[name].to(device, dtype, copy=True) for name in own}
         elif what in ends:
             raise ValueError(f"the target's {what} is not stored under its own name: train without features=")
     model.load_state_dict(found, strict=False, assign=True)

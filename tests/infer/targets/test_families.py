@@ -94,10 +94,7 @@ FAMILIES = {
     "zamba 2": ("zamba2", ZAMBA),
     "lfm 2": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "lfm 2 moe": ("lfm2_moe", LFM_MOE),
-    "lfm 3": (
-        "lfm3",
-        {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "sliding_window": WINDOW},
-    ),
+    "lfm 3": ("lfm3", LFM_3),
     "ling 3": ("bailing_hybrid", LING),
     "deepseek 2": ("deepseek_v2", MLA | DEEPSEEK),
     "deepseek 3": ("deepseek_v3", MLA | DEEPSEEK | {"q_lora_rank": 8}),
@@ -411,9 +408,7 @@ def test_queries_scaled_by_their_place_stay_where_they_are_not(tiny):
 MIXED_CACHES = {"qwen 3.5", "qwen 3.5 moe", "qwen 3 next", "olmo hybrid"}
 MIXED_CACHES |= {"kimi linear", "nemotron h", "falcon h1", "bamba", "granite 4", "zamba 2", "lfm 2", "lfm 2 moe"}
 MIXED_CACHES |= {"lfm 3", "ling 3", "deepseek 2", "deepseek 3", "glm 4 lite", "gemma 4", "mimo"}
-ISSUE = sorted(
-    MIXED_CACHES | {"gemma 3n", "llama 4"}
-)  # states, shared or compressed keys and values, heads of several sizes
+ISSUE = sorted(MIXED_CACHES | {"gemma 3n", "llama 4"})  # states, shared or compressed keys and values, several heads
 # soft-capped scores, sinks, one norm a layer, norms of what is added
 OTHERS = {"gemma 2", "gpt-oss", "cohere 2", "olmo 3", "gemma 3n", "llama 4"}
 
