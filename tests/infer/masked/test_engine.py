@@ -279,12 +279,10 @@ def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch,
     theirs = model.model(input_ids=ids).logits
     assert torch.equal(model.logits(ids)[0, 2, :MASK], theirs[0, 2 - shifted, :MASK])
     prompts = [[5, 6], [7, 8, 9], [9, 4]]
-    for temperature in (0.0, 0.8):
-        settings = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
-        expected = [answer.ids for answer in generate(model, None, prompts, method="steps", rows=1, **settings)]
-        for order in ("greedy", "mixed"):
-            done = generate(model, None, prompts, method="ssd", order=order, **settings)  # of two lengths: two passes
-            assert [answer.ids for answer in done] == expected
+    settings = {"max_new_tokens": 16, "temperature": 0.8, "seed": 2}
+    expected = [answer.ids for answer in generate(model, None, prompts, method="steps", rows=1, **settings)]
+    done = generate(model, None, prompts, method="ssd", order="mixed", **settings)  # of two lengths: two passes
+    assert [answer.ids for answer in done] == expected
     with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
         generate(model, None, prompts, method="ssd", cache="dual")
 

@@ -26,16 +26,6 @@ def folder(tmp_path, repo):
     return tmp_path
 
 
-def trees_write(target, scripted_drafter, own) -> None:
-    """Assert that chains and trees write what the model's own `generate` does."""
-    prompt = [5, 9, 33, 60, 2]
-    expected = own.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0].tolist()
-    for method in ("chain", "ddtree"):
-        drafter = scripted_drafter([expected], 4, V)
-        options = DecodeOptions(16, method=method, budget=6, ignore_eos=True)
-        assert decode(target, drafter, [prompt], options)[0].ids == expected[len(prompt) :]
-
-
 def test_quantised_weights_are_loaded_as_they_are(folder, scripted_drafter):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
@@ -48,7 +38,11 @@ def test_quantised_weights_are_loaded_as_they_are(folder, scripted_drafter):
         shutil.copy(file, folder / "small")
     target = load_target(str(folder / "small"), "float32", "cpu")
     assert target.dtype == torch.float32 and target.head_weight.is_floating_point()
-    trees_write(target, scripted_drafter, own)
+    prompt = [5, 9, 33, 60, 2]
+    expected = own.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0].tolist()
+    options = DecodeOptions(16, method="ddtree", budget=6, ignore_eos=True)
+    written = decode(target, scripted_drafter([expected], 4, V), [prompt], options)
+    assert written[0].ids == expected[len(prompt) :]
 
 
 def test_kernels_that_refuse_are_named_when_the_target_is_loaded(folder, monkeypatch):
