@@ -6,20 +6,7 @@ that `infer.config` loads without torch. infer/main.py is the door to the comman
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from infer.api import Generation, generate, open_engine, stream
-    from infer.config import DecodeOptions, DrafterConfig, EngineConfig
-    from infer.drafters.dart.model import DART
-    from infer.drafters.dflash.model import DFlash
-    from infer.engine.engine import Engine
-    from infer.engine.sequence import DecodeStats
-    from infer.formats.checkpoint import load_drafter, save_drafter
-    from infer.masked.config import MaskedOptions
-    from infer.masked.model import MaskedModel, load_masked
-    from infer.targets.loading import load_target
-    from infer.targets.target import Target
+from typing import Any
 
 _NAMES = {  # by the module that defines them
     "infer.api": ("Generation", "generate", "open_engine", "stream"),
@@ -35,29 +22,10 @@ _NAMES = {  # by the module that defines them
     "infer.targets.target": ("Target",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = [
-    "DART",
-    "DFlash",
-    "DecodeOptions",
-    "DecodeStats",
-    "DrafterConfig",
-    "Engine",
-    "EngineConfig",
-    "Generation",
-    "MaskedModel",
-    "MaskedOptions",
-    "Target",
-    "generate",
-    "load_drafter",
-    "load_masked",
-    "load_target",
-    "open_engine",
-    "save_drafter",
-    "stream",
-]
+__all__ = [*_HOME]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Import a name on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'infer' has no attribute '{name}'")

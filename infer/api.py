@@ -59,11 +59,14 @@ def generate(
     make no sense.
     """
     options = settings(target, options, overrides)
-    one = is_prompt(prompts)
+    one = isinstance(prompts, str) or isinstance(next(iter(prompts), None), (int, dict))
     ids = [encode(target, prompt) for prompt in ([prompts] if one else prompts)]
     check_length(target, options, ids)
-    done = decode(target, drafter, ids, options, clock, processors=processors)
-    answers = [generation(target, text) for text in done]
+    answers = []
+    for text in decode(target, drafter, ids, options, clock, processors=processors):
+        words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
+        said = Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
+        answers.append(said)
     return answers[0] if one else answers
 
 
@@ -238,12 +241,6 @@ def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]
             raise ValueError(f"chat_template_kwargs.{name}: this model's chat template has no such option")
 
 
-def generation(target: AnyTarget, text: Sequence) -> Generation:
-    """Return a finished text as an answer."""
-    words = None if target.tokenizer is None else answer_text(target, text.ids, text.options)
-    return Generation(words, text.ids, text.prompt, text.finish, text.commits, text.logprobs, text.stats)
-
-
 def answer_text(target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False) -> str:
     """Return the answer, cut before the first stop string; without special tokens, or `special`, without an end token
     at its end."""
@@ -252,8 +249,3 @@ def answer_text(target: AnyTarget, ids: list[int], options: TextOptions, special
     text = words_of(target.tokenizer, ids, special)
     ends = [at for stop in options.stop if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
-
-
-def is_prompt(prompts: object) -> bool:
-    """Return whether this is one prompt, rather than a list of prompts."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, dict)))

@@ -208,7 +208,6 @@ class EngineConfig:
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree corrects its counts
         by those of the text itself. null: the one that lies beside the drafter's weights, if there is one, for ddtree;
         text: no file, the text's own n-grams alone, for ddtree; none: no n-grams
-    continuity_weight: weight of the n-gram model against the drafter, for ddtree
     width: children of every node of a static tree
     candidates: with a conditional head: tokens of every position that a tree considers, at most; small trees consider
         fewer, two a node
@@ -224,7 +223,6 @@ class EngineConfig:
     method: str = "ddtree"
     budget: int | str = 64
     continuity: str | None = None
-    continuity_weight: float = 0.8
     width: int = 2
     candidates: int = 32
     rows: int = 16
@@ -270,8 +268,6 @@ class EngineConfig:
         if self.asks_ngrams and not self.tree.ngrams:
             takers = " or ".join(name for name, row in TREES.items() if row.ngrams or row.with_ngrams)
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
-        if not 0 <= self.continuity_weight < float("inf"):
-            raise ValueError(f"continuity_weight={self.continuity_weight}: 0 or above")
         if self.budget == "auto" and self.drafts and not self.tree.ranked:
             ranked = " or ".join(name for name, row in TREES.items() if row.ranked)
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
@@ -322,7 +318,6 @@ class EvaluationConfig:
     continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too, with every budget, and with the
         middle one the n-grams alone, without a drafter. null: with the middle budget the file that lies beside the
         drafter's weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no n-grams
-    continuity_weight: weight of the n-gram model against the drafter, for ddtree
     """
 
     prompts: int = 32
@@ -339,7 +334,6 @@ class EvaluationConfig:
     samples: int = 3
     minutes: float | None = 10.0
     continuity: str | None = None
-    continuity_weight: float = 0.8
 
     def check(self) -> None:
         """Raise ValueError for an evaluation that measures nothing."""
@@ -350,5 +344,3 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.minutes={self.minutes}: above 0, or null for no limit")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")
-        if not 0 <= self.continuity_weight < float("inf"):
-            raise ValueError(f"evaluation.continuity_weight={self.continuity_weight}: 0 or above")

@@ -34,9 +34,7 @@ COMMANDS = {
     "train": Command("train a drafter and evaluate it", "train.config:TrainConfig", "train.main:run"),
     "eval": own("eval", "decode held-out prompts with a checkpoint"),
     "compare": own("compare", "evaluate several checkpoints with every tree"),
-    "data": Command(
-        "show what would be learnt of a data set", "infer.cli.rows:DataCommand", "infer.cli.rows:run", "rows"
-    ),
+    "data": own("data", "show what would be learnt of a data set"),
     "ngram": own("ngram", "count n-grams of a data set, for trees"),
     "generate": own("generate", "answer or continue a text with a checkpoint"),
     "serve": own("serve", "answer over HTTP as OpenAI's API does"),
@@ -93,7 +91,6 @@ def main(arguments: list[str] | None = None) -> None:
     if name not in COMMANDS:
         fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
     command = COMMANDS[name]
-    sys.argv[1:] = overrides  # Hydra's own flags are read there
     try:
         entry(command.conf or name, command.options_class(), lambda options: find(command.run)(options), overrides)
     except ModuleNotFoundError as error:

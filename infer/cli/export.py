@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from infer.cli.models import OfTarget
 from infer.drafters.families import FORMATS
@@ -15,8 +16,7 @@ class ExportCommand(OfTarget):
     checkpoint: anything that load_drafter reads
     format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a selector, a Markov head,
         a Markov head or a GRU; speculators: vLLM; treeflash: its authors' code; transformers: its own `generate`, from
-        5.23 on; gguf: llama.cpp; dart: the DART authors' code
-    converter: of format=gguf, llama.cpp's convert_hf_to_gguf.py; None: the one on PATH
+        5.23 on; gguf: llama.cpp, by its convert_hf_to_gguf.py, which is on PATH; dart: the DART authors' code
     out: a folder that is not there yet, or empty
     push_to_hub: a name on the hub, user/name, to upload it to, with the token that you are logged in with
     license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was named
@@ -27,7 +27,6 @@ class ExportCommand(OfTarget):
     checkpoint: str = "runs/embedded-dflash/checkpoints/best"
     format: str = "dflash"
     out: str = "runs/export"
-    converter: str | None = None
     push_to_hub: str | None = None
     license: str | None = None
     base_model: str | None = None
@@ -42,8 +41,6 @@ class ExportCommand(OfTarget):
             raise ValueError(f"out={self.out}: that folder is not empty, choose another")
         if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
             raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
-        if self.converter is not None and self.format != "gguf":
-            raise ValueError(f"converter={self.converter}: for format=gguf, leave it out")
         local = self.target.path == "embedded" or Path(self.target.path).exists()
         if self.push_to_hub is not None and self.format == "speculators" and self.base_model is None and local:
             raise ValueError("format=speculators stores where the target is: give its name on the hub, base_model=...")
@@ -56,12 +53,11 @@ def run(config: ExportCommand) -> None:
     from infer.formats.export import check_base_model, check_folder_format, check_token, export_drafter, push
     from infer.formats.gguf import convert, find_converter
     from infer.targets.loading import load_config, resolve_path
-    from infer.utils.files import replacing_folder
 
     if config.push_to_hub is not None:
         check_token()
     place, out, layers, target = config.target, Path(config.out), None, None
-    converter = find_converter(config.converter) if config.format == "gguf" else None
+    converter = find_converter() if config.format == "gguf" else None
     check_folder_format(config.checkpoint, config.format)
     if FORMATS[config.format].target:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
@@ -72,11 +68,15 @@ def run(config: ExportCommand) -> None:
         target = load_target(place.path, place.dtype, "cpu", place.trust_remote_code, ())  # its two ends
         drafter.check_target(target)
         target.name = config.base_model or resolve_path(place.path)
-    with replacing_folder(out) as fresh:
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as aside:  # nothing is left of a failure
+        fresh = Path(aside) / out.name
+        fresh.mkdir()
         export_drafter(drafter, config.format, target, fresh)
         if converter:
             convert(fresh, place.path, converter)
         write_card(config.checkpoint, fresh, config.license, config.base_model or config.target.path)
+        fresh.replace(out)
     for verdict in check_folder(out):
         print(verdict)
     print(f"\nexport      {out}")

@@ -45,9 +45,8 @@ def load(place: TargetConfig, checkpoint: str | None):
 def load_all(place: TargetConfig, checkpoints: list[str]):
     """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
     costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
-    target's options say otherwise. An n-gram file is a drafter too, of its pairs. Raises ValueError for a drafter that
-    does not fit, for several that were trained with a target asked in different ways, and for a masked diffusion model.
-    """
+    target's options say otherwise: as for the first that says so. An n-gram file is a drafter too, of its pairs. Raises
+    ValueError for a drafter that does not fit, and for a masked diffusion model."""
     from infer import load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
@@ -59,21 +58,15 @@ def load_all(place: TargetConfig, checkpoints: list[str]):
     if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
         drafters = [open_drafter(checkpoint, layers) for checkpoint in checkpoints]
-    told = [place.chat_template_kwargs] if place.chat_template_kwargs else []
     configs = [drafter.config for drafter in drafters if drafter.config is not None]
-    told = told or [getattr(config, "chat_template_kwargs", None) or None for config in configs]
-    if any(way != told[0] for way in told):
-        raise ValueError(
-            f"chat_template_kwargs={told}: the drafters were trained with a target that was asked in different ways; "
-            "say by target.chat_template_kwargs how it is asked here"
-        )
+    ways = [place.chat_template_kwargs, *(getattr(config, "chat_template_kwargs", None) for config in configs)]
     model = load_target(
         place.path,
         place.dtype,
         place.device,
         place.trust_remote_code,
         None,
-        next(iter(told), None),
+        next(filter(None, ways), None),
     )
     for drafter in drafters:
         drafter.check_target(model)

@@ -20,6 +20,7 @@ from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal
 
 SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
+NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
 FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
 
 
@@ -49,7 +50,7 @@ def propose(
         nodes,
         ngram,
         [text.end(SEARCHED) for text in asked.texts] if ngram else (),
-        options.continuity_weight,
+        NGRAM_WEIGHT,
         options.width,
         conditional,
         draws,

@@ -24,7 +24,7 @@ from infer.targets.target import Target
 from infer.trees.methods import ALONE, TREES, TreeMethod
 from infer.utils.together import agreed
 
-SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile", "continuity_weight")  # with DecodeOptions
+SHARED = ("max_new_tokens", "temperature", "seed", "rows", "compile")  # with DecodeOptions
 SLOW = 1.25  # plain decoders that take so many times as long as the fastest are measured on the first part alone
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
 

@@ -4,7 +4,6 @@ digests, and the refusal to go on with what was begun with other settings."""
 import hashlib
 import json
 import os
-import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -32,20 +31,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not there or empty, if the
-    block succeeds, and nothing is left of it otherwise."""
-    aside = path.absolute().parent / f".{path.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        (aside / path.name).mkdir(parents=True)
-        yield aside / path.name
-        (aside / path.name).replace(path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -78,7 +63,7 @@ def read_text(path: Path, most: int) -> str:
     if not stat.S_ISREG(status.st_mode):
         raise NotReadable(f"{path.name} is no regular file, but a device, pipe or folder")
     if status.st_size > most:
-        raise NotReadable(f"{path.name} has {status.st_size} bytes: too large to be true")
+        raise NotReadable(f"{path.name} has {status.st_size} bytes: exceeds the limit of {most}")
     return path.read_text(encoding="utf-8")
 
 

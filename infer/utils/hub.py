@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -22,11 +21,10 @@ def refrain_from_silent_hub(options: Iterable[tuple[str, object]]) -> None:
     names = {str(value) for key, value in options if KEYS & set(key.split("."))}
     named = any(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() for name in names)
     if named and not hub_answers():
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        if "huggingface_hub" in sys.modules:
-            from huggingface_hub import constants
+        from huggingface_hub import constants
 
-            constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
 
 
 @cache

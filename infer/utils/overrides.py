@@ -1,8 +1,8 @@
-"""What a person types after a command, made into Hydra's overrides.
+"""From the words behind a command to a checked dataclass: Hydra composes conf/, types are enforced, and no DictConfig
+survives.
 
-Where a key of ours is a text, everything behind its `=` is that text: quotes, brackets, newlines, any language. Hydra's
-grammar is kept for what is Hydra's: groups, lists, numbers; and a text that is a whole quoted
-string already, `name='a b'` as Hydra sees it, is what stands between the quotes.
+GROUP=NAME and +model=NAME choose files of conf/. KEY=VALUE sets a key: a text is taken as it is typed (quotes,
+brackets, newlines, any language), anything else is YAML.
 """
 
 import json
@@ -10,17 +10,20 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from contextlib import contextmanager
+from dataclasses import Field, asdict, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import get_origin
 
 from infer.utils.checks import FREE_TEXT
 from infer.utils.files import read_text
 
-TYPED = re.compile(r"(?P<sign>\+{0,2})(?P<key>[^\W\d][\w./]*)(?P<package>@[\w.]*)?=(?P<value>.*)", re.DOTALL)
-QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+CONF = Path(__file__).resolve().parent.parent.parent / "conf"
+BUNDLES = ("model", "recipe")  # groups that change others, the second what the first one says
+TYPED = re.compile(r"\+{0,2}(?P<key>[^\W\d][\w.]*)=(?P<value>.*)", re.DOTALL)
+LARGEST = 2**62  # of a number: seeds and counts are 64 bits
 LARGEST_PROMPT = 16 << 20  # bytes of a file that is a prompt
 # What a command whose class says FROM_RUN takes of its checkpoint's own run: not the device, which is this machine's,
 # and not the leave to run a model's own code, which nobody but the user gives.
@@ -30,196 +33,144 @@ OF_RUN = {
 }
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of a command that is no dataclass itself: its dotted name, its type, and whether it is free text."""
+def composed(name: str, schema: type, arguments: list[str]):
+    """Return conf/<name>.yaml with the arguments as a checked `schema`, whose `check()` raises ValueError for
+    impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
+    from omegaconf import OmegaConf
 
-    name: str
-    kind: Any
-    free: bool
-    default: Any
-
-    @property
-    def kinds(self) -> tuple:
-        """The types that the key takes, None among them."""
-        return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
-
-    @property
-    def is_text(self) -> bool:
-        return set(self.kinds) <= {str, type(None)}
-
-    @property
-    def open_ended(self) -> bool:
-        """Whether the key holds names and values of the user's choice."""
-        return dict in map(get_origin, self.kinds)
-
-    @property
-    def optional(self) -> bool:
-        return type(None) in self.kinds
+    with in_one_sentence():
+        config = OmegaConf.to_object(merged(name, schema, arguments))
+        for key, value in values(asdict(config)):
+            if isinstance(value, (int, float)) and not abs(value) < LARGEST:
+                raise ValueError(f"{key}={value}: a finite number of at most 62 bits")
+        config.check()
+    return config
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Yield the keys of a dataclass of options, those of its parts with them."""
-    hints = get_type_hints(schema)
-    for field in fields(schema):
-        name, kind = prefix + field.name, hints[field.name]
-        if is_dataclass(kind):
-            yield from keys_of(kind, f"{name}.")
-        else:
-            default = field.default if field.default is not MISSING else field.default_factory()
-            yield Key(name, kind, FREE_TEXT in field.metadata, default)
-
-
-def groups_of(schema: type) -> set[str]:
-    """Return the keys of a dataclass that are dataclasses themselves, target, data and the like, and theirs: these have
-    groups of their last name, head for drafter.head."""
-    inside = {name: kind for name, kind in get_type_hints(schema).items() if is_dataclass(kind)}
-    return set(inside).union(*map(groups_of, inside.values()))
-
-
-def quote(text: str) -> str:
-    """Return a text as one quoted string of Hydra's grammar."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + "\\'" * bool(found[2]), text) + "'"
-
-
-def unquote(text: str) -> str:
-    """Return what a whole quoted string of Hydra's grammar stands for; any other text as it is."""
-    if not QUOTED.fullmatch(text):
-        return text
-    mark = text[0]
-    return re.sub(rf"(\\+)({mark}|\Z)", lambda found: found[1][: len(found[1]) // 2] + found[2], text[1:-1])
-
-
-def readable(override: str) -> bool:
-    """Return whether Hydra's grammar can read an override."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Raise ValueError, one sentence, for any error within the block, with the key that OmegaConf names."""
     try:
-        OverridesParser.create().parse_override(override)
-    except HydraException:
-        return False
-    return True
+        yield
+    except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
+        said, _, rest = (str(error).strip() or type(error).__name__).partition("\n    full_key: ")
+        key = rest.split("\n")[0]
+        whole = " ".join((f"{key}: {said}" if key and key not in said else said).split())
+        raise ValueError(whole if len(whole) < 500 else f"{whole[:300]} ... {whole[-150:]}") from error
 
 
-def hydra_overrides(schema: type, arguments: list[str]) -> list[str]:
-    """Return the arguments in Hydra's grammar: texts quoted, and lists of texts that Hydra cannot read as they are. A
-    recipe comes last, as it changes what a model's bundle says."""
-    keys = {key.name: key for key in keys_of(schema)}
-    ordered = sorted(arguments, key=lambda argument: argument.startswith("+recipe="))
-    return [in_grammar(argument, keys) for argument in ordered]
+def merged(name: str, schema: type, arguments: list[str]):
+    """Return conf/<name>.yaml with the arguments as OmegaConf's `schema`, not yet checked."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    groups, given = typed(schema, arguments)
+    prepare(name, schema)
+    chosen = ["+" * (group in BUNDLES) + f"{group}={groups[group]}" for group in sorted(groups, key="recipe".__eq__)]
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        base = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(hydra.compose(name, chosen)))
+    config = OmegaConf.merge(base, given)
+    return OmegaConf.merge(base, of_run(schema, config, groups, given), given)
 
 
-def in_grammar(argument: str, keys: dict[str, Key]) -> str:
-    """Return one argument in Hydra's grammar."""
-    typed = TYPED.fullmatch(argument)
-    key = keys.get(typed["key"]) if typed and not typed["package"] else None
-    if key is None:
-        parent = keys.get(typed["key"].rpartition(".")[0]) if typed and not typed["sign"] else None
-        return f"++{argument}" if parent and parent.open_ended else argument
-    value = typed["value"]
-    start = f"{typed['sign'] or '++' * key.open_ended}{key.name}="  # ++: names that are not known before
-    if key.is_text:
-        own = QUOTED.fullmatch(value) or (key.optional and value == "null")
-        return argument if own else start + quote(value)
-    if value.startswith(("[", "{")) and not readable(argument):
-        try:
-            return start + literal(json.loads(value))  # JSON, whose keys have quotes
-        except (ValueError, RecursionError):
-            if key.kind == list[str] and value.endswith("]"):
-                return f"{start}[{','.join(quote(unquote(part.strip())) for part in value[1:-1].split(','))}]"
-    return start + value
+def typed(schema: type, arguments: list[str]):
+    """Return the groups that the arguments choose, by name, and what they give for keys, as a DictConfig. Raises
+    ValueError for what is neither."""
+    from omegaconf import OmegaConf
 
-
-def free_texts(schema: type, arguments: list[str]) -> dict[str, str]:
-    """Return what is given for the keys that hold free text, as it is typed, by key. Interpolation has no place there:
-    `${x}` may be part of a program."""
-    free = {key.name for key in keys_of(schema) if key.free and key.is_text}
-    found = (TYPED.fullmatch(argument) for argument in arguments)
-    return {typed["key"]: free_text(typed["key"], typed["value"]) for typed in found if typed and typed["key"] in free}
-
-
-def free_text(key: str, typed: str) -> str:
-    """Return the text that is meant: `-` is standard input, `@file` the content of a file, `@@` a text that begins with
-    one @; a text of several lines that begins with @ is itself. Raises ValueError if it cannot be read."""
-    if typed == "-":
-        try:
-            return sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{key}=-: standard input is not UTF-8 ({error})") from error
-    if typed.startswith("@@"):
-        return typed[1:]
-    if not typed.startswith("@") or "\n" in typed:
-        return unquote(typed)
-    try:
-        return read_text(Path(os.path.expanduser(typed[1:])), LARGEST_PROMPT)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ValueError(
-            f"{key}={typed}: the file could not be read ({reason}); {key}=@{typed} is the text itself"
-        ) from error
-
-
-def expand_home(config: object) -> None:
-    """Put the home folder in the place of a leading ~/ in every text that is not free, in place."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_dataclass(value):
-            expand_home(value)
-        elif isinstance(value, list) and any(map(is_dataclass, value)):
-            for part in value:
-                expand_home(part)
-        elif FREE_TEXT not in field.metadata:
-            if isinstance(value, list):
-                value = [at_home(part) for part in value]
-            setattr(config, field.name, at_home(value))
-
-
-def at_home(value: object) -> object:
-    """Return a path with the home folder in the place of ~; any other value as it is."""
-    return os.path.expanduser(value) if isinstance(value, str) and (value == "~" or value.startswith("~/")) else value
-
-
-def check_keys(schema: type, arguments: list[str], groups: set[str]) -> None:
-    """Raise ValueError for an argument that is no KEY=VALUE, or whose key there is not, with the nearest one.
-
-    groups: the folders of conf/, which may be chosen from as `+group=option`.
-    """
-    own, known = groups_of(schema), list(keys_of(schema))
-    names = {key.name for key in known} | own
-    open_ended = tuple(f"{key.name}." for key in known if key.open_ended)
+    keys, groups, given = keys_of(schema), {}, OmegaConf.create()
     for argument in arguments:
-        if argument.startswith(("-", "~")):
-            continue
-        typed = TYPED.fullmatch(argument)
-        if typed is None:
-            free = next((key.name for key in known if key.free and key.is_text), None)
+        found = TYPED.fullmatch(argument)
+        if found is None:
+            free = next((name for name, field in keys.items() if FREE_TEXT in field.metadata), None)
             hint = f"; for a text: {free}={shortened(argument)!r}" if free and "=" not in argument else ""
             raise ValueError(f"{shortened(argument)!r} is no KEY=VALUE{hint}")
-        key = typed["key"]
-        if key == "model" and not typed["sign"] and "model" in groups and "model" not in names:
-            raise ValueError(f"model={typed['value']}: write +model={typed['value']}, it adds to the configuration")
-        known_place = key in names or key.startswith(open_ended) or (key in groups and (key in own or typed["sign"]))
-        if not known_place and not typed["package"]:
-            near = nearest(key, names | (groups if key in groups else set()))
-            raise ValueError(f"{shortened(key)}: no such key{near} --help explains every key")
+        key, value = found["key"], found["value"]
+        field, parent = keys.get(key), keys.get(key.rpartition(".")[0])
+        if field is None and (options := options_of(key)):
+            if value not in options:
+                raise ValueError(f"{key}={shortened(value)}: there is {', '.join(options)}")
+            groups[key] = value
+        elif field is not None and field.type in (str, str | None):
+            null = value == "null" and field.type is not str
+            OmegaConf.update(given, key, None if null else literal(text_of(key, value, FREE_TEXT in field.metadata)))
+        elif field is not None or (parent is not None and get_origin(parent.type) is dict):
+            given = OmegaConf.merge(given, OmegaConf.from_dotlist([f"{key}={literal(value)}"]))
+        else:
+            raise ValueError(f"{shortened(key)}: no such key{nearest(key, sorted(keys))} --help explains every key")
+    return groups, given
+
+
+def keys_of(schema: type, prefix: str = "") -> dict[str, Field]:
+    """Return the keys of a dataclass of options by their dotted names, those of its parts with them."""
+    keys = {}
+    for field in fields(schema):
+        name = prefix + field.name
+        keys |= keys_of(field.type, f"{name}.") if is_dataclass(field.type) else {name: field}
+    return keys
+
+
+def options_of(group: str) -> list[str]:
+    """Return what may be chosen in a group of conf/; nothing where there is no such group."""
+    options = {file.stem for file in (CONF / group).glob("*.yaml")}
+    return sorted(options | {*options_of("target")} - {"embedded"} if group == "model" else options)
+
+
+@cache
+def prepare(name: str, schema: type) -> None:
+    """Tell Hydra what has no file: the schema, and model=NAME for every target, which is the bundle conf/model/hf.yaml
+    with that target."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    if not (CONF / f"{name}.yaml").exists():
+        store.store(name=name, node={"defaults": [f"{name}_schema"]})
+    for target in {*options_of("target")} - {"hf", "embedded"}:
+        bundle = {"defaults": ["hf", {"override /target": target}], "name": target + "-${drafter.family}"}
+        store.store(group="model", name=target, node=bundle, package="_global_")
+
+
+def literal(text: str) -> str:
+    """Return a text in which OmegaConf looks nothing up: `${x}` may be part of a program."""
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
+
+
+def text_of(key: str, typed: str, free: bool) -> str:
+    """Return the text that is meant. In free text, `-` is standard input, `@file` the content of a file, `@@` a text
+    that begins with one @, and a text of several lines that begins with @ is itself; elsewhere ~/ is the home folder.
+    Raises ValueError if it cannot be read."""
+    if not free:
+        return os.path.expanduser(typed) if typed.startswith("~/") else typed
+    try:
+        if typed == "-":
+            return sys.stdin.read()
+        if not typed.startswith("@") or "\n" in typed:
+            return typed
+        return typed[1:] if typed.startswith("@@") else read_text(Path(typed[1:]).expanduser(), LARGEST_PROMPT)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}={typed}: could not be read ({error}); {key}=@{typed} is the text itself") from error
+
+
+def values(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (key, value) of all values in nested dictionaries and lists."""
+    if not isinstance(value, (dict, list)):
+        yield name, value
+        return
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from values(inside, f"{name}.{key}" if name else str(key))
 
 
 def shortened(text: str) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def nearest(key: str, names: set[str]) -> str:
+def nearest(key: str, names: list[str]) -> str:
     """Return the words that suggest the names which a mistyped key may mean, or nothing."""
-    by_end = {}
-    for name in sorted(names):
-        by_end.setdefault(name.rsplit(".", 1)[-1], []).append(name)
-    found = get_close_matches(key, sorted(names), 1, 0.8)
-    if not found:
-        ends = get_close_matches(key.rsplit(".", 1)[-1], by_end, 1, 0.75)
-        same = [name for end in ends for name in by_end[end]]
-        found = get_close_matches(key, same, 3, 0.0) if "." in key else same[:3]
-    return f", did you mean {' or '.join(found[:3])}?" if found else ";"
+    ends = {name.rpartition(".")[2]: name for name in names}
+    by_end = get_close_matches(key.rpartition(".")[2], ends, 1, 0.75)
+    found = get_close_matches(key, names, 1, 0.8) or [ends[end] for end in by_end]
+    return f", did you mean {found[0]}?" if found else ";"
 
 
 def run_of(checkpoint: str) -> dict | None:
@@ -237,42 +188,15 @@ def run_of(checkpoint: str) -> dict | None:
     return run if isinstance(run, dict) else None
 
 
-def run_overrides(schema: type, config: object, arguments: list[str]) -> list[str]:
-    """Return the overrides that give a command the target and the data of its checkpoint's own run, where they differ
-    and the user named neither group nor what decides it. `config`: composed from the arguments."""
+def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dict]:
+    """Return the target and the data of the checkpoint's own run, where the user gave neither the group nor what
+    decides it. `config`: composed from the arguments; groups, given: what `typed` found in them."""
     sections = getattr(schema, "FROM_RUN", ())
-    if not sections:
-        return []
-    checkpoint = next(iter(config.checkpoints), None) if hasattr(config, "checkpoints") else config.checkpoint
-    run = run_of(checkpoint) if checkpoint else None
-    if run is None:
-        return []
-    typed = {found["key"] for argument in arguments if (found := TYPED.fullmatch(argument))}
-    overrides = []
-    for section in sections:
-        theirs, ours = run.get(section), getattr(config, section)
-        deciding = {section, *(f"{section}.{name}" for name in ("path", "source", "parts"))}
-        if section == "data":
-            deciding.add("suite")
-        if not isinstance(theirs, dict) or typed & deciding:
-            continue
-        for name in OF_RUN[section]:
-            if name in theirs and plain(getattr(ours, name)) != theirs[name] and f"{section}.{name}" not in typed:
-                overrides.append(f"{section}.{name}={literal(theirs[name])}")
-    return overrides
-
-
-def plain(value: object) -> object:
-    """Return a list of dataclasses as dictionaries; other values as they are."""
-    return [vars(part) if is_dataclass(part) else part for part in value] if isinstance(value, list) else value
-
-
-def literal(value: object) -> str:
-    """Return a value of JSON in Hydra's grammar."""
-    if isinstance(value, str):
-        return quote(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(literal, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{literal(inside)}" for key, inside in value.items()) + "}"
-    return json.dumps(value)
+    checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints", [])
+    run = run_of(checkpoints[0]) if sections and checkpoints and checkpoints[0] else None
+    found = {}
+    for section in sections if run else ():
+        deciding = {"path", "source", "parts"} & set(given.get(section, {}))
+        if section in run and section not in groups and not deciding and not (section == "data" and "suite" in groups):
+            found[section] = {key: value for key, value in run[section].items() if key in OF_RUN[section]}
+    return found

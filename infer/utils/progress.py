@@ -12,7 +12,6 @@ from typing import TextIO
 EVERY = 30.0  # seconds between lines where there is no terminal
 SILENCE = 25.0  # seconds without a line after which a command says what it is at
 OFTEN = 0.1  # seconds between changes of a terminal's line
-BAR = 20  # characters
 
 
 def duration(seconds: float) -> str:
@@ -21,13 +20,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def per_second(rate: float) -> str:
-    """Return a rate in words: 1,250 a second, 3.2 a second, 4.0 a minute."""
-    if rate >= 1:
-        return f"{rate:,.0f} a second" if rate >= 100 else f"{rate:.1f} a second"
-    return f"{60 * rate:.1f} a minute"
 
 
 class Heartbeat(threading.Thread):
@@ -102,62 +94,40 @@ class Progress:
         """Where the lines go: standard error as it is now, if nothing else was given."""
         return self.own_stream or sys.stderr
 
-    @property
-    def live(self) -> bool:
-        return self.stream.isatty()
-
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         """Report that so much is done; `total` where it is known, `note` for what else is worth a look."""
         now, finished = time.monotonic(), total is not None and done >= total
         if done < self.done:  # the next work of the same kind
             self.start, self.begun = now, done
         self.done = done
-        if not self.quiet:
-            HEARTBEAT.at(*(self.before if finished else (self.counted(done, total), self.start)))
-        if self.quiet or (now - self.last < (OFTEN if self.live else EVERY) and not finished):
+        if self.quiet:
             return
-        self.last = HEARTBEAT.said = now
-        line = self.line(done, total, now - self.start, note)
-        if self.live:
-            width = get_terminal_size().columns - 1
-            self.stream.write(f"\r\x1b[K{self.bar(done, total)}{line}"[: width + 4])
-            self.shown = True
-            if finished:
-                self.close()
-        else:
-            self.stream.write(line + "\n")
-        self.stream.flush()
+        count = f"{self.what}: {done:,}{'' if total is None else f' of {total:,}'} {self.unit}".rstrip()
+        HEARTBEAT.at(*(self.before if finished else (count, self.start)))
+        live = self.stream.isatty()
+        if now - self.last >= (OFTEN if live else EVERY) or finished:
+            self.last = HEARTBEAT.said = now
+            line = ", ".join([count, *self.pace(done, total, now - self.start), *([note] if note else [])])
+            self.say(line[: get_terminal_size().columns - 1] if live else line, "" if live and not finished else "\n")
 
-    def line(self, done: int, total: int | None, seconds: float, note: str) -> str:
-        """Return the words for so much work in so many seconds."""
-        parts = [self.counted(done, total)]
+    def pace(self, done: int, total: int | None, seconds: float) -> list[str]:
+        """Return how fast it goes, and how long the rest will take, in words."""
         rate = (done - self.begun) / max(seconds, 1e-9)
-        if rate > 0:
-            parts.append(per_second(rate))
-            if total is not None:
-                parts.append(f"{duration((total - done) / rate)} left" if done < total else f"took {duration(seconds)}")
-        return ", ".join(parts + ([note] if note else []))
+        if rate == 0:
+            return []
+        words = [f"{rate:,.1f} a second" if rate >= 1 else f"{60 * rate:.1f} a minute"]
+        if total is not None:
+            words.append(f"{duration((total - done) / rate)} left" if done < total else f"took {duration(seconds)}")
+        return words
 
-    def counted(self, done: int, total: int | None) -> str:
-        """Return the words for so much work."""
-        count = f"{done:,}" + (f" of {total:,}" if total is not None else "") + (f" {self.unit}" if self.unit else "")
-        return f"{self.what}: {count}"
-
-    def bar(self, done: int, total: int | None) -> str:
-        """Return a bar of the share that is done."""
-        full = BAR * done // total if total else 0
-        return f"{'━' * full}{'─' * (BAR - full)} " if total else ""
-
-    def say(self, text: str) -> None:
-        """Print a line of its own, above the terminal's line."""
+    def say(self, text: str, end: str = "\n") -> None:
+        """Print a line in the place of the terminal's line, if there is one."""
         if not self.quiet:
-            self.stream.write(("\r\x1b[K" if self.shown else "") + text + "\n")
-            self.stream.flush()
-            self.shown = False
+            print(("\r\x1b[K" if self.shown else "") + text, end=end, file=self.stream, flush=True)
+            self.shown = end == ""
 
     def close(self) -> None:
         """Leave the terminal's line as it is, and go on below it."""
         if self.shown:
-            self.stream.write("\n")
-            self.stream.flush()
+            print(file=self.stream, flush=True)
             self.shown = False

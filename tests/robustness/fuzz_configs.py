@@ -21,14 +21,14 @@ import typing
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 
 from infer.main import COMMANDS
-from infer.utils.entry import CONF, OWN_DEFAULTS, entry, values
-from infer.utils.overrides import keys_of
+from infer.utils.entry import entry
+from infer.utils.overrides import keys_of, options_of, values
 
 SCHEMAS = {name: command.options_class() for name, command in COMMANDS.items() if command.conf is None}
-FREE = {key.name for schema in SCHEMAS.values() for key in keys_of(schema) if key.free and key.is_text}
+TEXTS = {key for schema in SCHEMAS.values() for key, it in keys_of(schema).items() if it.type in (str, str | None)}
 SECRET = "secret-7f3a"
 GROUPS = ["target", "drafter", "data", "objective", "optim", "evaluation", "deepspeed", "decoding", "model"]
 
@@ -164,18 +164,16 @@ class Typist:
             return f"{key}={self.dice.choice(['7', '{a: 1}', 'abc', 'true'])}", False
         if plain <= {str, type(None)}:  # a text is taken as it is typed
             return f"{key}={self.dice.choice(['[1]', '{a: 1}', '[[a]]'])}", None
-        return f"{key}=[[]]", None
+        return f"{key}={{a: 1}}", None
 
     def number(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
         return f"{key}={self.dice.choice(WHOLE + REAL)}", None
 
     def hostile(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
         text = self.dice.choice(HOSTILE)
-        secret = "oc.env" in text and key not in FREE  # there it is a text like any other
+        secret = "oc.env" in text and key not in TEXTS  # there it is a text like any other
         if self.dice.random() < 0.4:
             text = quoted(text)
-        if "\0" in text or "\udcff" in text:
-            return f"{key}={text}", False
         return f"{self.dice.choice(['', '', '', '+', '++'])}{key}={text}", False if secret else None
 
     def unknown(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
@@ -185,8 +183,7 @@ class Typist:
 
     def group(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
         group = self.dice.choice(GROUPS)
-        there = {file.stem for file in (CONF / group).glob("*.yaml")} | {OWN_DEFAULTS.get(group, "qwen3-8b")}
-        some = [*sorted(there), "nope", "../train", "/etc/passwd", "", "null", "[a,b]", "a" * 3000, "${name}"]
+        some = [*options_of(group), "nope", "../train", "/etc/passwd", "", "null", "[a,b]", "a" * 3000, "${name}"]
         return f"{self.dice.choice(['', '+', '~', '++'])}{group}={self.dice.choice(some)}", None
 
     def noise(self, key: str, kind: type, default: object) -> tuple[str, bool | None]:
@@ -212,7 +209,7 @@ def judge(name: str, line: list[str], known: list[bool | None]) -> tuple[bool, l
     if taken:
         if code or message.strip():
             faults.append(f"taken, but says {message[:300]!r}")
-        for key, value in values(taken[0]):
+        for key, value in values(asdict(taken[0])):
             if SECRET in str(value):
                 faults.append(f"{key} holds the environment")
             if isinstance(value, float) and not abs(value) < float("inf"):

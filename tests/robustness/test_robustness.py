@@ -36,14 +36,13 @@ def test_hostile_command_lines(run_program):
 
 def test_the_fuzz_of_command_lines_sees_faults(load_program, monkeypatch):
     """With a check that lets everything pass, and an environment that is read, it says so."""
-    from infer.utils import entry
+    from infer.utils import overrides
 
     fuzzer = load_program("fuzz_configs")
-    monkeypatch.setattr(entry, "check_values", lambda config: None)
-    taken, faults = fuzzer.judge("chat", ["temperature=-inf"], [False])
-    assert not taken and not faults
-    taken, faults = fuzzer.judge("chat", ["system='a\0b'"], [False])
-    assert taken and faults == ["a mistake passes"]
+    assert fuzzer.judge("chat", ["temperature=inf"], [False]) == (False, [])
+    monkeypatch.setattr(overrides, "values", lambda config: ())
+    taken, faults = fuzzer.judge("chat", ["temperature=inf"], [False])
+    assert taken and faults == ["temperature=inf passes", "a mistake passes"]
 
 
 def test_hostile_requests(run_program):

@@ -11,7 +11,7 @@ from infer import load_target, save_drafter
 from infer.api import decode
 from infer.cli.compare import CompareCommand, run_name
 from infer.cli.compare import run as run_compare
-from infer.cli.models import load, load_all
+from infer.cli.models import load
 from infer.cli.ngram import NgramCommand
 from infer.cli.ngram import run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
@@ -108,15 +108,6 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
         assert all(method["identical"] for method in result["methods"])
         assert len(result["accuracy"]) == result["block_size"] - 1
         assert all(0 <= share <= 1 for share in result["accuracy"])
-
-
-def test_drafters_whose_targets_were_asked_in_different_ways_are_not_compared(embedded, shallow, tmp_path):
-    for name, told in (("a", {"enable_thinking": False}), ("b", {})):
-        drafter = new_drafter(DrafterConfig(layers=1), embedded)
-        drafter.config.chat_template_kwargs = told
-        save_drafter(drafter.config, drafter.state_dict(), tmp_path / name / "drafter")
-    with pytest.raises(ValueError, match="enable_thinking.*asked in different ways"):
-        load_all(TargetConfig(str(shallow)), [str(tmp_path / "a"), str(tmp_path / "b")])
 
 
 def test_checkpoints_are_called_by_their_runs():

@@ -318,7 +318,6 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
         ({"method": "chain", "continuity": "x"}, "continuity=x"),
         ({"method": "continuity", "continuity": "text"}, "method=ddtree"),
         ({"continuity": "missing.ngrams"}, "missing.ngrams"),
-        ({"continuity_weight": -1.0}, "continuity_weight=-1"),
         ({"method": "static", "width": 0}, "width=0"),
         ({"method": "static", "width": 9, "budget": 8}, "width=9"),
         ({"budget": 0}, "budget=0"),

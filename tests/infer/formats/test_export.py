@@ -448,12 +448,13 @@ open(out, "w").write(" ".join(sys.argv[1:]))
 """
 
 
-def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
+def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded, monkeypatch):
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     converter, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
-    options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf", "converter": str(converter)}
-    with pytest.raises(ValueError, match="llama.cpp's own converter, and converter=.* no such file"):
+    options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="llama.cpp's own convert_hf_to_gguf.py: put llama.cpp's folder on PATH"):
         run_export(ExportCommand(**options, out=str(out)))
     converter.write_text(CONVERTER.replace("FAILS", "False"))
     run_export(ExportCommand(**options, out=str(out)))

@@ -1,0 +1,97 @@
+"""`data`: what would be learnt of a data set, before anything is trained."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+
+from data.rows import DataConfig
+from infer.config import TargetConfig
+from infer.utils.checks import at_least, check_parts
+
+SAMPLE = 2000  # rows that are counted, from the first on
+
+
+@dataclass
+class DataCommand:
+    """Show what would be learnt: counts, lengths, what the chat template is told, and a few rows.
+
+    show: rows that are printed, what is learnt between ⟦ and ⟧
+    target: whose tokenizer and chat template it is, see TargetConfig in infer/config.py
+    data: the data set, see DataConfig in data/rows.py
+    """
+
+    show: int = 3
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def check(self) -> None:
+        """Raise ValueError for what cannot be shown."""
+        check_parts(self)
+        at_least(self, show=0)
+
+
+def run(config: DataCommand) -> None:
+    from infer.targets.loading import load_tokenizer
+
+    place = config.target
+    tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
+    faults, read = Counter(), []  # (row, its sequences)
+    for row in islice(every_row(config.data), SAMPLE):
+        try:
+            read.append((row, sequences_of(tokenizer, row)))
+        except ValueError as error:
+            faults[str(error)] += 1
+    if not read:
+        raise ValueError(f"nothing would be learnt: {next(iter(faults), 'there are no rows')}")
+    print("\n".join(report(read, faults, place.chat_template_kwargs)))
+    for number, (_, sequences) in enumerate(read[: config.show], 1):
+        for ids, loss in sequences:
+            print(f"\nrow {number}: {len(ids)} tokens, {sum(loss)} learnt\n{marked(tokenizer, ids, loss)}")
+
+
+def every_row(data: DataConfig) -> Iterator[dict]:
+    from data.rows import single, training_rows
+
+    for part, _ in single(data):
+        yield from training_rows(part)
+
+
+def sequences_of(tokenizer, row: dict) -> list[tuple[list[int], list[bool]]]:
+    """Return a row as training reads it, not cut to rows. Raises ValueError for one that it leaves out."""
+    from data.packing import flat, tokenize
+
+    pieces = tokenize({name: [value] for name, value in flat(row).items()}, tokenizer, sys.maxsize, "truncate")
+    if pieces["fault"] and pieces["fault"][0]:
+        raise ValueError(pieces["fault"][0])
+    return list(zip(pieces["ids"], pieces["loss"], strict=True))
+
+
+def report(read: list[tuple[dict, list]], faults: Counter, kwargs: dict) -> Iterator[str]:
+    """Yield the lines of counts and lengths of rows and their sequences; `kwargs`: what the chat template is told."""
+    chats = [row["chat"] for row, _ in read if row["chat"]]
+    answers = [turn for chat in chats for turn in chat["messages"] if turn["role"] == "assistant"]
+    others = [row for row, _ in read if not row["chat"]]
+    cut = sum(turn.get("finish") == "length" for turn in answers) + sum(row["cut"] for row in others)
+    told = Counter(json.dumps(chat["template"]) for chat in chats if chat["template"])
+    lengths = sorted(len(ids) for _, sequences in read for ids, _ in sequences)
+    total, learnt = sum(lengths), sum(sum(loss) for _, sequences in read for _, loss in sequences)
+    yield f"rows       {len(read):,} read: {len(chats):,} chats, {len(others):,} texts or prompts with an answer"
+    for fault, count in faults.most_common(3):
+        yield f"left out   {count:,}: {fault}"
+    rows = "".join(f"; {count:,} rows say {what}" for what, count in told.most_common(4))
+    yield f"template   told {kwargs or 'nothing'}{rows}"
+    yield f"answers    {len(answers) + len(others):,}, of which {cut:,} were cut by a limit: learnt without an end"
+    median, most = lengths[len(lengths) // 2], lengths[-1]
+    yield f"tokens     {total:,}, {learnt:,} of them learnt; a text has {median:,} (median), at most {most:,}"
+
+
+def marked(tokenizer, ids: list[int], loss: list[bool]) -> str:
+    """Return a text with what is learnt in brackets."""
+    text = ""
+    for learnt, group in groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1]):
+        words = tokenizer.decode([id for id, _ in group])
+        text += f"⟦{words}⟧" if learnt else words
+    return text
