@@ -175,14 +175,9 @@ class TextStream:
 
 
 def settings(target: AnyTarget, options: Options | None, overrides: dict[str, object]) -> Options:
-    """Return checked options for this kind of model. Raises ValueError for unknown names, and for options given both
-    ways."""
-    if options is not None and overrides:
-        raise ValueError(f"give options or {', '.join(overrides)}, not both")
+    """Return checked options for this kind of model. Raises TypeError for unknown names."""
     kind = MaskedOptions if isinstance(target, MaskedModel) else DecodeOptions
-    if unknown := sorted(overrides.keys() - kind.__dataclass_fields__.keys()):
-        raise ValueError(f"{', '.join(unknown)}: no such option; there is {', '.join(kind.__dataclass_fields__)}")
-    options = options or kind(**overrides)
+    options = replace(options or kind(), **overrides)
     options.check()
     return options
 

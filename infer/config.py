@@ -134,8 +134,7 @@ class DrafterConfig:
         check_blocks(self)
         self.head.check()
         at_least(self, "drafter.", layers=1, block_size=2, convolutions=0)  # a block is a bonus token and a draft
-        if self.last_tap not in ("raw", "normed"):
-            raise ValueError(f"drafter.last_tap={self.last_tap}: use raw or normed")
+        one_of(self, "drafter.", last_tap=("raw", "normed"))
 
 
 @dataclass
@@ -209,8 +208,6 @@ class EngineConfig:
         by those of the text itself. null: the one that lies beside the drafter's weights, if there is one, for ddtree;
         text: no file, the text's own n-grams alone, for ddtree; none: no n-grams
     width: children of every node of a static tree
-    candidates: with a conditional head: tokens of every position that a tree considers, at most; small trees consider
-        fewer, two a node
     rows: texts decoded side by side at most; others wait
     positions: the most that the target computes between two tokens of a text: trees of all rows and pieces of new
         prompts together, never less than one tree; one behind a long context counts as several. null: no limit.
@@ -224,7 +221,6 @@ class EngineConfig:
     budget: int | str = 64
     continuity: str | None = None
     width: int = 2
-    candidates: int = 32
     rows: int = 16
     positions: int | None = 144  # a stream that others join waits at most 5 times as long: docs/serving.md
     prefix_memory: int = 0
@@ -259,9 +255,7 @@ class EngineConfig:
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
         one_of(self, method=TREES)
-        at_least(self, width=1, candidates=1, rows=1, prefix_memory=0)
-        if self.positions is not None and self.positions < 1:
-            raise ValueError(f"positions={self.positions}: at least 1, or null for no limit")
+        at_least(self, width=1, rows=1, positions=1, prefix_memory=0)
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
         self._check_tree(self.tree)

@@ -61,10 +61,6 @@ COMMANDS = {
     ),
 }
 
-# modules that an installation without extras lacks, and the extra of pyproject.toml that brings them
-EXTRAS = dict.fromkeys(("datasets", "deepspeed", "pyarrow", "wandb"), "train")
-EXTRAS |= dict.fromkeys(("fastapi", "h11", "httpx", "prometheus_client", "pydantic", "starlette", "uvicorn"), "serve")
-
 
 def find(place: str) -> object:
     """Import what "module:name" says."""
@@ -72,32 +68,20 @@ def find(place: str) -> object:
     return getattr(import_module(module), name)
 
 
-def usage() -> str:
-    """Return the help text: every command with its line."""
-    lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
-    return (
-        f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\n"
-        'KEY=VALUE are Hydra overrides (checkpoint=runs/mine); "--cfg job" prints the whole configuration.'
-    )
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name, those of the process by default. What the user got wrong is one sentence
     on stderr and exit code 2, a missing extra of the installation among it."""
     name, *overrides = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name in ("help", "--help", "-h"):
-        print(usage())
-        return
+        lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())
+        return print(f"Usage: blockdraft COMMAND [KEY=VALUE ...]\n\n{lines}\n\nCOMMAND --help explains every KEY.")
     if name not in COMMANDS:
         fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     try:
         entry(command.conf or name, command.options_class(), lambda options: find(command.run)(options), overrides)
     except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in EXTRAS:
-            raise
-        fail(f"{name} needs {package}, which is not installed: pip install 'blockdraft[{EXTRAS[package]}]'")
+        fail(f"{name} needs {error.name}, which is not installed: pip install 'blockdraft[train,serve]'")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_the_installed_command_refuses_in_one_sentence(capsys, monkeypatch):
     with pytest.raises(SystemExit) as refused:
         infer.main.main(["chat"])
     told = capsys.readouterr().err
-    assert refused.value.code == 2 and "pip install 'blockdraft[serve]'" in told and told.count("\n") == 1
+    assert refused.value.code == 2 and "pip install 'blockdraft[train,serve]'" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("word", ["trian", "runs/x", ""])

@@ -1,6 +1,5 @@
 """`data`: what would be learnt of a data set, before anything is trained."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -75,14 +74,13 @@ def report(read: list[tuple[dict, list]], faults: Counter, kwargs: dict) -> Iter
     answers = [turn for chat in chats for turn in chat["messages"] if turn["role"] == "assistant"]
     others = [row for row, _ in read if not row["chat"]]
     cut = sum(turn.get("finish") == "length" for turn in answers) + sum(row["cut"] for row in others)
-    told = Counter(json.dumps(chat["template"]) for chat in chats if chat["template"])
     lengths = sorted(len(ids) for _, sequences in read for ids, _ in sequences)
     total, learnt = sum(lengths), sum(sum(loss) for _, sequences in read for _, loss in sequences)
     yield f"rows       {len(read):,} read: {len(chats):,} chats, {len(others):,} texts or prompts with an answer"
     for fault, count in faults.most_common(3):
         yield f"left out   {count:,}: {fault}"
-    rows = "".join(f"; {count:,} rows say {what}" for what, count in told.most_common(4))
-    yield f"template   told {kwargs or 'nothing'}{rows}"
+    told = sum(bool(chat["template"]) for chat in chats)
+    yield f"template   told {kwargs or 'nothing'}; {told:,} rows tell it more themselves"
     yield f"answers    {len(answers) + len(others):,}, of which {cut:,} were cut by a limit: learnt without an end"
     median, most = lengths[len(lengths) // 2], lengths[-1]
     yield f"tokens     {total:,}, {learnt:,} of them learnt; a text has {median:,} (median), at most {most:,}"

@@ -21,7 +21,8 @@ from infer.trees.tree import DraftTree, Proposal
 
 SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
 NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
-FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
+CANDIDATES = 32  # of a position with a conditional head, at most
+FEW = 16  # of small trees; larger ones consider two for each of their nodes
 
 
 def propose(
@@ -35,7 +36,7 @@ def propose(
     marginals = block.marginals  # (B, L, V)
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them
         judge = judge_on_noise(asked.options, None if method.draws else asked.noise, before)
-        considered = min(options.candidates, max(FEW, 2 * nodes)) if method.by_budget else options.candidates
+        considered = min(CANDIDATES, max(FEW, 2 * nodes)) if method.by_budget else CANDIDATES
         steps = ConditionalDraft(drafter, target, memory.bonus, block, judge, considered)
         conditional = None if steps.recurrent else steps
     if not method.draws:

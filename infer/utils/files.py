@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from infer.utils.redact import redact, redact_text
@@ -31,6 +32,17 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not there or empty, if the
+    block succeeds, and nothing is left of it otherwise."""
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as aside:
+        (fresh := Path(aside) / path.name).mkdir()
+        yield fresh
+        fresh.replace(path)
 
 
 def atomic_write(path: Path, text: str) -> None:

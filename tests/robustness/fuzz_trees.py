@@ -86,7 +86,6 @@ def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
     engine = {
         "budget": "auto" if ranked and dice.random() < 0.15 else dice.choice([1, 2, 3, 7, 16, 33, 64, 100, 256]),
         "continuity": dice.choice(files.get(method, ["none"])),
-        "candidates": dice.choice([1, 4, 32, 600]),
         "rows": dice.randint(1, 4),
         "positions": dice.choice([None, 1, 30, 144]),
         "prefix_memory": dice.choice([0, 0, 1]),

@@ -173,4 +173,4 @@ def test_every_conditional_head_is_lossless_on_fifty_prompts(embedded, name, opt
 
 def test_commands_of_readme_and_docs_compose(run_program):
     """Run them all with `--checkpoint runs/.../best`; that takes minutes."""
-    assert "; 0 faults" in run_program("docs_commands", "--compose")
+    assert "; 0 faults" in run_program("docs_commands")

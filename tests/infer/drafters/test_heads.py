@@ -202,7 +202,7 @@ def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head,
         ways = [("chain", 3), ("ddtree", 1), ("ddtree", 40)] + [("static", 6)] * (not sampled)
         ways += [("ddtree", "auto")] * (kind == "rnn" and not sampled)
         for method, budget in ways:
-            options = DecodeOptions(12, method=method, budget=budget, candidates=12, **sampled)
+            options = DecodeOptions(12, method=method, budget=budget, **sampled)
             assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted, (method, budget)
         options = DecodeOptions(12, budget=20, continuity=str(ngrams), **sampled)
         assert [text.ids for text in decode(target, drafter, prompts, options)] == wanted

@@ -18,7 +18,7 @@ from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
-from infer.formats.export import export_drafter, push
+from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 
@@ -400,44 +400,9 @@ def test_export_options_are_checked():
     for options, word in (
         ({"format": "onnx"}, "format=onnx"),
         ({"out": ""}, "out="),
-        ({"push_to_hub": "name"}, "push_to_hub=name"),
-        ({"push_to_hub": "me/mine", "format": "speculators"}, "base_model="),  # else a path of this machine gets out
     ):
         with pytest.raises(ValueError, match=word):
             ExportCommand(**options).check()
-
-
-def test_the_upload_takes_the_users_token_and_says_nothing_of_it(checkpoint, tmp_path, monkeypatch, capsys):
-    asked = []
-
-    class Api:
-        def create_repo(self, name, exist_ok):
-            asked.append(("create", name, exist_ok))
-            return f"https://hub/{name}"
-
-        def upload_folder(self, repo_id, folder_path, commit_message):
-            asked.append(("upload", repo_id, sorted(path.name for path in folder_path.iterdir())))
-
-    monkeypatch.setattr("infer.formats.export.HfApi", Api)
-    monkeypatch.setattr("infer.formats.export.get_token", lambda: None)
-    config = ExportCommand(checkpoint, out=str(tmp_path / "out"), push_to_hub="me/mine")
-    with pytest.raises(ValueError, match="push_to_hub needs your token"):
-        run_export(config)
-    assert not asked and not (tmp_path / "out").exists()
-    monkeypatch.setattr("infer.formats.export.get_token", lambda: "hf_secret")
-    run_export(config)
-    assert asked[0] == ("create", "me/mine", True)
-    assert asked[1][:2] == ("upload", "me/mine") and {"config.json", "model.safetensors"} <= set(asked[1][2])
-    printed = capsys.readouterr()
-    assert "https://hub/me/mine" in printed.out and "hf_secret" not in printed.out + printed.err
-
-    def refuse(self, name, exist_ok):
-        raise OSError("hf_secret was not accepted")
-
-    monkeypatch.setattr(Api, "create_repo", refuse)
-    with pytest.raises(ValueError, match="push_to_hub=me/mine: OSError; the export lies in") as error:
-        push(tmp_path / "out", "me/mine")
-    assert "hf_secret" not in str(error.value)
 
 
 CONVERTER = """import sys

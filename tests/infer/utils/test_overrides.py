@@ -130,7 +130,7 @@ def test_awkward_prompts_and_paths_really_run(tmp_path, capsys):
         ("train", "+model=nope", "qwen3-4b"),
         ("train", "optim.lr=abc", "optim.lr: Value 'abc'"),
         ("train", "optim.lr=nan", "optim.lr=nan: a finite number"),
-        ("train", "optim.lr=${oc.env:HOME}", "optim.lr: Value '${oc.env:HOME}'"),
+        ("train", "optim.lr=${oc.env:HOME}", "Value '${oc.env:HOME}'"),
         ("train", "seed=" + "9" * 30, "of at most 62 bits"),
         ("train", "seed=true", "seed: Value 'True'"),
         ("train", "optim.betas=[0.9", "expected"),
