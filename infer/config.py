@@ -128,8 +128,6 @@ class DrafterConfig:
 
     def check(self) -> None:
         """Raise ValueError for sizes that no drafter can have."""
-        if self.init == "":
-            raise ValueError("drafter.init=<folder or hub id>: which drafter, or null to begin with a new one")
         check_options(self.family, self.layers)
         check_blocks(self)
         self.head.check()

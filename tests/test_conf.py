@@ -131,7 +131,7 @@ def test_sizes_for_planning_are_the_models_own(bundle, millions):
     from train.plan import StepShape, target_config
 
     config = OmegaConf.to_object(composed("train", [f"+model={bundle}"]))
-    shape = shape_of(config, target_config(config))
+    shape = StepShape(config, target_config(config))
     assert round(shape.target_parameters / 1e6) == millions
 
 

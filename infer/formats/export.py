@@ -1,4 +1,4 @@
-"""Drafters for other engines: written in the layouts of the drafter's family.
+"""Drafters for other engines: written in the layouts of the drafter's family, and uploaded to the model hub.
 
 A drafter that an engine would read in another way than it was trained is refused.
 """
@@ -6,6 +6,8 @@ A drafter that an engine would read in another way than it was trained is refuse
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import PretrainedConfig
 
 from infer.drafters.base import Drafter
@@ -63,3 +65,24 @@ def target_sizes(config: PretrainedConfig) -> dict[str, int | None]:
     """Return a target's sizes, from its own config or from a drafter's."""
     layers = vars(config).get("num_target_layers", config.num_hidden_layers)
     return {"hidden_size": config.hidden_size, "layers": layers, "vocab_size": config.vocab_size}
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload a folder to the model hub as `name`, user/name, with the token that the user is logged in with; return its
+    address. Raises ValueError where there is no token, or the hub refuses."""
+    check_token()
+    api = HfApi()
+    try:
+        address = api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="A drafter exported by blockdraft")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = f"the hub answered {status}" if status else type(error).__name__
+        raise ValueError(f"push_to_hub={name}: {reason}; the export lies in {folder}") from error
+    return str(address)
+
+
+def check_token() -> None:
+    """Raise ValueError unless the user is logged in at the model hub."""
+    if get_token() is None:
+        raise ValueError("push_to_hub needs your token for the hub: log in with `hf auth login`, or set HF_TOKEN")

@@ -1,6 +1,6 @@
 """Drafters as GGUF, for llama.cpp: a folder in a layout that its own converter reads is converted by it."""
 
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +14,16 @@ FILE = "drafter.gguf"
 OF_TARGET = ["*.json", "*.jinja", "*.txt", "*.model"]  # what the converter reads of a target: config and tokenizer
 
 
-def find_converter() -> Path:
-    """Return llama.cpp's converter. Raises ValueError where PATH has none."""
-    folders = [Path(folder) / CONVERTER for folder in os.get_exec_path()]
-    found = next((file for file in folders if file.is_file()), None)
-    if found is None:
-        raise ValueError(f"format=gguf is written by llama.cpp's own {CONVERTER}: put llama.cpp's folder on PATH")
-    return found
+def find_converter(named: str | None) -> Path:
+    """Return llama.cpp's converter: the named file, or the one on PATH. Raises ValueError where there is none."""
+    found = named or shutil.which(CONVERTER)
+    if found is None or not Path(found).is_file():
+        where = f"converter={named}: no such file" if named else f"{CONVERTER} is not on PATH"
+        raise ValueError(
+            f"format=gguf is written by llama.cpp's own converter, and {where}: give converter=<folder of "
+            f"llama.cpp>/{CONVERTER}"
+        )
+    return Path(found)
 
 
 def convert(folder: Path, target: str, converter: Path) -> Path:

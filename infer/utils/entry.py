@@ -31,11 +31,8 @@ class Stopped(Exception):
 
 def command_line() -> str:
     """Return this process's command as it was typed, for a report; without secrets."""
-    programs = {"main.py": "", "infer.main": "", "train.main": "train", "blockdraft": ""}
-    words = sys.orig_argv
-    at = next((i for i, word in enumerate(words) if Path(word).name in programs), 0)
-    command = "train" if Path(words[at]).parent.name == "train" else programs.get(Path(words[at]).name, "")
-    return redact_text(shlex.join(["./launch.sh", *filter(None, [command]), *words[at + 1 :]]))
+    program, *words = sys.argv
+    return redact_text(shlex.join(["./launch.sh", *["train"] * (Path(program).parent.name == "train"), *words]))
 
 
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:

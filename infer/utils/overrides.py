@@ -173,19 +173,13 @@ def nearest(key: str, names: list[str]) -> str:
     return f", did you mean {found[0]}?" if found else ";"
 
 
-def run_of(checkpoint: str) -> dict | None:
-    """Return the configuration of the run that a checkpoint is part of; None for anything else."""
-    try:
-        folder, best = Path(checkpoint), Path(checkpoint) / "checkpoints" / "best"  # of a run's folder
-        folder = (best if best.is_dir() else folder).resolve()  # best is a link to a step
-        step = folder.parent if folder.name == "drafter" else folder
-        file = step.parent.parent / "config.json"
-        if step.parent.name != "checkpoints" or not file.is_file():
-            return None
-        run = json.loads(read_text(file, 1 << 20))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return run if isinstance(run, dict) else None
+def run_of(checkpoint: str) -> dict:
+    """Return the configuration of the run that a checkpoint is part of; nothing for anything else."""
+    place = Path(checkpoint).resolve()  # best is a link to a step
+    for folder in (place, *place.parents[:3]) if place.exists() else ():
+        if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+            return json.loads(read_text(folder / "config.json", 1 << 20))
+    return {}
 
 
 def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dict]:
@@ -193,9 +187,8 @@ def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dic
     decides it. `config`: composed from the arguments; groups, given: what `typed` found in them."""
     sections = getattr(schema, "FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints", [])
-    run = run_of(checkpoints[0]) if sections and checkpoints and checkpoints[0] else None
-    found = {}
-    for section in sections if run else ():
+    run, found = run_of(checkpoints[0]) if sections and checkpoints and checkpoints[0] else {}, {}
+    for section in sections:
         deciding = {"path", "source", "parts"} & set(given.get(section, {}))
         if section in run and section not in groups and not deciding and not (section == "data" and "suite" in groups):
             found[section] = {key: value for key, value in run[section].items() if key in OF_RUN[section]}

@@ -18,7 +18,7 @@ from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
-from infer.formats.export import export_drafter
+from infer.formats.export import export_drafter, push
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 
@@ -400,9 +400,44 @@ def test_export_options_are_checked():
     for options, word in (
         ({"format": "onnx"}, "format=onnx"),
         ({"out": ""}, "out="),
+        ({"push_to_hub": "name"}, "push_to_hub=name"),
+        ({"push_to_hub": "me/mine", "format": "speculators"}, "base_model="),  # else a path of this machine gets out
     ):
         with pytest.raises(ValueError, match=word):
             ExportCommand(**options).check()
+
+
+def test_the_upload_takes_the_users_token_and_says_nothing_of_it(checkpoint, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    class Api:
+        def create_repo(self, name, exist_ok):
+            asked.append(("create", name, exist_ok))
+            return f"https://hub/{name}"
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            asked.append(("upload", repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+    monkeypatch.setattr("infer.formats.export.HfApi", Api)
+    monkeypatch.setattr("infer.formats.export.get_token", lambda: None)
+    config = ExportCommand(checkpoint, out=str(tmp_path / "out"), push_to_hub="me/mine")
+    with pytest.raises(ValueError, match="push_to_hub needs your token"):
+        run_export(config)
+    assert not asked and not (tmp_path / "out").exists()
+    monkeypatch.setattr("infer.formats.export.get_token", lambda: "hf_secret")
+    run_export(config)
+    assert asked[0] == ("create", "me/mine", True)
+    assert asked[1][:2] == ("upload", "me/mine") and {"config.json", "model.safetensors"} <= set(asked[1][2])
+    printed = capsys.readouterr()
+    assert "https://hub/me/mine" in printed.out and "hf_secret" not in printed.out + printed.err
+
+    def refuse(self, name, exist_ok):
+        raise OSError("hf_secret was not accepted")
+
+    monkeypatch.setattr(Api, "create_repo", refuse)
+    with pytest.raises(ValueError, match="push_to_hub=me/mine: OSError; the export lies in") as error:
+        push(tmp_path / "out", "me/mine")
+    assert "hf_secret" not in str(error.value)
 
 
 CONVERTER = """import sys
@@ -413,13 +448,12 @@ open(out, "w").write(" ".join(sys.argv[1:]))
 """
 
 
-def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded, monkeypatch):
+def test_gguf_goes_through_llama_cpps_own_converter(tmp_path, embedded):
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4), embedded)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     converter, out = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out"
-    options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf"}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="llama.cpp's own convert_hf_to_gguf.py: put llama.cpp's folder on PATH"):
+    options = {"checkpoint": str(tmp_path / "drafter"), "format": "gguf", "converter": str(converter)}
+    with pytest.raises(ValueError, match="llama.cpp's own converter, and converter=.* no such file"):
         run_export(ExportCommand(**options, out=str(out)))
     converter.write_text(CONVERTER.replace("FAILS", "False"))
     run_export(ExportCommand(**options, out=str(out)))
