@@ -55,7 +55,7 @@ def draft(target, drafter, prompt: list[int], bonus: int) -> torch.Tensor:
     with cache.add(1) as rows, state.add(1) as begun:
         context = target.extend([prompt], rows, drafter.layer_ids).context
         drafter.update_context(target, context, torch.tensor([prompt]), [len(prompt)], begun)
-    return drafter.draft(target, torch.tensor([bonus]), state).float()
+    return drafter.draft_block(target, torch.tensor([bonus]), state).marginals.float()
 
 
 def walk(tree: DraftTree, truth: list[int]) -> list[int]:

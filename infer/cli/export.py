@@ -10,15 +10,13 @@ from infer.utils.checks import one_of
 
 @dataclass
 class ExportCommand(OfTarget):
-    """Write a drafter for other engines, and upload it if asked to.
+    """Write a drafter for other engines (`hf upload <user>/<name> <out>` uploads it).
 
     checkpoint: anything that load_drafter reads
     format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a selector, a Markov head,
-        a Markov head or a GRU; speculators: vLLM; treeflash: its authors' code; transformers: its own `generate`, from
-        5.23 on; gguf: llama.cpp; dart: the DART authors' code
+        a Markov head or a GRU; speculators: vLLM; transformers: its own `generate`, from 5.23 on; gguf: llama.cpp
     converter: of format=gguf, llama.cpp's convert_hf_to_gguf.py; None: the one on PATH
     out: a folder that is not there yet, or empty
-    push_to_hub: a name on the hub, user/name, to upload it to, with the token that you are logged in with
     license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was named
     base_model: the target's name on the hub, for others to read, a model of the drafter's sizes; None: target.path
     target: see TargetConfig in infer/config.py; speculators and dspark store its embedding and head
@@ -28,7 +26,6 @@ class ExportCommand(OfTarget):
     format: str = "dflash"
     out: str = "runs/export"
     converter: str | None = None
-    push_to_hub: str | None = None
     license: str | None = None
     base_model: str | None = None
 
@@ -40,26 +37,19 @@ class ExportCommand(OfTarget):
             raise ValueError("out=<folder>: where should the export go?")
         if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
             raise ValueError(f"out={self.out}: that folder is not empty, choose another")
-        if self.push_to_hub is not None and self.push_to_hub.count("/") != 1:
-            raise ValueError(f"push_to_hub={self.push_to_hub}: a name on the hub such as user/name")
         if self.converter is not None and self.format != "gguf":
             raise ValueError(f"converter={self.converter}: for format=gguf, leave it out")
-        local = self.target.path == "embedded" or Path(self.target.path).exists()
-        if self.push_to_hub is not None and self.format == "speculators" and self.base_model is None and local:
-            raise ValueError("format=speculators stores where the target is: give its name on the hub, base_model=...")
 
 
 def run(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
-    from infer.formats.export import check_base_model, check_folder_format, check_token, export_drafter, push
+    from infer.formats.export import check_base_model, check_folder_format, export_drafter
     from infer.formats.gguf import convert, find_converter
     from infer.targets.loading import load_config, resolve_path
     from infer.utils.files import replacing_folder
 
-    if config.push_to_hub is not None:
-        check_token()
     place, out, layers, target = config.target, Path(config.out), None, None
     converter = find_converter(config.converter) if config.format == "gguf" else None
     check_folder_format(config.checkpoint, config.format)
@@ -80,5 +70,3 @@ def run(config: ExportCommand) -> None:
     for verdict in check_folder(out):
         print(verdict)
     print(f"\nexport      {out}")
-    if config.push_to_hub is not None:
-        print(f"uploaded    {push(out, config.push_to_hub)}")

@@ -45,8 +45,8 @@ def load(place: TargetConfig, checkpoint: str | None):
 def load_all(place: TargetConfig, checkpoints: list[str]):
     """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
     costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
-    target's options say otherwise: as for the first that says so. An n-gram file is a drafter too, of its pairs. Raises
-    ValueError for a drafter that does not fit, and for a masked diffusion model."""
+    target's options say otherwise: as for the first that says so. Raises ValueError for a drafter
+    that does not fit, and for a masked diffusion model."""
     from infer import load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked

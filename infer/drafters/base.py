@@ -12,7 +12,7 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
   each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first query stands
   `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
 - `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens of newly
-  committed positions in; states of a block out, which `draft` turns into marginals;
+  committed positions in; states of a block out, which `draft_block` turns into marginals;
 - `warm_layers`, `warm_start`: which of the target's layers its own can start as; whether they compute the same.
 """
 
@@ -262,13 +262,12 @@ class Drafter(nn.Module):
     """A drafter of any family. Parameters carry the names of the family's public checkpoint layout."""
 
     family: Family
-    writers: dict[str, Callable]  # by export format: (drafter, target or None) -> config.json, tensors
+    writers: dict[str, Callable] = {}  # by export format (dflash/writers.py says what they are given and return)
     anchor_offset = 0
     attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
     mask_token_id: int | None = None  # what stands in the slots, where it is a token
-    conditional = None  # q(token | token before) of the whole vocabulary, where that costs nothing (`Bigram`)
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -403,14 +402,10 @@ class Drafter(nn.Module):
         cache = KVCache(dict.fromkeys(range(layers), (each, each)), rows, capacity, weight.dtype, weight.device)
         return self.make_state(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]))
 
-    def draft(self, target: Target, bonus: torch.Tensor, state: DraftState) -> torch.Tensor:
-        """Draft one block for every row, behind the bonus tokens (B,): the marginals of its L drafted positions, in log
-        space and float32, (B, L, V). The block's own K/V are never kept."""
-        return self.draft_block(target, bonus, state).marginals
-
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:
-        """Draft as `draft` does; with a conditional head, marginals are the scores without its corrections."""
+        """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept. With a conditional
+        head, marginals are the scores without its corrections."""
         ends = state.cache.ends_of(len(bonus))
         positions = ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
         place = Place(ends, state.angles_at(positions), state.cache.window(self.num_queries))

@@ -13,15 +13,16 @@ from importlib import import_module
 class ExportFormat:
     """A layout that drafters of a family are exported in, and what it has words for."""
 
-    target: bool = False  # does writing it need the target?
+    target: bool = False  # it stores the target's embedding and head
     heads: tuple[str, ...] = ()  # conditional heads, rows of `infer.drafters.heads.table`
     headless: bool = True  # a drafter without a conditional head
-    convolutions: bool = False
+    convolutions: bool = False  # beside a selector
+    refuses: tuple[str, ...] = ()  # names in `infer.formats.export.faults`
 
     def fits(self, head, convolutions: bool) -> bool:
         """Return whether it has words for a drafter's conditional head, or for none, and for its convolutions."""
         worded = self.headless if head is None else head.name in self.heads
-        return worded and (self.convolutions or not convolutions)
+        return worded and (not convolutions or (self.convolutions and head is not None and head.name == "selector"))
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Family:
         return {"architectures": [self.architecture], self.config_key: own}
 
 
+_DSPARK = ("not from anchor", "causal", "sliding", "normed")
 _ROWS = (
     Family(
         name="dflash",
@@ -58,14 +60,20 @@ _ROWS = (
         architecture="DFlashDraftModel",
         config_key="dflash_config",
         formats={
-            "dflash": ExportFormat(),
-            "dflash2": ExportFormat(heads=("selector",), headless=False, convolutions=True),
-            "dspark": ExportFormat(target=True, heads=("markov",)),
-            "specforge": ExportFormat(heads=("markov", "gru"), headless=False),
-            "treeflash": ExportFormat(heads=("swiglu",), headless=False),
-            "speculators": ExportFormat(target=True, heads=("markov", "selector"), convolutions=True),
-            "transformers": ExportFormat(),
-            "gguf": ExportFormat(target=True, heads=("selector", "markov"), convolutions=True),
+            "dflash": ExportFormat(refuses=("from anchor",)),
+            "dflash2": ExportFormat(
+                heads=("selector",), headless=False, convolutions=True, refuses=("from anchor", "choice")
+            ),
+            "dspark": ExportFormat(target=True, heads=("markov",), refuses=(*_DSPARK, "part")),
+            "specforge": ExportFormat(heads=("markov", "gru"), headless=False, refuses=_DSPARK),
+            "speculators": ExportFormat(
+                target=True,
+                heads=("markov", "selector"),
+                convolutions=True,
+                refuses=("full and causal", "recurrent", "normed", "choice", "part of the choice"),
+            ),
+            "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1")),
+            "gguf": ExportFormat(target=True, heads=("selector", "markov"), convolutions=True, refuses=("room",)),
         },
         options=("sample_from_anchor", "causal", "convolutions", "head"),
     ),
@@ -77,15 +85,13 @@ _ROWS = (
         config_key="dart_config",
         layers=1,
         zero_stages=(0, 1, 2),  # training reads the head's whole weight
-        formats={"dart": ExportFormat(target=True)},
         own_head=True,
         options=("head",),
     ),
 )
 FAMILIES = {row.name: row for row in _ROWS}
-# those without a network, and so without a config.json
-LOOKUP = Family("lookup", "prompt lookup", "infer.drafters.baselines:Lookup", on_device=False)
-BIGRAM = Family("bigram", "bigram", "infer.drafters.baselines:Bigram", on_device=False)
+# without a network, and so without a config.json
+LOOKUP = Family("lookup", "prompt lookup", "infer.drafters.lookup:Lookup", on_device=False)
 FORMATS = {name: format for row in _ROWS for name, format in row.formats.items()}
 
 
@@ -116,19 +122,12 @@ def check_format(family: Family, name: str, head, convolutions: bool) -> None:
     """Raise ValueError where a drafter of a family, with a conditional head (`infer.drafters.heads.table.HeadRow`) or
     None, and with or without convolutions, cannot be exported in a format."""
     format = family.formats.get(name)
-    if format is None:
-        kinds = " or ".join(other for other, row in family.formats.items() if row.fits(head, convolutions))
-        raise ValueError(f"format={name}: this is a {family.title} drafter, which can be exported with format={kinds}")
-    if head is not None and head.name not in format.heads:
+    if format is None or not format.fits(head, convolutions):
+        what = f"{family.title} drafter {'without a' if head is None else 'with a ' + head.title} conditional head"
+        what += " and with convolutions" * convolutions
         takers = [other for other, row in family.formats.items() if row.fits(head, convolutions)]
-        advice = f": use format={' or '.join(takers)}" if takers else ""
-        raise ValueError(
-            f"format={name} has no words for a conditional head, and the drafter has one, {head.title}{advice}"
-        )
-    if head is None and not format.headless:
-        raise ValueError(f"format={name} is for drafters with a conditional head, and the drafter has none")
-    if convolutions and not format.convolutions:
-        raise ValueError(f"format={name} has no words for convolutions, and the drafter has them")
+        advice = f"use format={' or '.join(takers)}" if takers else "no format has"
+        raise ValueError(f"format={name} has no words for a {what}: {advice}")
 
 
 def check_stage(family: str, stage: int) -> None:

@@ -31,7 +31,7 @@ def propose(
     """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at most."""
     target, drafter = memory.target, memory.drafter
     before, draws, steps = None if asked.seen is None else asked.seen[:, None], None, None
-    conditional = drafter.conditional
+    conditional = None
     block = drafter.draft_block(target, memory.bonus, memory.state)
     marginals = block.marginals  # (B, L, V)
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them

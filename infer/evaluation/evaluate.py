@@ -167,7 +167,7 @@ def guess(target: Target, drafter: Drafter, ids: torch.Tensor, step: int, state:
     """Return the drafter's likeliest tokens (B, L) behind the tokens at `step` of ids (B, A), each with a conditional
     head behind the true token before it."""
     if drafter.head_row is None:
-        return drafter.draft(target, ids[:, step], state).argmax(-1)
+        return drafter.draft_block(target, ids[:, step], state).marginals.argmax(-1)
     block = drafter.draft_block(target, ids[:, step], state)
     before = step + torch.arange(block.states.shape[1], device=ids.device)  # (L,)
     return behind(drafter, target, block, ids[:, before.clamp(max=ids.shape[1] - 1)]).argmax(-1)

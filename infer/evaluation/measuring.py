@@ -10,8 +10,8 @@ import torch
 from infer.api import AnyTarget, open_engine
 from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.drafters.baselines import Lookup
 from infer.drafters.families import LOOKUP
+from infer.drafters.lookup import Lookup
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
 from infer.engine.sequence import STAGES, Sequence

@@ -9,13 +9,12 @@ import torch
 from transformers import Qwen3Config
 
 from infer.drafters.base import Drafter
-from infer.drafters.baselines import Baseline, Bigram, Lookup
 from infer.drafters.config_keys import config_dict, known_tokens
 from infer.drafters.families import LOOKUP
+from infer.drafters.lookup import Lookup
 from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
 from infer.formats.layouts import find_problems, read
-from infer.ngrams.model import NGram
 from infer.utils.files import atomic_write
 
 NGRAMS = "ngrams"  # beside the weights: an n-gram file for trees
@@ -63,8 +62,8 @@ def load_drafter(
         )
     opened = opened.renamed(reading.renamed)
     drafter = reading.family.load()(reading.config())
-    if reading.guessed_tap:
-        warnings.warn(f"{folder}: {reading.guessed_tap}", stacklevel=2)
+    for doubt in reading.doubts:
+        warnings.warn(f"{folder}: {doubt}", stacklevel=2)
     names = drafter.state_dict().keys()
     weights = opened.load({*names} | (opened.tensors.keys() & {"t2d"} if drafter.d2t is not None else set()))
     if drafter.d2t is not None:
@@ -75,14 +74,11 @@ def load_drafter(
     return drafter.to(device, kind).eval().requires_grad_(False)
 
 
-def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Baseline:
-    """Open what drafts: "lookup" for the text's own n-grams, an n-gram file as a bigram drafter of its pairs, anything
-    else with `load_drafter`, whose exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready
-    for a target."""
+def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Lookup:
+    """Open what drafts: "lookup" for the text's own n-grams, anything else with `load_drafter`, whose exceptions it
+    raises. `check_target(target)` and `to(device, dtype)` make it ready for a target."""
     if str(checkpoint) == LOOKUP.name:
         return Lookup()
-    if Path(checkpoint).is_file():
-        return Bigram(NGram.open(checkpoint))
     return load_drafter(checkpoint, target_layers=target_layers)
 
 

@@ -16,21 +16,19 @@ import torch
 
 from infer import Engine
 from infer.drafters.base import DraftedBlock
-from infer.drafters.baselines import Baseline
-from infer.drafters.families import LOOKUP
+from infer.drafters.lookup import Lookup
 from infer.ngrams.model import NGram
 from infer.targets.target import Target
 from infer.trees import ngram_factor
 
 
-class ScriptedDrafter(Baseline):
+class ScriptedDrafter(Lookup):
     """A drafter that knows the texts to come and is right now and then, so that walks of all lengths happen.
 
     Position t of text b is guessed right with probability `skill`; the truth is otherwise among the next likeliest.
     """
 
     layer_ids = (1,)
-    family = LOOKUP
 
     def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
         super().__init__(block_size)

@@ -23,11 +23,10 @@ from infer import load_target
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import new_drafter
-from infer.drafters.baselines import Bigram, Lookup
+from infer.drafters.lookup import Lookup
 from infer.engine import budget
 from infer.engine.sampling import derived_seed
 from infer.evaluation.lossless import find_difference
-from infer.ngrams.model import NGram
 from infer.targets.loading import EMBEDDED
 from infer.targets.target import Target
 
@@ -35,7 +34,7 @@ NGRAMS = EMBEDDED / "drafter" / "ngrams"
 HEADS = [HeadConfig(), HeadConfig("selector", rank=8, top_k=16), HeadConfig("selector", rank=8, top_k=0)]
 HEADS += [HeadConfig("markov", kind=kind, rank=8) for kind in ("vanilla", "gated", "rnn")]
 HEADS += [HeadConfig("swiglu"), HeadConfig("gru", rank=8, hidden=8)]
-KINDS = [*range(len(HEADS)), "dart", "lookup", "bigram", "none"]
+KINDS = [*range(len(HEADS)), "dart", "lookup", "none"]
 GRAMMARS = [{"regex": "[a-c]{1,9}"}, {"regex": "x"}, {"json_schema": '{"type": "integer"}'}]
 
 
@@ -52,8 +51,6 @@ def drafter_of(target: Target, kind: int | str, block_size: int):
     """Return the drafter of a kind."""
     if kind in ("none", "lookup"):
         return Lookup(block_size) if kind == "lookup" else None
-    if kind == "bigram":
-        return Bigram(NGram.open(NGRAMS), block_size)
     dart = kind == "dart"
     places = {"family": "dart", "layers": 1, "target_layer_ids": [0, 1, 2]} if dart else {"target_layer_ids": [1, 3]}
     head = HeadConfig() if dart else HEADS[kind]

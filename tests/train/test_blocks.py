@@ -294,10 +294,10 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
                 state = drafter.state(1, 40)
                 with state.add(1) as row:
                     drafter.update_context(target, features[:, :cut], ids[:, :cut], [cut], row)
-                drafter.draft(target, ids[:, cut], state)  # leaves no trace
+                drafter.draft_block(target, ids[:, cut], state)  # leaves no trace
                 if cut < anchor:
                     drafter.update_context(target, features[:, cut:anchor], ids[:, cut:anchor], [anchor - cut], state)
-                marginals = drafter.draft(target, ids[:, anchor], state)
+                marginals = drafter.draft_block(target, ids[:, anchor], state).marginals
                 assert torch.allclose(marginals[0].double(), trained[n], atol=1e-5)  # marginals are float32
 
 

@@ -41,7 +41,7 @@ from infer.drafters.base import (
 )
 from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
-from infer.drafters.warm import can_start_as, weights_of
+from infer.drafters.warm import can_start_as
 from infer.targets.layers import read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
@@ -104,7 +104,6 @@ class DART(Drafter):
 
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
     family = FAMILIES["dart"]
-    writers = {"dart": layouts.write_published}
     read = staticmethod(layouts.read)
     attention_patterns = [(True, None)]
 
@@ -153,7 +152,7 @@ class DART(Drafter):
         if not chosen:
             return False
         source = target.body.layers[chosen[0]]
-        theirs = dict(weights_of(source, target))
+        theirs = source.state_dict()
         size = self.config.hidden_size
         if "input_layernorm.weight" in theirs:
             theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")

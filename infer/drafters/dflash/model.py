@@ -38,7 +38,7 @@ from infer.drafters.base import (
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
-from infer.drafters.warm import can_start_as, weights_of
+from infer.drafters.warm import can_start_as
 from infer.targets import lean, loops
 from infer.targets.layers import read_layer, read_norm
 from infer.targets.support import attention_layers
@@ -98,10 +98,8 @@ class DFlash(Drafter):
         "dflash2": writers.write_dflash2,
         "dspark": writers.write_dspark,
         "specforge": writers.write_specforge,
-        "treeflash": writers.write_treeflash,
         "speculators": writers.write_speculators,
         "transformers": writers.write_transformers,
-        "gguf": writers.write_for_gguf,
     }
     read = staticmethod(layouts.read)
 
@@ -165,18 +163,17 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Start from the target's own layers, where they compute what ours do, or nearly (`drafters.warm`); return
-        whether they do.
+        """Start from the target's own layers, where they compute what ours do; return whether they do.
 
         The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
         `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
-        context K/V are then exactly the target's own (of a hybrid, whose layers between are left out, nearly).
+        context K/V are then exactly the target's own.
         """
         chosen = self.warm_layers(self.layer_ids, len(self.layers), target.config)
         if not chosen:
             return False
         source = [target.body.layers[i] for i in chosen]
-        theirs = [weights_of(layer, target) for layer in source]
+        theirs = [layer.state_dict() for layer in source]
         pairs = zip(theirs, source, strict=True)
         if not all(can_start_as(self.layers[0], *pair, self, target) for pair in pairs):
             return False

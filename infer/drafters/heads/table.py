@@ -13,7 +13,8 @@ RECURRENT_KINDS = ("vanilla", "gated", "rnn")  # of the Markov head
 
 
 class HeadKey(NamedTuple):
-    """A key that a head has in the family's part of config.json: a whole number, or one of `choices`."""
+    """A key that a head has in the family's part of config.json: a whole number, or one of `choices`. Where the key
+    of a head is 0, a drafter has none."""
 
     name: str
     option: str | None = None  # the field of `infer.config.HeadConfig` that it holds
@@ -56,7 +57,7 @@ _ROWS = (
         attribute="markov_head",
         key="markov_rank",
         keys=(
-            HeadKey("markov_rank", "rank"),
+            HeadKey("markov_rank", "rank", least=0),
             HeadKey("markov_head_type", "kind", "vanilla", choices=RECURRENT_KINDS),
             HeadKey("enable_confidence_head", "confidence", False, choices=(True, False), optional=True),
             HeadKey("confidence_head_with_markov", "confidence", False, choices=(True, False), optional=True),
@@ -69,7 +70,7 @@ _ROWS = (
         "infer.drafters.heads.selector:Selector",
         attribute="candidate_selector",
         key="selector_rank",
-        keys=(HeadKey("selector_rank", "rank"), HeadKey("selector_top_k", "top_k", 16, least=0)),
+        keys=(HeadKey("selector_rank", "rank", least=0), HeadKey("selector_top_k", "top_k", 16, least=0)),
         tables=("predecessor_codebook", "successor_codebook"),
     ),
     HeadRow(
@@ -92,7 +93,7 @@ _ROWS = (
         key="gru_hidden_dim",
         keys=(
             HeadKey("emb_dim", "rank", 256),
-            HeadKey("gru_hidden_dim", "hidden", 1024, new=1024),
+            HeadKey("gru_hidden_dim", "hidden", 1024, new=1024, least=0),
             HeadKey("pure_draft_prefix_len", default=0, new=1, least=0),
         ),
         tables=("embed_proj.2.weight",),
@@ -127,20 +128,12 @@ def head_options(own: dict) -> dict:
     return {"name": row.name} | {key.option: own.get(key.name, key.default) for key in row.keys[::-1] if key.option}
 
 
-def read_head(part) -> dict:
-    """Return the keys of the conditional head that a level of a config.json describes, checked
+def read_head(keys: dict) -> dict:
+    """Return the keys of the conditional head that a config.json describes, whose keys are checked
     (`infer.drafters.config_keys.Keys`); none where it has none."""
-    row, own = head_of(part.raw), {}
-    for key in row.keys if row else ():
-        value = part.get(key.name)
-        if value is None and key.optional:
-            continue
-        if not key.choices:
-            value = part.number(key.name, key.default, key.least)
-        elif (value := value or key.default) not in key.choices:
-            part.note(key.name, f"is {value!r}, expected {' or '.join(map(str, key.choices)).lower()}")
-        own[key.name] = value
-    return own
+    row = head_of(keys)
+    wanted = [key for key in row.keys if key.name in keys or not key.optional] if row else []
+    return {key.name: keys.get(key.name, key.default) for key in wanted}
 
 
 def check_head(head) -> None:

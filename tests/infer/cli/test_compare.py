@@ -11,12 +11,10 @@ from infer import load_target, save_drafter
 from infer.api import decode
 from infer.cli.compare import CompareCommand, run_name
 from infer.cli.compare import run as run_compare
-from infer.cli.models import load
 from infer.cli.ngram import NgramCommand
 from infer.cli.ngram import run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
 from infer.drafters.base import new_drafter
-from infer.drafters.baselines import Bigram
 from infer.engine.sequence import Sequence
 from infer.evaluation.evaluate import count_right_guesses
 from infer.ngrams.model import NGram
@@ -62,7 +60,6 @@ def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded
     assert len(decode(embedded, drafter, [[1, 2, 3]], options)[0].ids) == 4
     with pytest.raises(ValueError, match=r"tiny\.ngrams: counted with another tokenizer"):
         decode(embedded, drafter, [[1, 2, 3]], DecodeOptions(4, continuity=str(ngrams)))
-    assert isinstance(load(TargetConfig(str(shallow)), str(counted))[1], Bigram)
 
 
 def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded, tmp_path, monkeypatch, capsys):
@@ -125,7 +122,7 @@ def drafted(target, drafter, known: list[int], bonus: int) -> list[int]:
     with torch.no_grad(), cache.add(1) as rows, state.add(1) as begun:
         context = target.extend([known], rows, drafter.layer_ids).context
         drafter.update_context(target, context, torch.tensor([known]), [len(known)], begun)
-    return drafter.draft(target, torch.tensor([bonus]), state)[0].argmax(-1).tolist()
+    return drafter.draft_block(target, torch.tensor([bonus]), state).marginals[0].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("family", ["dflash", "dart"])

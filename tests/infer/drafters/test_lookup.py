@@ -7,7 +7,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from infer.api import decode, generate
 from infer.config import DecodeOptions
-from infer.drafters.baselines import LONGEST, TRUST, Lookup, continuations
+from infer.drafters.lookup import LONGEST, TRUST, Lookup, continuations
 from infer.formats.checkpoint import open_drafter
 
 

@@ -9,9 +9,7 @@ import torch
 from infer import generate
 from infer.api import decode
 from infer.config import DecodeOptions, HeadConfig
-from infer.drafters.baselines import Bigram
 from infer.engine.sampling import derived_seed
-from infer.ngrams.model import NGram
 from infer.targets.target import Target
 
 
@@ -173,17 +171,6 @@ def test_a_static_tree_reports_the_targets_own_log_probabilities(make_tiny):
         assert len(row.logprobs) == len(row.ids) == 24
         for i, token in enumerate(row.ids):
             assert row.logprobs[i].logprob == pytest.approx(log_probs[i, token].item(), abs=1e-4)
-
-
-def test_an_ngram_file_drafts_and_its_tree_knows_the_pairs(make_tiny, ngrams):
-    """The bigram drafter of the article, with a static tree over pairs: lossless, like with any other tree."""
-    target, _ = make_tiny()
-    bigram = Bigram(NGram.open(ngrams), block_size=5)
-    prompts = random_prompts(4, seed=8)
-    expected = plain(target, prompts, 24)
-    for method, budget in (("chain", 4), ("ddtree", 16), ("static", 14)):
-        rows = decode(target, bigram, prompts, DecodeOptions(24, method=method, budget=budget, rows=3))
-        assert [row.ids for row in rows] == expected, method
 
 
 def test_the_embedded_target_is_decoded_losslessly(scripted_drafter, hugging_face, embedded):

@@ -7,7 +7,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from infer import Engine, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.base import new_drafter
-from infer.drafters.baselines import Lookup
+from infer.drafters.lookup import Lookup
 from infer.engine.prefixes import BLOCK, Prefixes
 from infer.targets.target import Target
 

@@ -10,7 +10,7 @@ from data.prompts import Prompt
 from data.suites import Questions
 from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
-from infer.drafters.baselines import Lookup
+from infer.drafters.lookup import Lookup
 from infer.engine.sampling import derived_seed
 from infer.evaluation import cost, evaluate, measuring
 from infer.evaluation.evaluate import decode_all, method_results, parts_of, summarise

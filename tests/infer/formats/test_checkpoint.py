@@ -26,7 +26,7 @@ def test_round_trip_is_bit_equal(make_tiny, tmp_path, family):
         state = each.state(1, 20)
         with state.add(1) as row:
             each.update_context(target, features, torch.arange(6)[None], [6], row)
-        outs.append(each.draft(target, bonus, state))
+        outs.append(each.draft_block(target, bonus, state).marginals)
     assert torch.equal(*outs)
     assert outs[0].shape == (1, 4, 97)
     assert not again.training

@@ -3,7 +3,6 @@ written here, decode losslessly, and whatever is wrong with them is named."""
 
 import json
 import os
-import random
 import re
 from copy import deepcopy
 from functools import partial
@@ -252,7 +251,7 @@ def drafted(target, drafter, fixed: int = 0) -> torch.Tensor:
         drafter.update_context(target, features[:, :5], IDS[None, :5], [5], row)
     drafter.update_context(target, features[:, 5:], IDS[None, 5:-1], [len(IDS) - 6], state)
     with state.cache.fixed(fixed):
-        return drafter.draft(target, IDS[-1:], state)[0].double()
+        return drafter.draft_block(target, IDS[-1:], state).marginals[0].double()
 
 
 def features_of(target, layers) -> torch.Tensor:
@@ -667,7 +666,7 @@ def test_shards_with_an_index(target, tmp_path):
 
 WRONG = [
     (public(hidden_size=None), ["hidden_size is missing"]),
-    (public(block_size=None), ["dflash_config.block_size is missing"]),
+    (public(block_size=None), ["block_size is missing"]),
     (public(block_size=1), ["block_size is 1"]),
     (public(dflash_config=None), ["mask_token_id is missing", "target_layer_ids is missing"]),
     (
@@ -684,11 +683,11 @@ WRONG = [
     (public(rope_scaling={"rope_type": "llama3", "factor": 8}), ["low_freq_factor is missing", "high_freq_factor"]),
     (public(rms_norm_eps="tiny", vocab_size=0), ["rms_norm_eps is 'tiny'", "vocab_size is 0"]),
     (public(target_hidden_size=64), ["target_hidden_size is 64"]),
-    (public(architectures=["DFlash2DraftModel"]), ["dflash_config.selector_rank is missing"]),
+    (public(architectures=["DFlash2DraftModel"]), ["selector_rank is missing"]),
     (public(dflash_config=public()["dflash_config"] | {"projector_type": "domino"}), ["gru_hidden_dim is missing"]),
     (
         public(dflash_config=public()["dflash_config"] | {"markov_rank": 4}, markov_rank=5),
-        ["dflash_config.markov_rank is 4, and 5 outside"],
+        ["markov_rank is 4, and 5 outside"],
     ),
     (flat(sample_from_anchor=True, shift_label=False), ["shift_label is False, and sample_from_anchor True"]),
     (flat(enable_confidence_head=True), ["enable_confidence_head is true, and there is no Markov head"]),
@@ -697,10 +696,10 @@ WRONG = [
     (public(dflash_config=public()["dflash_config"] | {"last_tap": "both"}), ["last_tap is 'both'"]),
     (flat(markov_rank=-1), ["markov_rank is -1"]),
     (flat(markov_rank=4), ["missing tensors: markov_head.markov_w1.weight, markov_head.markov_w2.weight"]),
-    (speculators(markov_rank=256), ["markov_rank is 256"]),
+    (speculators(markov_rank=256), ["missing tensors: markov_head.markov_w1.weight"]),
     (speculators(speculators_model_type="peagle"), ["'peagle', expected dflash or dspark or dflash2"]),
-    (speculators(speculators_model_type="eagle3"), ["'eagle3', whose drafters are not read"]),
-    (speculators(transformer_layer_config=None), ["transformer_layer_config is missing"]),
+    (speculators(speculators_model_type="eagle3"), ["'eagle3', expected .* token by token are not read"]),
+    (speculators(transformer_layer_config=None), ["config.json: hidden_size is missing"]),
     (speculators(aux_hidden_state_layer_ids=[0, 2]), [r"\[0, 2\]: the target has layers 1 on"]),
     (
         speculators(aux_hidden_state_layer_ids=None, mask_token_id=None),
@@ -731,6 +730,7 @@ NATIVE = {
     **SIZES,
 }
 OURS = {"dart_config": {"target_layer_ids": TAPPED, "shifted": True, "qk_norm": True}, "block_size": 5}
+TENSORS = {"lm_head.weight": None, "d2t": None}
 LAYOUTS = {
     "public": public(rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "deepspec": flat(),
@@ -746,31 +746,30 @@ LAYOUTS = {
 }
 
 
-def levels(config: object, path: tuple = ()) -> list[tuple]:
-    """Paths of all objects in a config.json."""
-    below = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    found = [path] if isinstance(config, dict) and path != ("auto_map",) else []
-    return found + [place for key, part in below for place in levels(part, (*path, key))]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_unknown_key_at_any_level_is_named(layout):
-    """Random keys with random values, one at a time, in every object of every layout."""
-    config, dice = LAYOUTS[layout], random.Random(layout)
-    tensors = {"lm_head.weight": None, "d2t": None}
-    found = read(Folder(Path(), config, tensors, []))
-    assert found.problems == [] and found.options
-    for place in levels(config):
+def test_an_unknown_key_is_a_doubt_that_names_it(layout):
+    """At the top, and in every object whose keys count: nothing else changes."""
+    config = LAYOUTS[layout]
+    found = read(Folder(Path(), config, TENSORS, []))
+    assert found.problems == found.doubts == [] and found.options
+    objects = ("dflash_config", "dart_config", "treeflash_config", "transformer_layer_config")
+    for place in (None, *(key for key in objects if key in config)):
         for value in (True, 0, 2.5, "word", [1], {"inner": 1}, None):
             changed = deepcopy(config)
-            level = changed
-            for key in place:
-                level = level[key]
-            key = "".join(dice.choices("abcdefghijklmnopqrstuvwxyz_", k=12))
-            level[key] = value
-            problems = read(Folder(Path(), changed, tensors, [])).problems
-            assert (problems == []) == (value is None), (place, key, value)
-            assert all(f"{key} is a key that this project does not know" in problem for problem in problems)
+            (changed if place is None else changed[place])["of_another_kind"] = value
+            again = read(Folder(Path(), changed, TENSORS, []))
+            assert again.problems == [] and again.options == found.options
+            assert [" of_another_kind" in doubt for doubt in again.doubts] == [True] * (value is not None), place
+
+
+def test_keys_that_change_what_is_computed_are_faults_and_unknown_ones_are_said(tmp_path):
+    assert {
+        layout
+        for layout in LAYOUTS
+        if read(Folder(Path(), LAYOUTS[layout] | {"logit_scale": 2.0}, TENSORS, [])).problems
+    } == {*LAYOUTS}
+    with pytest.warns(UserWarning, match="nobody here knows the key new_idea"):
+        load_drafter(written(tmp_path, public(new_idea=1), dflash_weights()))
 
 
 def test_what_transformers_writes_into_every_config_is_harmless(tmp_path):
@@ -818,7 +817,7 @@ def test_published_dart_says_what_it_lacks(tmp_path):
     with pytest.raises(ValueError, match="num_target_layers is missing: load_drafter"):
         load_drafter(folder)
     written(folder, dart(20, draft_length=None, num_hidden_layers=2), dart_weights(20) | vocabulary(20))
-    with pytest.raises(ValueError, match=r"num_hidden_layers is 2.*draft_length is missing"):
+    with pytest.raises(ValueError, match="draft_length is missing.*num_hidden_layers is 2"):
         load_drafter(folder, target_layers=LAYERS)
 
 

@@ -79,7 +79,7 @@ def our_marginals(drafter, target, cut: int) -> torch.Tensor:
     with state.add(1) as row:
         drafter.update_context(target, features[:, :cut], IDS[:, :cut], [cut], row)
     drafter.update_context(target, features[:, cut:], IDS[:, cut:-1], [length - cut], state)
-    return drafter.draft(target, IDS[0, -1:], state)[0]
+    return drafter.draft_block(target, IDS[0, -1:], state).marginals[0]
 
 
 @pytest.mark.parametrize(

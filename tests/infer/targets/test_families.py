@@ -293,7 +293,7 @@ def test_drafts_go_through_the_targets_own_scale(tiny):
     with state.add(1) as part:
         drafter.update_context(target, torch.randn(1, 4, 96), torch.tensor([[1, 2, 3, 4]]), [4], part)
     drafter.lm_head.weight.data *= 100
-    marginals = drafter.draft(target, torch.tensor([5]), state)
+    marginals = drafter.draft_block(target, torch.tensor([5]), state).marginals
     assert (marginals.amax(-1) - marginals.amin(-1)).max() <= 6 + 1e-4
 
 

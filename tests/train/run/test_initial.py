@@ -115,7 +115,7 @@ def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path
     drafter.config.dart_config |= {"qk_norm": False, "norm_twice": True}
     drafter = DART(drafter.config)
     drafter.init_weights(torch.Generator().manual_seed(1))
-    export_drafter(drafter, "dart", None, tmp_path / "init")
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "init")
     options = resolve_init(
         DrafterConfig(init=str(tmp_path / "init"), family="dart", layers=1, block_size=5), TargetConfig()
     )
