@@ -45,17 +45,15 @@ def run(config: ExportCommand) -> None:
     from infer import load_drafter, load_target
     from infer.evaluation.card import write_card
     from infer.formats.compatibility import check_folder
-    from infer.formats.export import check_base_model, check_folder_format, export_drafter
+    from infer.formats.export import check_base_model, check_export, export_drafter
     from infer.formats.gguf import convert, find_converter
-    from infer.targets.loading import load_config, resolve_path
+    from infer.targets.loading import resolve_path
     from infer.utils.files import replacing_folder
 
-    place, out, layers, target = config.target, Path(config.out), None, None
+    place, out, target = config.target, Path(config.out), None
     converter = find_converter(config.converter) if config.format == "gguf" else None
-    check_folder_format(config.checkpoint, config.format)
-    if FORMATS[config.format].target:
-        layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
-    drafter = load_drafter(config.checkpoint, target_layers=layers)
+    drafter = load_drafter(config.checkpoint)
+    check_export(drafter, config.format)
     if config.base_model is not None and (doubt := check_base_model(config.base_model, drafter)):
         print(doubt)
     if FORMATS[config.format].target or drafter.embed_tokens is not None or drafter.lm_head is not None:

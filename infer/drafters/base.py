@@ -13,7 +13,8 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
   `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
 - `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens of newly
   committed positions in; states of a block out, which `draft_block` turns into marginals;
-- `warm_layers`, `warm_start`: which of the target's layers its own can start as; whether they compute the same.
+- `warm_layers`, `warm_tap`, `finish_warm_start`: which of the target's layers its own can start as, which of the tapped
+  layers they then read, and what else a warm start sets.
 """
 
 import re
@@ -35,6 +36,8 @@ from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
+from infer.drafters.warm import can_start_as
+from infer.targets.layers import read_norm
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
 
@@ -67,21 +70,15 @@ def default_mask_token(
     tokenizer, vocabulary: int, end_ids: Collection[int], used: Callable[[], Collection[int]] | None = None
 ) -> int:
     """Return the first of `mask_candidates` that the data do not use, where `used()` says which ids they do; then any
-    other id that they do not, the last one, will do.
-
-    Raises ValueError where there is none.
-    """
-    taken: Collection[int] | None = None
-    for mask in mask_candidates(tokenizer, vocabulary, end_ids):
-        if used is None or mask >= len(tokenizer):  # no text has the latter
-            return mask
-        taken = used() if taken is None else taken
-        if mask not in taken:
-            return mask
+    other id that they do not, the last one, will do. Raises ValueError where there is none."""
+    masks = list(mask_candidates(tokenizer, vocabulary, end_ids))
+    if masks and (used is None or masks[0] >= len(tokenizer)):  # no text has the latter
+        return masks[0]
     if used is not None:
-        taken = {*(used() if taken is None else taken), *end_ids}
-        if rest := set(range(vocabulary)) - taken:
-            return max(rest)
+        taken = {*used()}
+        free = [mask for mask in masks if mask not in taken] or sorted({*range(vocabulary)} - taken - {*end_ids})[-1:]
+        if free:
+            return free[0]
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
 
 
@@ -169,6 +166,10 @@ class DrafterLayer(nn.Module):
         self.self_attn = Attention(config, inputs, norms)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Qwen3MLP(config)
+
+    def plain_weights(self, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return weights of a target's layer as this one takes them."""
+        return theirs
 
     def items(self, states: torch.Tensor) -> torch.Tensor:
         """States (..., D) to what attention reads of them (..., inputs)."""
@@ -264,6 +265,7 @@ class Drafter(nn.Module):
     family: Family
     writers: dict[str, Callable] = {}  # by export format (dflash/writers.py says what they are given and return)
     anchor_offset = 0
+    warm_tap = 0
     attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
@@ -275,9 +277,7 @@ class Drafter(nn.Module):
         self.block_size: int = config.block_size
         self.layer_ids = tap_ids(self.own, config.num_target_layers)
         self.rotary = [Qwen3RotaryEmbedding(config)]  # in a list: not a submodule, so never cast to bf16
-        self.head_row: HeadRow | None = (
-            None  # of the conditional head: a token's probability depends on those before it
-        )
+        self.head_row: HeadRow | None = None  # of the conditional head
         self.confidence_head: Confidence | None = None
         self.raw_states = False  # the conditional head reads states before the last norm
         self.ngrams: Path | None = None  # an n-gram file that came with the weights, for trees
@@ -382,6 +382,26 @@ class Drafter(nn.Module):
             self.lm_head.weight.copy_(target.head_weight)
         if warm:
             self.warm_start(target, generator)
+
+    @torch.no_grad()
+    def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
+        """Start from the target's own layers (`warm_layers`), where they compute what ours do, on the features of one
+        tapped layer, and from its last norm; return whether they do."""
+        layers = [part for part in self.modules() if isinstance(part, DrafterLayer)]
+        chosen = self.warm_layers(self.layer_ids, len(layers), target.config)
+        source = [target.body.layers[i] for i in chosen]
+        theirs = [layers[0].plain_weights(layer.state_dict()) for layer in source]
+        pairs = list(zip(theirs, source, strict=True))
+        if not pairs or not all(can_start_as(layers[0], *pair, self, target) for pair in pairs):
+            return False
+        for ours, weights in zip(layers, theirs, strict=True):
+            ours.load_state_dict(weights, strict=False)  # convolutions stay the identity
+        size = self.config.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight.view(size, -1, size)[:, self.warm_tap] = torch.eye(size)
+        self.norm.weight.copy_(read_norm(target.body.norm).weight)
+        self.finish_warm_start(theirs, target, generator)
+        return True
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) to what the head reads."""

@@ -49,12 +49,12 @@ class Key(NamedTuple):
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 WHOLES = (
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window", "swa_window_size"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
     *("draft_vocab_size", "num_target_layers", "target_hidden_size", "conv_group_size"),
 )
 CAUSAL = ("is_causal", "causal", "causal_head")  # vLLM's and the authors', vLLM's, JetSpec's
 FLAGS = (
-    *("sliding_window_non_causal", "use_sliding_window", "use_swa", "sample_from_anchor", "shift_label"),
+    *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
     *("shifted", "qk_norm", "norm_twice"),
 )
 KEYS = {
@@ -88,6 +88,7 @@ PLAIN = {
     "is_neox_style": True,
     "rope_is_neox_style": True,
     "use_aux_hidden_state": True,
+    "use_swa": False,  # a window of all layers without causality
     "quantization_config": None,
 }
 ROPES = {  # kinds of rotary positions, and the keys that each needs
@@ -149,6 +150,11 @@ class ConfigReading:
 
     def config(self) -> Qwen3Config:
         return Qwen3Config(**self.options)
+
+    def drafter(self, device: str = "meta") -> torch.nn.Module:
+        """Return the drafter, without weights yet. The config has no problems."""
+        with torch.device(device):
+            return self.family.load()(self.config())
 
 
 class Keys(dict):

@@ -91,8 +91,6 @@ def misplaced(raw: dict, reading: ConfigReading) -> Faults:
         yield (VLLM,), f"model_type is {raw.get('model_type')!r}, expected 'qwen3'"
     if raw.get("num_target_layers", part.get("num_target_layers")) is None:
         yield (SGLANG,), "num_target_layers is missing: SGLang would take the drafter's own number of layers for it"
-    if part.get("use_swa"):
-        yield (SGLANG,), "use_swa is unknown to SGLang, which goes by layer_types alone"
     level = raw.get("transformer_layer_config") or raw
     if "sliding_window" in reading.options and level.get("sliding_window") and not level.get("use_sliding_window"):
         yield EVERY, "use_sliding_window is not true: the engine would find no sliding_window"
@@ -137,7 +135,7 @@ def miscaused(raw: dict, reading: ConfigReading) -> Faults:
     ours, part = reading.own.get("causal"), raw.get("dflash_config") or {}
     flags = {
         VLLM: (raw.get("is_causal"), part.get("causal")),
-        SGLANG: (ours if part.get("use_swa") else None,),
+        SGLANG: (),
         SPECULATORS: (raw.get("is_causal"), raw.get("sliding_window_non_causal") is False),
         AUTHORS: (raw.get("is_causal"),),
     }

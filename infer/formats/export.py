@@ -12,8 +12,6 @@ from infer.drafters.base import Drafter, drop_copies, target_embeddings
 from infer.drafters.config_keys import config_dict
 from infer.drafters.families import check_format
 from infer.formats.checkpoint import write_folder
-from infer.formats.folders import open_folder
-from infer.formats.layouts import read
 from infer.targets.loading import load_config
 from infer.targets.target import Target
 
@@ -57,17 +55,21 @@ def faults(drafter: Drafter) -> dict[str, str]:
     return {name: sentence for name, (holds, sentence) in table.items() if holds}
 
 
-def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
-    """Write a drafter in a layout that its family has (`infer.drafters.families.FORMATS`). `target` is needed where the
-    layout stores its embedding and head, and for a drafter that has copies of them.
-
-    Raises ValueError for drafters that the layout has no words for, or that its readers would run in another way.
-    """
+def check_export(drafter: Drafter, format: str) -> None:
+    """Raise ValueError for a drafter that a layout has no words for, or that its readers would run in another way."""
     check_format(drafter.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
-    row = drafter.family.formats[format]
-    wrong = [sentence for name, sentence in faults(drafter).items() if name in row.refuses]
+    refused = drafter.family.formats[format].refuses
+    wrong = [sentence for name, sentence in faults(drafter).items() if name in refused]
     if wrong:
         raise ValueError(f"format={format}: its readers would run another drafter: {'; '.join(wrong)}")
+
+
+def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
+    """Write a drafter in a layout that its family has (`infer.drafters.families.FORMATS`). `target` is needed where the
+    layout stores its embedding and head, and for a drafter that has copies of them. Raises ValueError as `check_export`
+    does."""
+    check_export(drafter, format)
+    row = drafter.family.formats[format]
     if format == "gguf":  # in a layout that llama.cpp's converter reads
         as_dspark = drafter.own.get("sample_from_anchor") or drafter.own.get("markov_rank")
         plain = "dflash" if drafter.head_row is None else "dflash2"
@@ -103,17 +105,6 @@ def without_ends(drafter: Drafter, target: Target | None, format: str) -> dict[s
         except ValueError as error:
             raise ValueError(f"format={format} stores neither embedding nor head, and {error}") from error
     return drafter.state_dict()
-
-
-def check_folder_format(folder: str | Path, format: str) -> None:
-    """Raise ValueError, before weights are loaded, for a drafter's folder that the layout has no words for. A folder
-    that cannot be read passes: loading it says why."""
-    reading = read(open_folder(folder))
-    if reading.family is None or reading.problems:
-        return
-    with torch.device("meta"):
-        drafter = reading.family.load()(reading.config())
-    check_format(reading.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
 
 
 def check_base_model(name: str, drafter: Drafter) -> str | None:

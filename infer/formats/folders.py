@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from infer.formats.integrity import tensor_digest
 from infer.targets.loading import resolve_path
-from infer.utils.files import NotReadable, json_digest, read_text
+from infer.utils.files import json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
 INNER = ("drafter", "checkpoints/best/drafter")  # where a drafter lies in a checkpoint's folder, in a run's
@@ -93,16 +93,12 @@ def open_folder(path: str | Path) -> Folder:
     config = _json(folder / "config.json", problems)
     tensors: dict[str, Stored] = {}
     edited = False
-    for name, wanted in _files(folder, problems).items():
+    for name in _files(folder, problems):
         found, saved = _header(folder / name, problems)
         edited = edited or saved not in (None, json_digest(config))
-        tensors |= found if wanted is None else {key: found[key] for key in wanted if key in found}
-        if wanted is not None and found and wanted - found.keys():
-            problems.append(f"{INDEX} looks in {name} for {sorted(wanted - found.keys())}, which it does not hold")
+        tensors |= found
     if (folder / "mask_embedding.pt").exists():
-        problems.append(
-            "mask_embedding.pt holds a mask embedding of its own, which this project's drafters do not have"
-        )
+        problems.append("mask_embedding.pt holds a mask embedding of its own, which this project's drafters lack")
     return Folder(folder, config, tensors, problems, edited)
 
 
@@ -114,34 +110,31 @@ def _json(file: Path, problems: list[str]) -> dict:
         problems.append(f"{file.name} is no JSON object")
     except FileNotFoundError:
         problems.append(f"{file.name} is missing")
-    except NotReadable as error:
-        problems.append(str(error))
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{file.name} cannot be read: {error}")
     return {}
 
 
-def _files(folder: Path, problems: list[str]) -> dict[str, set[str] | None]:
-    """Return the weight files and the tensors to be taken from each, None for all."""
+def _files(folder: Path, problems: list[str]) -> list[str]:
+    """Return the names of the weight files: one, or those of an index."""
     if (folder / WEIGHTS).is_file():
-        return {WEIGHTS: None}
+        return [WEIGHTS]
     if not (folder / INDEX).is_file():
         problems.append(f"{WEIGHTS} is missing, and so is {INDEX}")
-        return {}
-    files: dict[str, set[str]] = {}
+        return []
     places = _json(folder / INDEX, problems).get("weight_map")
     if type(places) is not dict:
         problems.append(f"{INDEX} has no weight_map")
-        return {}
-    for name, file in places.items():
-        files.setdefault(str(file), set()).add(name)
-    for file in sorted(files):
-        plain = re.fullmatch(r"[\w-][\w.-]*\.safetensors", file)  # nothing outside this folder
-        if not plain or not (folder / file).is_file():
-            reason = "is missing" if plain else "is no plain name of a safetensors file"
-            problems.append(f"{INDEX} names the file {file!r}, which {reason}")
-            del files[file]
-    return files
+        return []
+    found = []
+    for file in sorted({str(file) for file in places.values()}):
+        if (
+            re.fullmatch(r"[\w-][\w.-]*\.safetensors", file) and (folder / file).is_file()
+        ):  # nothing outside this folder
+            found.append(file)
+        else:
+            problems.append(f"{INDEX} names {file!r}, which is no safetensors file of this folder")
+    return found
 
 
 def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | None]:

@@ -4,8 +4,6 @@ The families know their own layouts (`read` of their classes). All faults are no
 one only.
 """
 
-import torch
-
 from infer.drafters.config_keys import ConfigReading
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import Folder
@@ -30,9 +28,7 @@ def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
 
 def shapes(reading: ConfigReading) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that a drafter of this config has. The config has no problems."""
-    with torch.device("meta"):
-        drafter = reading.family.load()(reading.config())
-    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in reading.drafter().state_dict().items()}
 
 
 def tensor_problems(folder: Folder, expected: dict[str, tuple[int, ...]], unused: set[str]) -> list[str]:

@@ -30,8 +30,7 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     problems = find_problems(folder, reading)
     if problems:
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
-    with torch.device("meta"):
-        drafter = reading.family.load()(reading.config())
+    drafter = reading.drafter()
     if drafter.d2t is not None:
         raise ValueError(
             f"drafter.init={options.init}: it knows {len(drafter.d2t)} of {drafter.config.vocab_size} tokens, and "

@@ -130,8 +130,7 @@ def as_begun(config: TrainConfig) -> DrafterConfig:
             folder = open_folder(str(checkpoint / "drafter"))
             reading = read(folder)
             if not find_problems(folder, reading):
-                with torch.device("meta"):
-                    known = fixed_options(reading.family.load()(reading.config()))
+                known = fixed_options(reading.drafter())
                 left = {key: value for key, value in known.items() if getattr(config.drafter, key) is None}
                 return replace(config.drafter, **left)
     return config.drafter

@@ -41,8 +41,6 @@ from infer.drafters.base import (
 )
 from infer.drafters.dart import layouts
 from infer.drafters.families import FAMILIES
-from infer.drafters.warm import can_start_as
-from infer.targets.layers import read_norm
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
 
@@ -62,6 +60,14 @@ class DARTLayer(DrafterLayer):
         embeddings, as a layer of the target's reads states."""
         following = torch.zeros_like(projected) if following is None else following
         return torch.cat([self.input_layernorm(following), self.hidden_norm(projected)], dim=-1)
+
+    def plain_weights(self, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return weights of a target's layer as this one takes them, which reads no embeddings yet."""
+        weights = {name.replace("input_layernorm.", "hidden_norm."): tensor for name, tensor in theirs.items()}
+        for name in weights:
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                weights[name] = torch.cat([torch.zeros_like(weights[name]), weights[name]], dim=1)
+        return weights
 
     def blocks(self, projected: torch.Tensor, items: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residuals (B, N W, D) and the inputs of attention (B, N W, 2 D) of blocks that begin with items
@@ -103,6 +109,7 @@ class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
+    warm_tap = -1
     family = FAMILIES["dart"]
     read = staticmethod(layouts.read)
     attention_patterns = [(True, None)]
@@ -143,35 +150,11 @@ class DART(Drafter):
         super().init_weights(generator)
         nn.init.normal_(self.midlayer.mask_rep, std=self.config.initializer_range, generator=generator)
 
-    @torch.no_grad()
-    def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Start from the target's last norm and the layer behind the last tapped one, which reads that layer's features
-        and no embeddings yet, where it computes what ours does, and from a mask that goes with it, unless the target
-        has no weights to run with; return whether it does."""
-        chosen = self.warm_layers(self.layer_ids, 1, target.config)
-        if not chosen:
-            return False
-        source = target.body.layers[chosen[0]]
-        theirs = source.state_dict()
-        size = self.config.hidden_size
-        if "input_layernorm.weight" in theirs:
-            theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight")
-        for name in theirs:
-            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-                theirs[name] = torch.cat([torch.zeros_like(theirs[name]), theirs[name]], dim=1)
-        if not can_start_as(self.midlayer, theirs, source, self, target):
-            return False
-        self.midlayer.load_state_dict(theirs, strict=False)
-        self.fc.weight.zero_()
-        self.fc.weight[:, -size:] = torch.eye(size)
-        self.norm.weight.copy_(read_norm(target.body.norm).weight)
-        if not any(weight.is_meta for weight in target.body.parameters()):
-            self._init_mask(target, generator)
-        return True
-
-    def _init_mask(self, target: Target, generator: torch.Generator | None) -> None:
-        """Set the mask to the average item of a random text: a random mask drowns what attention adds to it
-        (LOG.md)."""
+    def finish_warm_start(self, theirs: list[dict], target: Target, generator: torch.Generator | None) -> None:
+        """Set the mask to the average item of a random text, unless the target has no weights to run with: a random
+        mask drowns what attention adds to it (LOG.md)."""
+        if any(weight.is_meta for weight in target.body.parameters()):
+            return
         ids = torch.randint(target.config.vocab_size, (1, 128), generator=generator).to(target.device)
         features = target.packed_features(ids, torch.arange(128)[None].to(ids), torch.zeros_like(ids), self.layer_ids)
         projected = self.fc(features.context[0].to(self.fc.weight))  # (128, D)

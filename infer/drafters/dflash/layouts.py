@@ -157,13 +157,6 @@ def causality(keys: Keys, row: Layout, options: dict[str, Any]) -> dict[str, boo
     """Return `causal` of all layers, where a key says so. Readers differ on which one counts, so that two that differ
     are a fault: NeMo's JetSpec recipe writes is_causal false beside causal true."""
     own, sliding = {}, "sliding_attention" in options["layer_types"]
-    if keys.get("use_swa") and not sliding:  # all slide, and see all
-        window = keys.get("swa_window_size", keys.get("sliding_window"))
-        if window is None:
-            keys.note("swa_window_size", "is missing")
-        kinds = ["sliding_attention"] * options["num_hidden_layers"]
-        options |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": window}
-        own["causal"] = False
     if sliding and (row.name == "transformers" or keys.get("sliding_window_non_causal")):
         own["causal"] = False
     if sliding and row.name == "transformers":

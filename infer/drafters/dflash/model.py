@@ -38,9 +38,8 @@ from infer.drafters.base import (
 from infer.drafters.dflash import layouts, writers
 from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
-from infer.drafters.warm import can_start_as
 from infer.targets import lean, loops
-from infer.targets.layers import read_layer, read_norm
+from infer.targets.layers import read_layer
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
 
@@ -161,30 +160,9 @@ class DFlash(Drafter):
                 layer.attention_conv.init_weights()
                 layer.mlp_conv.init_weights()
 
-    @torch.no_grad()
-    def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Start from the target's own layers, where they compute what ours do; return whether they do.
-
-        The drafter's layers become those that follow the first tapped layer, `fc` passes that layer's features on, and
-        `hidden_norm` and `norm` are the ones that such features and the head were trained with: the first layer's
-        context K/V are then exactly the target's own.
-        """
-        chosen = self.warm_layers(self.layer_ids, len(self.layers), target.config)
-        if not chosen:
-            return False
-        source = [target.body.layers[i] for i in chosen]
-        theirs = [layer.state_dict() for layer in source]
-        pairs = zip(theirs, source, strict=True)
-        if not all(can_start_as(self.layers[0], *pair, self, target) for pair in pairs):
-            return False
-        for ours, weights in zip(self.layers, theirs, strict=True):
-            ours.load_state_dict(weights, strict=False)  # convolutions stay the identity
-        size = self.config.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight[:, :size] = torch.eye(size)
+    def finish_warm_start(self, theirs: list[dict], target: Target, generator: torch.Generator | None) -> None:
+        """Norm the context as the first layer's states were: its K/V are then exactly the target's own."""
         self.hidden_norm.weight.copy_(theirs[0]["input_layernorm.weight"])
-        self.norm.weight.copy_(read_norm(target.body.norm).weight)
-        return True
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Context features (B, T, len(layer_ids) * D) to what every layer's K/V see: (B, T, D)."""

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from infer import load_drafter
 from infer.api import decode
@@ -46,46 +45,6 @@ def with_head(make_tiny):
     return make
 
 
-def scores_of(kind: str, drafter, target, states, path: list[int]) -> torch.Tensor:
-    """The logits (V,) of the slot behind `path`, which begins with the bonus token, as HEADS.md has them; states (L, D)
-    as a drafted block has them."""
-    head, h = drafter.conditional_head, states[len(path) - 1]
-    weights, x = dict(head.named_parameters()), path[-1]
-    unary = target.head(h)
-    if kind == "vanilla":
-        return unary + weights["markov_w2.weight"] @ weights["markov_w1.weight"][x]
-    if kind == "gated":
-        w = weights["markov_w1.weight"][x]
-        gate = torch.sigmoid(weights["gate_proj.weight"] @ torch.cat([h, w]) + weights["gate_proj.bias"])
-        return unary + weights["markov_w2.weight"] @ (gate * w)
-    if kind == "rnn":
-        s = torch.zeros(6)
-        for slot, token in enumerate(path):
-            z = torch.cat([s, weights["markov_w1.weight"][token], states[slot]])
-            g, c, o = (weights["joint_proj.weight"] @ z + weights["joint_proj.bias"]).view(3, 6)
-            s = torch.sigmoid(g) * s + (1 - torch.sigmoid(g)) * torch.tanh(c)
-        return unary + weights["markov_w2.weight"] @ torch.tanh(o)
-    if kind.startswith("selector"):
-        a, b = weights["predecessor_codebook"][x], weights["successor_codebook"]
-        scores = unary + b @ (a * (weights["hidden_projection.weight"] @ h))
-        if kind == "selector":
-            scores[unary < unary.topk(9).values[-1]] = -torch.inf
-        return scores
-    embedded = target.embed(torch.tensor(path))  # (n, D)
-    if kind == "swiglu":
-        e = F.rms_norm(embedded[-1], (32,), weights["norm.weight"], 1e-6)
-        u, g = (weights["ug.weight"] @ torch.cat([e, drafter.norm(h)]) + weights["ug.bias"]).view(2, 10)
-        return target.head(drafter.norm(h + weights["d.weight"] @ (F.silu(g) * u)))
-    s = torch.zeros(10)
-    for token in embedded:
-        r, z, n = (weights["prefix_gru.weight_ih_l0"] @ token).view(3, 10)
-        hr, hz, hn = (weights["prefix_gru.weight_hh_l0"] @ s).view(3, 10)
-        r, z = torch.sigmoid(r + hr), torch.sigmoid(z + hz)
-        s = (1 - z) * torch.tanh(n + r * hn) + z * s
-    correction = weights["embed_proj.2.weight"] @ F.silu(weights["embed_proj.0.weight"] @ torch.cat([h, s]))
-    return unary + correction * (len(path) > 1)  # pure_draft_prefix_len 1
-
-
 def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, DraftedBlock]:
     """Bonus tokens, and a block behind random context."""
     generator = torch.Generator().manual_seed(4)
@@ -98,28 +57,26 @@ def drafted(target, drafter, rows: int = 2) -> tuple[torch.Tensor, DraftedBlock]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_own_formula(with_head, kind):
-    """All tokens are candidates: every prefix of two tokens is scored by the formula, one at a time."""
+def test_the_tree_is_the_best_of_all_prefixes_under_the_heads_probabilities(with_head, kind):
+    """All tokens are candidates, and every prefix of two is scored. Formulas: tests/infer/formats/test_layouts.py."""
     target, drafter = with_head(kind, 3)
     bonus, block = drafted(target, drafter)
     steps = ConditionalDraft(drafter, target, bonus, block, candidates=97)
     tree = ddtree(Proposal(bonus, block.marginals, 40, steps=steps))
     greedy, _ = steps.chain(2)
     for row, first in enumerate(bonus.tolist()):
-        behind = {(): scores_of(kind, drafter, target, block.states[row], [first]).log_softmax(-1)}
-        for token in range(97):
-            behind[(token,)] = scores_of(kind, drafter, target, block.states[row], [first, token]).log_softmax(-1)
-        score = {(x,): float(behind[()][x]) for x in range(97)}
-        score |= {(x, y): score[(x,)] + float(behind[(x,)][y]) for x, y in product(range(97), repeat=2)}
+        every = DraftedBlock(*(part[row : row + 1].expand(97, -1, -1) for part in block))
+        found = behind(drafter, target, every, torch.tensor([[first, token] for token in range(97)]))  # (97, 2, V)
+        score = {(x,): float(found[0, 0, x]) for x in range(97)}
+        score |= {(x, y): score[(x,)] + float(found[x, 1, y]) for x, y in product(range(97), repeat=2)}
         best = sorted(score, key=score.get, reverse=True)[:40]
-        found = [()]
+        paths = [()]
         for node in range(1, 41):
-            found.append((*found[int(tree.parents[row, node])], int(tree.tokens[row, node])))
-        assert set(found[1:]) == set(best)
-        assert torch.allclose(tree.log_probs[row, 1:], torch.tensor([score[p] for p in found[1:]]), atol=2e-5)
-        expected = 1 + sum(torch.tensor([score[p] for p in best]).exp().tolist())
-        assert tree.log_probs[row].exp().sum().item() == pytest.approx(expected, rel=1e-4)
-        assert greedy[row, 0] == behind[()].argmax() and greedy[row, 1] == behind[(int(greedy[row, 0]),)].argmax()
+            paths.append((*paths[int(tree.parents[row, node])], int(tree.tokens[row, node])))
+        assert set(paths[1:]) == set(best)
+        assert torch.allclose(tree.log_probs[row, 1:], torch.tensor([score[p] for p in paths[1:]]), atol=2e-5)
+        x, y = greedy[row].tolist()
+        assert x == found[0, 0].argmax() and y == found[x, 1].argmax()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,20 +73,6 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "dflash" / name).read_bytes()
 
 
-def test_the_public_layout_is_as_the_engines_read_it(make_tiny, tmp_path):
-    _, drafter = make_tiny(block_size=5)
-    export_drafter(drafter, "dflash", None, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
-    assert config["block_size"] == config["dflash_config"]["block_size"] == 5
-    assert config["layer_types"] == ["full_attention"] * 2
-    assert config["num_target_layers"] == 6 and config["num_hidden_layers"] == 2
-    assert 0 <= config["dflash_config"]["mask_token_id"] < config["vocab_size"]
-    assert all(0 <= i < 6 for i in config["dflash_config"]["target_layer_ids"])
-    names = load_file(tmp_path / "model.safetensors").keys()
-    assert {name.split(".")[0] for name in names} == {"fc", "hidden_norm", "layers", "norm"}
-
-
 def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     """Gemma's: what is stored is what enters the first layer; and its two ends alone scale as well."""
     from shutil import copy
