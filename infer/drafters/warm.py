@@ -3,7 +3,6 @@
 import math
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,13 +12,10 @@ from infer.attention.masks import additive
 from infer.targets.support import rope
 from infer.targets.target import Target
 
-if TYPE_CHECKING:
-    from infer.drafters.base import Drafter, DrafterLayer
-
 
 @torch.no_grad()
 def can_start_as(
-    layer: "DrafterLayer", weights: dict[str, torch.Tensor], source: nn.Module, drafter: "Drafter", target: Target
+    layer: nn.Module, weights: dict[str, torch.Tensor], source: nn.Module, drafter: nn.Module, target: Target
 ) -> bool:
     """Return whether a drafter's layer with these weights computes what the target's layer `source` does. `weights`
     must be those of the layer in name and shape, but for those that only drafters have (its `own_weights`).

@@ -135,20 +135,6 @@ def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(random_qwen
     assert torch.equal(drafter.layers[0].self_attn.v_proj.weight, target.body.layers[2].self_attn.v_proj.weight)
 
 
-def test_warm_start_leaves_a_drafter_of_other_shapes_alone():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from infer.drafters.base import new_drafter
-    from infer.targets.target import Target
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)))
-    drafter = new_drafter(DrafterConfig(mask_token_id=96), target)
-    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    assert not drafter.warm_start(target)  # Llama has no q_norm and k_norm
-    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
-
-
 def test_a_runs_folder_is_its_best_checkpoint(make_tiny, tmp_path):
     from infer.utils.overrides import run_of
 
@@ -178,24 +164,3 @@ def test_a_broken_tokenizer_is_not_called_missing(repo, tmp_path):
         load_target(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="neither as a local folder"):
         load_target(str(tmp_path / "nothing"))
-
-
-def test_dart_starts_from_layers_of_its_shape_and_from_noise_elsewhere():
-    """Llama's layers have no q_norm and k_norm, and DART's neither then; Phi-3 has one matrix for all projections."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
-
-    from infer.drafters.base import new_drafter
-    from infer.targets.target import Target
-
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    llama, phi = LlamaForCausalLM(LlamaConfig(**sizes, **heads)), Phi3ForCausalLM(Phi3Config(**sizes, **heads))
-    for model, warm in ((llama, True), (phi, False)):
-        target = Target(model)
-        drafter = new_drafter(DrafterConfig(family="dart", layers=1), target)
-        drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
-        assert drafter.warm_start(target) == warm
-        assert torch.equal(drafter.lm_head.weight, target.head_weight)
-        if warm:
-            theirs = target.body.layers[3].self_attn.v_proj.weight  # behind the last tapped layer, 6 - 4
-            assert torch.equal(drafter.midlayer.self_attn.v_proj.weight[:, 32:], theirs)

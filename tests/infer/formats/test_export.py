@@ -127,19 +127,25 @@ def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
     target, drafter = make_tiny()
     with pytest.raises(ValueError, match="give target.path"):
         export_drafter(drafter, "speculators", None, tmp_path / "no")
-    drafter.config.dflash_config["causal"] = True
-    drafter = type(drafter)(drafter.config)
-    with pytest.raises(ValueError, match=r"dflash_config\.causal"):
-        export_drafter(drafter, "speculators", target, tmp_path / "no")
-    export_drafter(drafter, "dflash", None, tmp_path / "causal")  # vLLM has a word for it, SGLang has not
-    verdicts = check_folder(tmp_path / "causal")
-    assert not verdicts[VLLM].problems
-    assert not verdicts[AUTHORS].problems
-    assert "causal is True: SGLang (DFLASH) goes by layer_types alone" in verdicts[SGLANG].problems[0]
-    drafter.config.dflash_config["sample_from_anchor"] = True
-    with pytest.raises(ValueError, match="sample_from_anchor"):
-        export_drafter(drafter, "dflash", None, tmp_path / "no")
+    own = dict(drafter.config.dflash_config)
+    for format, changes, word in (
+        ("speculators", {"causal": True}, r"dflash_config\.causal"),
+        ("transformers", {"causal": True}, "causal inside the block"),
+        ("transformers", {"target_layer_ids": [1, 5], "last_tap": "raw"}, "last_tap=raw"),
+        ("transformers", {"sample_from_anchor": True}, "sample_from_anchor"),
+        ("dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
+    ):
+        drafter.config.dflash_config = own | changes
+        with pytest.raises(ValueError, match=word):
+            export_drafter(DFlash(drafter.config), format, target, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+    drafter.config.dflash_config = own | {"causal": True}
+    export_drafter(
+        DFlash(drafter.config), "dflash", None, tmp_path / "causal"
+    )  # vLLM has a word for it, SGLang has not
+    verdicts = check_folder(tmp_path / "causal")
+    assert verdicts[VLLM].problems == verdicts[AUTHORS].problems == []
+    assert "causal is True: SGLang (DFLASH) goes by layer_types alone" in verdicts[SGLANG].problems[0]
 
 
 @pytest.fixture

@@ -134,21 +134,6 @@ def test_what_is_exported_decodes_in_their_generate_and_is_read_back(kind, make_
         assert torch.equal(plain, drafted)
 
 
-def test_what_transformers_would_run_in_another_way_is_refused(make_tiny, tmp_path):
-    target, drafter = make_tiny()
-    config = drafter.config
-    own = dict(config.dflash_config)
-    for changes, word in (
-        ({"causal": True}, "causal inside the block"),
-        ({"target_layer_ids": [1, LAYERS - 1], "last_tap": "raw"}, "last_tap=raw"),
-        ({"sample_from_anchor": True}, "sample_from_anchor"),
-    ):
-        config.dflash_config = own | changes
-        with pytest.raises(ValueError, match=word):
-            export_drafter(DFlash(config), "transformers", None, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
-
-
 def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tmp_path):
     """`raw` is what the layer puts out, `normed` what transformers' `hidden_states[N]` holds; in the folder, in packed
     rows, in prefill and in verification."""
