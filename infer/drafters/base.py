@@ -71,12 +71,14 @@ def default_mask_token(
 ) -> int:
     """Return the first of `mask_candidates` that the data do not use, where `used()` says which ids they do; then any
     other id that they do not, the last one, will do. Raises ValueError where there is none."""
-    masks = list(mask_candidates(tokenizer, vocabulary, end_ids))
-    if masks and (used is None or masks[0] >= len(tokenizer)):  # no text has the latter
-        return masks[0]
+    masks = mask_candidates(tokenizer, vocabulary, end_ids)
+    first = next(masks, None)
+    if first is not None and (used is None or first >= len(tokenizer)):  # no text has the latter
+        return first
     if used is not None:
-        taken = {*used()}
-        free = [mask for mask in masks if mask not in taken] or sorted({*range(vocabulary)} - taken - {*end_ids})[-1:]
+        taken = {*used(), None}
+        free = [mask for mask in (first, *masks) if mask not in taken]
+        free = free or sorted({*range(vocabulary)} - taken - {*end_ids})[-1:]
         if free:
             return free[0]
     raise ValueError("the target has no unused token id: name one that text never uses with drafter.mask_token_id=<id>")
