@@ -19,7 +19,7 @@ def run_name(checkpoint: str) -> str:
 class CompareCommand(OfData):
     """Evaluate several drafters with every tree, on the same prompts.
 
-    checkpoints: drafter folders, training checkpoints, n-gram files, or lookup: drafts from the text's own n-grams
+    checkpoints: drafter folders, training checkpoints, or lookup: drafts from the text's own n-grams
     out: where the table, the picture and the numbers go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py

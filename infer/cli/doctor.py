@@ -25,7 +25,7 @@ class DoctorCommand(OfTarget):
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
         if self.checkpoint == "lookup" or Path(self.checkpoint).is_file():
-            raise ValueError(f"checkpoint={self.checkpoint}: a drafter's folder; lookup and n-gram files have no card")
+            raise ValueError(f"checkpoint={self.checkpoint}: a drafter's folder; lookup has no card")
 
 
 def run(config: DoctorCommand) -> None:

@@ -13,7 +13,7 @@ from infer.utils.checks import FREE_TEXT, check_parts
 class GenerateCommand(OfTarget):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
-    checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
+    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
     prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -: standard input
     chat: ask through the target's chat template; false: continue the text; None: ask where there is a template that
         writes more than the messages

@@ -26,7 +26,7 @@ TYPES = {  # by kind: which values fit, in words
 }
 
 
-class Key(NamedTuple):
+class KeyRule(NamedTuple):
     """What must stand under a key: a whole number, one of `choices`, or a value of a kind of `TYPES`."""
 
     kind: str = "whole"
@@ -58,18 +58,18 @@ FLAGS = (
     *("shifted", "qk_norm", "norm_twice"),
 )
 KEYS = {
-    **dict.fromkeys((*SIZES, *WHOLES), Key()),
-    "num_hidden_layers": Key(most=1024),  # larger models would be built before any tensor shows that they are wrong
-    **dict.fromkeys(("block_size", "draft_length"), Key(most=4096)),
-    **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), Key(least=0)),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta"), Key("number")),
-    **dict.fromkeys((*CAUSAL, *FLAGS), Key("flag")),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "chat_template_kwargs"), Key("object")),
-    "target_layer_ids": Key("list"),
-    "layer_types": Key("layers"),
-    "last_tap": Key(choices=("raw", "normed")),
-    "projector_type": Key(choices=("dflash", "dspark", "domino")),
-    **{key.name: Key(least=key.least, choices=key.choices) for row in HEADS.values() for key in row.keys},
+    **dict.fromkeys((*SIZES, *WHOLES), KeyRule()),
+    "num_hidden_layers": KeyRule(most=1024),  # larger models would be built before any tensor shows that they are wrong
+    **dict.fromkeys(("block_size", "draft_length"), KeyRule(most=4096)),
+    **dict.fromkeys(("mask_token_id", "max_window_layers", "conv_kernel_size"), KeyRule(least=0)),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), KeyRule("number")),
+    **dict.fromkeys((*CAUSAL, *FLAGS), KeyRule("flag")),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "chat_template_kwargs"), KeyRule("object")),
+    "target_layer_ids": KeyRule("list"),
+    "layer_types": KeyRule("layers"),
+    "last_tap": KeyRule(choices=("raw", "normed")),
+    "projector_type": KeyRule(choices=("dflash", "dspark", "domino")),
+    **{key.name: KeyRule(least=key.least, choices=key.choices) for row in HEADS.values() for key in row.keys},
 }
 # keys that change what a drafter computes, and the value with which it computes what ours do
 PLAIN = {
