@@ -1,7 +1,6 @@
 """`doctor`: why a drafter's acceptance is low, here or in an engine."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from infer.cli.models import OfTarget, load_all
 from infer.utils.progress import HEARTBEAT, doing
@@ -24,7 +23,7 @@ class DoctorCommand(OfTarget):
         self.target.check()
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
-        if self.checkpoint == "lookup" or Path(self.checkpoint).is_file():
+        if self.checkpoint == "lookup":
             raise ValueError(f"checkpoint={self.checkpoint}: a drafter's folder; lookup has no card")
 
 

@@ -15,7 +15,7 @@ from infer.utils.progress import HEARTBEAT
 class ServeCommand(OfTarget):
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint, an n-gram file, or "embedded": the embedded target's own
+    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
     target: see TargetConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py

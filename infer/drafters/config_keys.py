@@ -148,13 +148,10 @@ class ConfigReading:
         """The family's own part of the config."""
         return self.options.get(self.family.config_key, {}) if self.family else {}
 
-    def config(self) -> Qwen3Config:
-        return Qwen3Config(**self.options)
-
     def drafter(self, device: str = "meta") -> torch.nn.Module:
         """Return the drafter, without weights yet. The config has no problems."""
         with torch.device(device):
-            return self.family.load()(self.config())
+            return self.family.load()(Qwen3Config(**self.options))
 
 
 class Keys(dict):

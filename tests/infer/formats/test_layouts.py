@@ -518,20 +518,6 @@ def test_trees_and_sampling_survive_tokens_without_probability(method, temperatu
         assert answer.ids == plain.ids
 
 
-def test_a_draft_vocabulary_is_used_where_it_has_the_targets_tokens(target, tmp_path):
-    """Nothing but the target's own choices in it, and a head that prefers them in turn: some drafts are accepted."""
-    plain = generate(target, None, IDS.tolist(), method="plain", max_new_tokens=12)
-    tokens = torch.tensor(sorted(set(plain.ids)))
-    t2d = torch.zeros(V, dtype=torch.bool).index_fill_(0, tokens, True)
-    weights = dflash_weights(lm_head__weight=(len(tokens), D))
-    map = {"t2d": t2d, "d2t": tokens - torch.arange(len(tokens))}
-    folder = written(tmp_path / "drafter", speculators(draft_vocab_size=len(tokens)), weights | map)
-    drafter = load_drafter(folder)
-    answer = generate(target, drafter, IDS.tolist(), method="ddtree", budget=60, max_new_tokens=12, compile=False)
-    assert answer.ids == plain.ids
-    assert answer.stats.tau > 1.2
-
-
 @pytest.mark.parametrize(
     "new, old",
     [
