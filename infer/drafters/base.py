@@ -51,12 +51,12 @@ def mask_candidates(tokenizer, vocabulary: int, end_ids: Collection[int]) -> Ite
     tokenizer's inside the padded vocabulary (Qwen3: 151669); a token that is a mask, reserved or unused by name
     (Gemma, Llama 3, Nemotron); the padding token, if nothing else ends or begins with it; the last of the special
     tokens that neither begin or end texts nor stand in the chat template (SmolLM2: <empty_output>)."""
-    if getattr(tokenizer, "mask_token_id", None) is not None:
+    if tokenizer.mask_token_id is not None:
         yield tokenizer.mask_token_id
     if len(tokenizer) < vocabulary:
         yield len(tokenizer)
     taken = {*end_ids, tokenizer.eos_token_id, tokenizer.bos_token_id}
-    template = str(getattr(tokenizer, "chat_template", None))
+    template = str(tokenizer.chat_template)
     known = {id: name for name, id in tokenizer.get_vocab().items() if id < vocabulary and id not in taken}
     yield from sorted(id for id, name in known.items() if SPARE.fullmatch(name) and name not in template)
     if tokenizer.pad_token_id in known:
@@ -295,7 +295,7 @@ class Drafter(nn.Module):
     @property
     def own(self) -> dict:
         """The family's part of config.json."""
-        return getattr(self.config, self.family.config_key)
+        return vars(self.config)[self.family.config_key]
 
     @property
     def conditional_head(self) -> Head | None:

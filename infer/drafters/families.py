@@ -6,7 +6,7 @@ conf/drafter.
 """
 
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Family:
 
     def load(self) -> type:
         """Return the class of its drafters, a subclass of `infer.drafters.base.Drafter`."""
-        module, name = self.drafter.split(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.drafter)
 
     def config_part(self, own: dict) -> dict:
         """Return the keys of a config.json that belong to the family; `own`: the content of `config_key`."""

@@ -81,7 +81,7 @@ class Head(nn.Module):
 
 def head_rows(config: Qwen3Config) -> int:
     """Return how many tokens a drafter's own head knows."""
-    return getattr(config, "draft_vocab_size", None) or config.vocab_size
+    return vars(config).get("draft_vocab_size") or config.vocab_size
 
 
 class Confidence(nn.Module):

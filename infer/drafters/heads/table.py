@@ -5,7 +5,7 @@ conf/head.
 """
 
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 NONE = "none"
@@ -45,8 +45,7 @@ class HeadRow:
 
     def load(self) -> type:
         """Return its class, a subclass of `infer.drafters.heads.base.Head`."""
-        module, name = self.head.split(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.head)
 
 
 _ROWS = (

@@ -22,6 +22,12 @@ def test_default_layers_are_the_published_ones():
 def test_config_for_a_target_of_qwen3_4b_sizes():
     from transformers import Qwen3Config
 
+    class Tokens:
+        mask_token_id = None
+
+        def __len__(self) -> int:
+            return 151669
+
     class Stub:
         config = Qwen3Config(
             hidden_size=2560,
@@ -33,7 +39,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
             max_position_embeddings=40960,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         )
-        tokenizer, end_ids = range(151669), frozenset()
+        tokenizer, end_ids = Tokens(), frozenset()
 
     config = config_for(DrafterConfig(layers=5, block_size=16), Stub())
     assert config.dflash_config == {
