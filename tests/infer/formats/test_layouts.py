@@ -20,7 +20,6 @@ from infer.drafters.base import head_weight
 from infer.drafters.heads.draft import behind
 from infer.formats.folders import Folder
 from infer.formats.layouts import read
-from infer.targets.loading import load_config
 
 D, V, HEADS, GROUPS, E, LAYERS = 32, 97, 4, 2, 8, 6  # of `make_tiny`'s targets
 BLOCK, MASK, TAPPED = 5, 96, [1, 4]
@@ -736,8 +735,6 @@ def test_files_that_never_end_are_not_read(tmp_path):
         make()
         with pytest.raises(FileNotFoundError, match="config.json is no regular file"):
             load_drafter(folder)
-    with pytest.raises(ValueError, match="config.json is no regular file"):
-        load_config(str(folder))  # a target's folder
     config.unlink()
     with config.open("wb") as file:
         file.truncate(65 << 20)
