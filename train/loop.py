@@ -36,10 +36,9 @@ from train.plan import total_steps
 from train.processes import StallWatch, agreed, catch_signals, first_only, own_device, start_processes, stopped_at_once
 from train.run.checkpoints import checkpoint_folder, load, newest, save, step_of, tidy
 from train.run.evaluation import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
-from train.run.folder import begin_run, open_run, sources
+from train.run.folder import begin_run, count_rows, open_run, sources
 from train.run.initial import initial_drafter, named_mask, take_weights
 from train.run.log import METRICS, RunLog, StepMetrics, peak_memory, read_log, trim_log
-from train.run.ngrams import count_rows
 from train.run.state import RunState, completed, load_frozen, overview, settled
 from train.selfcheck import SelfCheck
 
@@ -172,7 +171,7 @@ def train(config: TrainConfig) -> Path:
     config = settled(config, device)
     with ExitStack() as held:
         run = prepare_run(config, device, first_only(lambda: held.enter_context(open_run(config))))
-        held.enter_context(closing(StallWatch(config.stall_minutes)))
+        held.callback(StallWatch(config.stall_minutes).over.set)
         return run_steps(run)
 
 

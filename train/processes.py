@@ -140,13 +140,8 @@ class StallWatch(threading.Thread):
     def __init__(self, minutes: float) -> None:
         super().__init__(daemon=True)
         self.minutes, self.tick = minutes, min(5.0, 6 * minutes)
-        self.over = threading.Event()
+        self.over = threading.Event()  # set: the watch ends
         self.start()
-
-    def close(self) -> None:
-        """End the watch."""
-        self.over.set()
-        self.join()
 
     def run(self) -> None:
         quiet, seen = 0.0, None

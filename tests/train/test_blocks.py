@@ -382,26 +382,6 @@ def test_the_mask_in_pieces_is_the_whole_mask(monkeypatch, causal, window):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="FlexAttention has a backward on CUDA only, and there is none"
-)
-def test_compiled_flex_attention_equals_the_dense_mask_on_cuda():
-    generator = torch.Generator().manual_seed(0)
-    documents = torch.tensor([[0] * 50 + [1] * 70 + [-1] * 8])
-    anchors = torch.arange(1, 113, 7)[None]
-    q = torch.randn(1, 4, 64, 16, generator=generator)
-    k, v = torch.randn(2, 1, 2, 192, 16, generator=generator)
-    outs = []
-    for device in ("cpu", "cuda"):
-        parts = [x.to(device).detach().requires_grad_() for x in (q, k, v)]
-        out = attend(*parts, block_mask(anchors.to(device), documents.to(device), K))
-        out.square().sum().backward()
-        outs.append([x.cpu() for x in (out, *(part.grad for part in parts))])
-    for dense_part, flex_part in zip(*outs, strict=True):
-        assert torch.allclose(dense_part, flex_part, atol=1e-3)
-
-
 @pytest.mark.parametrize("family", ["dflash", "dart"])
 def test_training_sees_the_logits_that_decoding_sees(random_target, family):
     """Of a target with sliding windows and soft-capped logits: the loss is that of logits after the cap, from states

@@ -56,16 +56,8 @@ def test_operations_are_what_torch_counts(make_tiny, family):
     assert step_operations(shape)["drafter"] == pytest.approx(counted - hidden, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(
-            ["--hidden=256", "--vocabulary=16000", "--length=256", "--anchors=48"], marks=pytest.mark.robustness
-        ),
-        ["--hidden=128", "--vocabulary=2000", "--length=512", "--anchors=96", "--drafter-layers=3", "--block=8"],
-    ],
-)
-def test_memory_is_as_planned_within_ten_percent(repo, shape):
+def test_memory_is_as_planned_within_ten_percent(repo):
+    shape = ["--hidden=128", "--vocabulary=2000", "--length=512", "--anchors=96", "--drafter-layers=3", "--block=8"]
     command = [
         sys.executable,
         str(repo / "benchmarks" / "train_step.py"),

@@ -1,4 +1,4 @@
-"""A run's folder: its configuration, its lock, and what it learns from.
+"""A run's folder: its configuration, its lock, what it learns from, and the n-grams of that.
 
 An existing run is continued or refused, never overwritten, and never written by two processes at once. A path says
 neither what is there today nor what was there when the run was begun: target and training rows are known by content.
@@ -6,6 +6,7 @@ neither what is there today nor what was there when the run was begun: target an
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from infer.formats.checkpoint import NGRAMS
+from infer.ngrams.count import count_ngrams, usual_order
 from infer.targets.identity import target_identity
 from infer.targets.target import Target
 from infer.utils.entry import disk
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 CONFIG, SOURCES = "config.json", "sources.json"
+THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
 FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device", "data.num_proc")
@@ -150,3 +154,23 @@ def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray
 def used_ids(rows: "StoredRows | Dataset") -> set[int]:
     """Return the token ids that training rows have."""
     return {int(id) for part in column_parts(rows, "ids") for id in np.unique(part)}
+
+
+def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
+    """Yield the token ids of the documents of packed rows, whose positions begin at 0."""
+    columns = (column_parts(rows, name) for name in ("ids", "positions", "documents"))
+    for ids, positions, numbers in zip(*columns, strict=True):
+        starts = np.flatnonzero(positions == 0)
+        pieces = np.split(ids, starts[1:])
+        yield from (piece for piece, start in zip(pieces, starts, strict=True) if numbers[start] >= 0)
+
+
+def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
+    """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some along keeps
+    those: few answers alone would make poor trees."""
+    if earlier is not None:
+        shutil.copyfile(earlier, run / NGRAMS)
+    elif not (run / NGRAMS).exists():
+        vocabulary = len(target.head_weight)
+        order, digest = usual_order(vocabulary), target.tokenizer_digest
+        count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, threshold=THRESHOLD)
