@@ -168,9 +168,11 @@ def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
 def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
     """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some along keeps
     those: few answers alone would make poor trees."""
+    if (run / NGRAMS).exists():
+        return
     if earlier is not None:
         shutil.copyfile(earlier, run / NGRAMS)
-    elif not (run / NGRAMS).exists():
+    else:
         vocabulary = len(target.head_weight)
         order, digest = usual_order(vocabulary), target.tokenizer_digest
         count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, threshold=THRESHOLD)
