@@ -170,7 +170,8 @@ def train(config: TrainConfig) -> Path:
     micro_batch(config, dist.get_world_size())  # raises if the rows cannot be shared evenly
     config = settled(config, device)
     with ExitStack() as held:
-        run = prepare_run(config, device, first_only(lambda: held.enter_context(open_run(config))))
+        folder = first_only(lambda: held.enter_context(open_run(config)))
+        run = prepare_run(config, device, folder)
         held.callback(StallWatch(config.stall_minutes).over.set)
         return run_steps(run)
 
@@ -213,11 +214,13 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
         + named_mask(drafter.mask_token_id, target.tokenizer)
         + (f"; going on after step {done}" if done else "")
     )
+    if few:
+        notes.append(few)
     if config.ngrams:
         first_only(lambda: count_rows(dataset, target, folder, drafter.ngrams))
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done)))
-    return RunState(config, folder, device, target, dataset, engine, done, [*notes, *filter(None, [few])])
+    return RunState(config, folder, device, target, dataset, engine, done, notes)
 
 
 def run_steps(run: RunState) -> Path:
