@@ -225,11 +225,12 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
 
 def run_steps(run: RunState) -> Path:
     """Take the remaining steps, with their log, checkpoints and evaluations; return the run's folder."""
-    log, stopping = RunLog(run.config, run.folder, run.done, run.total), catch_signals()
+    log = RunLog(run.config, run.folder, run.done, run.total)
     for line in run.notes:
         log.say(line)
     if run.done in run.stops and not (checkpoint_folder(run.folder, run.done) / "evaluation/evaluation.json").exists():
         evaluate(run, run.done, log)  # the run was stopped between saving and evaluating
+    stopping = catch_signals()  # until here Ctrl-C ends the run at once
     ahead = Prefetch(run.dataset, run.config, run.done, run.total, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped = 0
