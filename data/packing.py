@@ -1,7 +1,8 @@
-"""Documents to packed training rows: tokenise, cut to length, fill rows, mark what carries loss.
+"""Rows to packed training rows: tokenise, cut to length, fill rows, mark what carries loss.
 
 T row length. A packed row has `ids`, `positions` (restarting in every document), `documents` (numbered from 0, -1 on
-padding) and `loss` (whether a token may be learnt from), each (T,).
+padding) and `loss` (whether a token may be learnt from), each (T,). A piece is the token ids of a text of at most T
+tokens, and which of them carry loss.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from data.rows import FORMAT, DataConfig, check_faults, single, source_digest, training_rows
@@ -21,41 +22,30 @@ if TYPE_CHECKING:
     import torch
     from datasets import Dataset
 
+Piece = tuple[list[int], list[bool]]
+
 WINDOW = 8192  # pieces that are packed together
 MANY = 20_000  # texts from which on all cores tokenise
 
 
-def tokenize(rows: dict[str, list], tokenizer, length: int, long: str = "split") -> dict[str, list]:
-    """Turn a batch of rows into pieces of at most `length` tokens: {"ids": ..., "loss": ..., "fault": ...}; longer
-    texts are split, truncated or dropped.
+def pieces_of(row: dict, tokenizer, length: int, long: str = "split") -> list[Piece]:
+    """Return a row as pieces of at most `length` tokens; longer texts are split, truncated or dropped.
 
-    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat (JSON, "" for
-    none), the answers do, with what ends them. A row that the chat template does not show as it is becomes a piece
-    without tokens and its fault.
+    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat, the answers do,
+    with what ends them. Raises ValueError for a chat that the template does not show as it is.
     """
-    pieces: dict[str, list] = {"ids": [], "loss": [], "fault": []}
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    prompts = tokenizer(rows["prompt"], add_special_tokens=False)["input_ids"]
-    texts = tokenizer(rows["text"], add_special_tokens=False)["input_ids"]
-    for prompt, text, cut, chat in zip(prompts, texts, rows["cut"], rows["chat"], strict=True):
-        closed = text if cut else text + end
-        found = [(prompt + closed, [False] * len(prompt) + [True] * len(closed))]
-        if chat:
-            try:
-                found = tokenize_chat(tokenizer, json.loads(chat))
-            except ValueError as error:
-                for column, value in zip(pieces.values(), ([], [], str(error)), strict=True):
-                    column.append(value)
-                continue
-        for ids, loss in found:
-            for part in cut_to_length(ids, loss, length, long):
-                for column, value in zip(pieces.values(), (*part, ""), strict=True):
-                    column.append(value)
-    return pieces
+    if row["chat"]:
+        return [part for whole in tokenize_chat(tokenizer, row["chat"]) for part in cut_to_length(whole, length, long)]
+    prompt, text = (tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "text"))
+    if not row["cut"] and tokenizer.eos_token_id is not None:
+        text = [*text, tokenizer.eos_token_id]
+    whole = prompt + text, [False] * len(prompt) + [True] * len(text)
+    return list(cut_to_length(whole, length, long))
 
 
-def cut_to_length(ids: list[int], loss: list[bool], length: int, long: str) -> Iterator[tuple[list[int], list[bool]]]:
+def cut_to_length(whole: Piece, length: int, long: str) -> Iterator[Piece]:
     """Yield the pieces of at most `length` tokens of a text, as `long` says, that have something to learn."""
+    ids, loss = whole
     if long == "drop" and len(ids) > length:
         return
     for start in range(0, len(ids) if long == "split" else min(length, len(ids)), length):
@@ -65,8 +55,7 @@ def cut_to_length(ids: list[int], loss: list[bool], length: int, long: str) -> I
 
 def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
     """Yield which pieces, by number, share a row of `length`: of every WINDOW pieces the longest first, each into the
-    fullest row that has room for it. Rows and what is in them keep the order of the pieces; the same pieces give the
-    same rows however many processes do the rest."""
+    fullest row that has room for it. Rows and what is in them keep the order of the pieces."""
     numbered = enumerate(lengths)
     while window := list(islice(numbered, WINDOW)):
         rows: list[list[int]] = []
@@ -83,47 +72,21 @@ def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
         yield from sorted(map(sorted, rows))
 
 
-def lay_out(pieces: dict[str, list], rows: Iterable[list[int]], length: int) -> dict[str, list]:
-    """Return packed rows of exactly `length`, of pieces by their place in `pieces`."""
-    packed: dict[str, list] = {"ids": [], "positions": [], "documents": [], "loss": []}
-    for row in rows:
-        ids = [id for i in row for id in pieces["ids"][i]]
-        rest = length - len(ids)
-        sizes = [len(pieces["ids"][i]) for i in row]
-        packed["ids"].append(ids + [0] * rest)
-        packed["positions"].append([at for size in sizes for at in range(size)] + [0] * rest)
-        packed["documents"].append([n for n, size in enumerate(sizes) for _ in range(size)] + [-1] * rest)
-        packed["loss"].append([on for i in row for on in pieces["loss"][i]] + [False] * rest)
-    return packed
-
-
-def pack(pieces: dict[str, list], length: int) -> dict[str, list]:
-    """Pack pieces into rows of exactly `length`."""
-    return lay_out(pieces, best_fit(map(len, pieces["ids"]), length), length)
-
-
-def planned_rows(tokenized: "Dataset", length: int) -> Iterator[dict]:
-    """Yield the rows of a tokenised data set, as the numbers of their pieces."""
-    sizes = tokenized.select_columns("size").with_format("numpy")
-    every = (int(size) for batch in sizes.iter(WINDOW) for size in batch["size"])
-    yield from ({"pieces": row} for row in best_fit(every, length))
-
-
-def fill_rows(plan: dict[str, list], tokenized: "Dataset", length: int) -> dict[str, list]:
-    """Return the packed rows of a batch of `planned_rows`."""
-    pieces = tokenized.select_columns(["ids", "loss"])[[i for row in plan["pieces"] for i in row]]
-    counts = iter(range(len(pieces["ids"])))
-    return lay_out(pieces, [list(islice(counts, len(row))) for row in plan["pieces"]], length)
-
-
-def flat(row: dict) -> dict:
-    """Return a row as `tokenize` takes it: its chat as JSON, which has room for any tools and arguments."""
-    return row | {"chat": "" if row["chat"] is None else json.dumps(row["chat"], ensure_ascii=False)}
+def lay_out(ids: list[list[int]], loss: list[list[bool]], length: int) -> dict[str, list]:
+    """Return a packed row of exactly `length`, of pieces that fit into it."""
+    sizes = [len(piece) for piece in ids]
+    rest = length - sum(sizes)
+    return {
+        "ids": [*chain(*ids), *[0] * rest],
+        "loss": [*chain(*loss), *[False] * rest],
+        "positions": [*chain(*map(range, sizes)), *[0] * rest],
+        "documents": [n for n, size in enumerate(sizes) for _ in range(size)] + [-1] * rest,
+    }
 
 
 def stored_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows of one data set to train on, each flat."""
-    yield from map(flat, training_rows(config))
+    """Yield the rows of one data set to train on, each as JSON, which has room for any tools and arguments."""
+    yield from ({"row": json.dumps(row, ensure_ascii=False)} for row in training_rows(config))
 
 
 def raw_rows(config: DataConfig) -> "Dataset":
@@ -131,17 +94,11 @@ def raw_rows(config: DataConfig) -> "Dataset":
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 
-    features = Features(
-        {"prompt": Value("string"), "text": Value("string"), "cut": Value("bool"), "chat": Value("string")}
-    )
+    columns, digest = Features({"row": Value("string")}), source_digest(config)
     try:
-        return Dataset.from_generator(
-            stored_rows, features=features, gen_kwargs={"config": config}, fingerprint=source_digest(config)
-        )
+        return Dataset.from_generator(stored_rows, columns, gen_kwargs={"config": config}, fingerprint=digest)
     except DatasetGenerationError as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        if isinstance(error.__cause__, OSError):  # names the file
+        if isinstance(error.__cause__, ValueError | OSError):  # which name the file
             raise ValueError(f"training rows cannot be read: {error.__cause__}") from None
         raise
 
@@ -159,22 +116,29 @@ def mixed_rows(config: DataConfig) -> "Dataset":
     return rows if config.limit is None else rows.select(range(min(config.limit, len(rows))))
 
 
-def tokenize_part(
+def tokenize(
     rows: dict[str, list], indices: list[int], rank: int | None, total: int, processes: int, progress, **options
 ) -> dict[str, list]:
-    """`tokenize` some of `total` rows, and report how far all processes, this one being like the others, have come."""
-    pieces = tokenize(rows, **options)
+    """Return the pieces of some of `total` rows, and report how far all processes, this one being like the others, have
+    come. A row that the chat template does not show as it is becomes a piece without tokens and its fault."""
+    pieces = []
+    for row in map(json.loads, rows["row"]):
+        try:
+            pieces += [(ids, loss, "") for ids, loss in pieces_of(row, **options)]
+        except ValueError as error:
+            pieces.append(([], [], str(error)))
     if not rank:
         progress(min(total, (indices[-1] + 1) * processes), total)
-    return pieces | {"size": [len(ids) for ids in pieces["ids"]]}
+    columns = {name: [piece[i] for piece in pieces] for i, name in enumerate(("ids", "loss", "fault"))}
+    return columns | {"size": list(map(len, columns["ids"]))}
 
 
-def worker_count(config: DataConfig, texts: int) -> int | None:
-    """Return how many processes prepare so many texts, None for this one alone."""
-    count = config.num_proc or (os.cpu_count() or 1 if texts > MANY else 1)
-    if count > 1:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes instead of threads
-    return count if count > 1 else None
+def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
+    """Yield the packed rows of a tokenised data set."""
+    sizes = tokenized.select_columns("size").with_format("numpy")
+    every = (int(size) for batch in sizes.iter(WINDOW) for size in batch["size"])
+    pieces = tokenized.select_columns(["ids", "loss"])
+    yield from (lay_out(**pieces[row], length=length) for row in best_fit(every, length))
 
 
 def packed_rows(
@@ -193,19 +157,21 @@ def packed_rows(
     parts = [(source_digest(part), weight) for part, weight in single(config)]
     shape = [FORMAT, digest, parts, config.limit, config.length, config.long]
     key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
-    processes = worker_count(config, len(raw))
+    processes = (os.cpu_count() or 1) if len(raw) > MANY else 1
+    if processes > 1:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes instead of threads
     lists = {"ids": List(Value("int32")), "loss": List(Value("bool"))}
+    options = {"tokenizer": tokenizer, "length": config.length, "long": config.long}
     tokenized = raw.map(
-        tokenize_part,
+        tokenize,
         batched=True,
         with_indices=True,
         with_rank=True,
         batch_size=256,
         remove_columns=raw.column_names,
         features=Features(lists | {"fault": Value("string"), "size": Value("int32")}),
-        fn_kwargs={"tokenizer": tokenizer, "length": config.length, "long": config.long}
-        | {"total": len(raw), "processes": processes or 1, "progress": progress},
-        num_proc=processes,
+        fn_kwargs=options | {"total": len(raw), "processes": processes, "progress": progress},
+        num_proc=processes if processes > 1 else None,
         new_fingerprint=f"{key}-tokenized",
     )
     faults = [fault for fault in tokenized.with_format(None)["fault"] if fault]
@@ -217,21 +183,11 @@ def packed_rows(
             f"data.source={config.source}: no row to train on is left (one of ten is held out for evaluation, "
             f"and data.long={config.long} may drop texts of more than {config.length} tokens)"
         )
-    plan = Dataset.from_generator(
-        planned_rows,
-        features=Features({"pieces": List(Value("int64"))}),
-        gen_kwargs={"tokenized": tokenized, "length": config.length},
-        fingerprint=f"{key}-planned",
-    )
-    packed = plan.map(
-        fill_rows,
-        batched=True,
-        batch_size=256,
-        remove_columns=plan.column_names,
+    packed = Dataset.from_generator(
+        filled_rows,
         features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
-        fn_kwargs={"tokenized": tokenized, "length": config.length},
-        num_proc=processes if len(plan) > 256 else None,
-        new_fingerprint=f"{key}-packed",
+        gen_kwargs={"tokenized": tokenized, "length": config.length},
+        fingerprint=f"{key}-packed",
     )
     return packed.with_format("torch")
 
@@ -240,10 +196,11 @@ def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
     """Yield every training row, uncut, as token ids: what an n-gram model counts. Raises ValueError when more than
     `bad_rows` rows do not go through the chat template."""
     rows, faults = mixed_rows(config), []
-    for start in range(0, len(rows), 256):
-        pieces = tokenize(rows[start : start + 256], tokenizer, sys.maxsize, "truncate")
-        faults += [fault for fault in pieces["fault"] if fault]
-        yield from (ids for ids in pieces["ids"] if ids)
+    for row in rows:
+        try:
+            yield from (ids for ids, _ in pieces_of(json.loads(row["row"]), tokenizer, sys.maxsize, "truncate"))
+        except ValueError as error:
+            faults.append(str(error))
     check_faults(faults, len(rows), config.bad_rows)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data.rows import DataConfig, held_out_rows
+from data.rows import DataConfig, held_out_rows, in_turn
 from data.template import apply, readable
 
 OUTSIDE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"  # {"kind", "prompt"}, written for this
@@ -46,29 +46,32 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     and where that is not enough either, first halves of short texts. Small data may give fewer than `count`; raises
     ValueError where there are none.
     """
-    found: dict[str, list[list[int]]] = {}
+    found: dict[str, list[Prompt]] = {}
     windows: list[tuple[int, list[int]]] = []
     halves: list[list[int]] = []
+
+    def take(ids: list[int], kind: str) -> None:
+        found.setdefault(kind, []).append(Prompt(ids, kind))
+
     for number, row in enumerate(islice(held_out_rows(config), 20 * count)):
         if row["chat"]:
             with suppress(ValueError):  # training leaves such a row out, and says so
                 asked = _asked(row["chat"], tokenizer, tokens, number)
-                found.setdefault(_length_class(len(asked)), []).append(asked)
+                take(asked, _length_class(len(asked)))
         elif row["prompt"]:
-            found.setdefault("prompts", []).append(tokenizer(row["prompt"])["input_ids"][-tokens:])
+            take(tokenizer(row["prompt"])["input_ids"][-tokens:], "prompts")
         else:
             ids = tokenizer(row["text"])["input_ids"]
             ends = list(_ends(row["text"], tokenizer, len(ids), tokens))
             for kind, end in ends:
-                found.setdefault(kind, []).append(ids[end - tokens : end])
+                take(ids[end - tokens : end], kind)
             starts = range(4 * tokens if ends else 0, len(ids) - 2 * tokens, 4 * tokens)
             windows += [(turn, ids[start : start + tokens]) for turn, start in enumerate(starts)]
             halves += [ids[: min(tokens, len(ids) // 2)]] if len(ids) > 1 and not (ends or starts) else []
         if all(len(found.get(kind, ())) * (1 + len(PLACES)) >= count for kind in (STARTS, *PLACES)):
             break
     spare = [ids for _, ids in sorted(windows, key=lambda window: window[0])] + halves
-    ready = [*_in_turn({kind: iter(prompts) for kind, prompts in found.items()})]
-    prompts = [*ready[:count], *(Prompt(ids, FURTHER) for ids in spare[: max(0, count - len(ready))])]
+    prompts = [*in_turn(list(found.values())), *(Prompt(ids, FURTHER) for ids in spare)][:count]
     if not prompts:
         raise ValueError(f"data.source={config.source}: the held-out rows give no prompt to evaluate with")
     chats = any(kind.startswith(CHATS) for kind in found)
@@ -142,14 +145,3 @@ def _ends(text: str, tokenizer, length: int, tokens: int) -> Iterator[tuple[str,
             end = len(tokenizer(text[:place])["input_ids"]) - 1  # the last token may reach beyond the line
             if tokens <= end <= length - tokens:
                 yield kind, end
-
-
-def _in_turn(kinds: dict[str, Iterator[list[int]]]) -> Iterator[Prompt]:
-    """Yield prompts of the kinds in turn, until there are no more of any."""
-    while kinds:
-        for kind in list(kinds):
-            ids = next(kinds[kind], None)
-            if ids is None:
-                del kinds[kind]
-            else:
-                yield Prompt(ids, kind)

@@ -10,11 +10,10 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TextIO
 
-from data.chat import NothingWhole, normalise
+from data.chat import NothingWhole, checked, normalise
 from data.corpus import stdlib_documents
 
 # What the embedded target wrote after prompts from its training text, by train/pretraining.
@@ -22,14 +21,14 @@ ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or another packing:
 # rows that are in a cache are then made again. tests/data/test_packing.py notices such a change.
-FORMAT = 4
-LONGEST_LINE = 64 << 20  # characters of a row in a file
+FORMAT = 5
+LONGEST = 64 << 20  # characters of a line, bytes of a text
 # Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those behind the first 500.
 HELD_OUT, FEW, OF_FEW = 50, 500, 10
 
 
 @dataclass
-class Part:
+class DataPart:
     """One data set of a mixture: a file, a folder, or a name on the hub.
 
     path: a file, a folder, or a name on the hub
@@ -51,24 +50,22 @@ class DataConfig:
     path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each; of hub, the name
         or folder
     split: of hub, which split
-    parts: of mixture, its parts, see Part; as many rows as the scarcest one allows
+    parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
     length: tokens in a packed row
     long: what happens to longer texts: split (into rows), truncate, or drop
     limit: most documents that are taken; None: all
     bad_rows: most rows that may be left out because they cannot be used, or, below 1, the largest share of all rows;
         more end the run
-    num_proc: processes that tokenise; None: one, from 20,000 texts on one for each core
     """
 
     source: str = "embedded"
     path: str | None = None
     split: str = "train"
-    parts: list[Part] = field(default_factory=list)
+    parts: list[DataPart] = field(default_factory=list)
     length: int = 512
     long: str = "split"
     limit: int | None = None
     bad_rows: float = 100
-    num_proc: int | None = None
 
     def check(self) -> None:
         """Raise ValueError for a source that cannot be read."""
@@ -84,35 +81,23 @@ class DataConfig:
             raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
         if any(not part.weight > 0 for part in self.parts):
             raise ValueError(f"data.parts: weights are above 0, not {[part.weight for part in self.parts]}")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"data.limit={self.limit}: at least 1 document, or null for all")
-        if self.bad_rows < 0:
-            raise ValueError(f"data.bad_rows={self.bad_rows}: a number of rows, or below 1 a share of them")
-        if self.length < 16:
-            raise ValueError(f"data.length={self.length}: a row holds at least 16 tokens")
+        for name, least in (("limit", 1), ("bad_rows", 0), ("length", 16)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"data.{name}={value}: at least {least}")
         if self.long not in ("split", "truncate", "drop"):
             raise ValueError(f"data.long={self.long}: use split, truncate or drop")
-        if self.num_proc is not None and self.num_proc < 1:
-            raise ValueError(f"data.num_proc={self.num_proc}: at least 1")
 
 
 def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
     """Return the data sets that a configuration stands for, none of them a mixture, with their weights."""
     if config.source != "mixture":
         return [(config, 1.0)]
-    return [
-        (
-            replace(
-                config,
-                source="jsonl" if Path(part.path).exists() else "hub",
-                path=part.path,
-                split=part.split,
-                parts=[],
-            ),
-            part.weight,
-        )
-        for part in config.parts
-    ]
+    parts = []
+    for part in config.parts:
+        source = "jsonl" if Path(part.path).exists() else "hub"
+        parts.append((replace(config, source=source, path=part.path, split=part.split, parts=[]), part.weight))
+    return parts
 
 
 def files_of(path: str) -> list[Path]:
@@ -128,74 +113,62 @@ def files_of(path: str) -> list[Path]:
 
 def _records(config: DataConfig) -> Iterator[tuple[str, object]]:
     """(where, row) of a data set; a line that is no JSON comes as its error."""
-    if config.source == "hub":
-        from datasets import load_dataset
-
-        try:
-            rows = load_dataset(config.path, split=config.split)
-        except (OSError, ValueError) as error:  # a ConnectionError is an OSError
-            reason = str(error).strip().splitlines()[0]
-            raise ValueError(f"data.path={config.path}, split {config.split}: could not be read ({reason})") from error
-        for number, row in enumerate(rows):
-            yield f"{config.path}, row {number}", row
+    if config.source != "hub":
+        for file in files_of(config.path):
+            yield from file_records(file)
         return
-    for file in files_of(config.path):
-        yield from file_records(file)
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(config.path, split=config.split)
+    except (OSError, ValueError) as error:  # a ConnectionError is an OSError
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"data.path={config.path}, split {config.split}: could not be read ({reason})") from error
+    yield from ((f"{config.path}, row {number}", row) for number, row in enumerate(rows))
+
+
+def _lines(file: Path) -> Iterator[object]:
+    """Yield a row a line. A line of more than LONGEST characters comes in parts, which are no JSON."""
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
+        while line := lines.readline(LONGEST):
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield ValueError(f"no JSON ({error})")
+
+
+def _parquet(file: Path) -> Iterator[object]:
+    from pyarrow.parquet import ParquetFile
+
+    for part in ParquetFile(file).iter_batches():
+        yield from part.to_pylist()
+
+
+def _list(file: Path) -> Iterator[object]:
+    yield from checked(json.loads(file.read_text(encoding="utf-8-sig")), list, "it is not one list of rows")
+
+
+def _text(file: Path) -> Iterator[object]:
+    if file.stat().st_size > LONGEST:
+        raise ValueError(f"a text of more than {LONGEST >> 20} MB; split it, or use .jsonl")
+    yield {"text": file.read_text(encoding="utf-8-sig", errors="replace")}
+
+
+# Kinds of files by their last suffix: what a row is called, how rows are read. A byte order mark is no part of a row.
+FILES = {".parquet": ("row", _parquet), ".json": ("entry", _list), ".txt": ("text", _text)}
 
 
 def file_records(file: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) of a .jsonl file, compressed (.jsonl.gz) or not, a .parquet file, a .txt file, which is one text, or
-    a .json file that is one list; a line that is no JSON comes as its error. A byte order mark is no part of a text."""
-    if file.suffix == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        number = 0
-        try:
-            for part in ParquetFile(file).iter_batches():
-                for row in part.to_pylist():
-                    number += 1
-                    yield f"{file}, row {number}", row
-        except (ValueError, OSError) as error:  # pyarrow's errors are among them
-            raise ValueError(f"{file}: no sound Parquet file, after row {number} ({error})") from error
-    elif file.suffix == ".txt":
-        yield str(file), {"text": read_text(file)}
-    elif file.suffix == ".json":  # one list, as ShareGPT came
-        try:
-            rows = json.loads(file.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}: no JSON ({error})") from error
-        if not isinstance(rows, list):
-            raise ValueError(f"{file}: a .json file is one list of rows; a row a line is .jsonl")
-        yield from ((f"{file}, entry {number}", row) for number, row in enumerate(rows))
-    else:
-        opened = gzip.open if file.suffix == ".gz" else open
-        number = 0
-        try:
-            with opened(file, "rt", encoding="utf-8-sig", errors="replace") as lines:
-                for number, line in enumerate(bounded_lines(lines), 1):
-                    try:
-                        yield f"{file}, line {number}", json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        yield f"{file}, line {number}", ValueError(error)
-        except (OSError, EOFError, zlib.error) as error:  # the last two, and an OSError, are gzip's
-            raise ValueError(f"{file}: damaged or cut off after line {number} ({error})") from error
-
-
-def read_text(file: Path) -> str:
-    """Return a text file's content. Raises ValueError for one that is longer than any row may be."""
-    if file.stat().st_size > LONGEST_LINE:
-        raise ValueError(f"{file}: a text of more than {LONGEST_LINE >> 20} MB; split it, or use .jsonl")
-    return file.read_text(encoding="utf-8-sig", errors="replace")
-
-
-def bounded_lines(file: TextIO) -> Iterator[str]:
-    """Yield the lines of a file. One that is longer than LONGEST_LINE is cut off, so that it is never whole in memory;
-    it is then no valid JSON."""
-    while line := file.readline(LONGEST_LINE):
-        rest = line
-        while len(rest) == LONGEST_LINE and not rest.endswith("\n"):
-            rest = file.readline(LONGEST_LINE)
-        yield line
+    """(where, row) of a file of FILES, or else a .jsonl or .jsonl.gz; a line that is no JSON comes as its error. Raises
+    ValueError, naming the file, where it is damaged."""
+    unit, read = FILES.get(file.suffix, ("line", _lines))
+    number = 0
+    try:
+        for number, row in enumerate(read(file), 1):
+            yield f"{file}, {unit} {number}", row
+    except (OSError, ValueError, RecursionError, EOFError, zlib.error) as error:  # of pyarrow, json and gzip
+        raise ValueError(f"{file}: damaged or cut off after {unit} {number} ({error})") from error
 
 
 def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
@@ -205,12 +178,12 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
     Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError, naming file and
     line, when there are more than `bad_rows` of them, or no others.
     """
-    faults, seen, count, twice, cut = [], set(), 0, 0, 0
+    faults, seen, count, cut = [], set(), 0, 0
     for where, record in _records(config):
         count += 1
         try:
             if isinstance(record, ValueError):
-                raise ValueError(f"no JSON ({record})")
+                raise record
             row = normalise(record, answered)
             said = json.dumps(row, sort_keys=True, ensure_ascii=False).encode()  # no row with half a surrogate pair
         except NothingWhole:
@@ -218,19 +191,17 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
             continue
         except ValueError as error:
             faults.append(f"{where}: {error}")
-            if 1 <= config.bad_rows < len(faults) or config.bad_rows == 0:
+            if len(faults) > config.bad_rows >= 1:
                 break  # of a share it is seen at the end
             continue
         key = hashlib.blake2b(said, digest_size=8).digest()
-        if key in seen:
-            twice += 1
-            continue
-        seen.add(key)
-        yield row
+        if key not in seen:
+            seen.add(key)
+            yield row
     check_faults(faults, count, config.bad_rows)
     if cut:
         print(f"data: {cut} rows are left out, as their answers were cut within a thought", file=sys.stderr)
-    if twice:
+    if twice := count - len(faults) - cut - len(seen):
         print(f"data: {twice} rows are there more than once, and taken once", file=sys.stderr)
     if not seen:
         raise ValueError(f"data.path={config.path}: no rows")
@@ -238,12 +209,11 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
 
 def check_faults(faults: list[str], count: int, bad_rows: float) -> None:
     """Report rows that are left out. Raises ValueError if they are more than `bad_rows`, below 1 a share of all."""
+    said = f"{len(faults)} of {count} rows cannot be used"
     if len(faults) > (bad_rows * count if bad_rows < 1 else bad_rows):
-        raise ValueError(
-            f"{len(faults)} of {count} rows cannot be used, data.bad_rows={bad_rows:g} may be: {faults[0]}"
-        )
+        raise ValueError(f"{said}, data.bad_rows={bad_rows:g} may be: {faults[0]}")
     if faults:
-        print(f"data: {len(faults)} of {count} rows cannot be used and are left out: {faults[0]}", file=sys.stderr)
+        print(f"data: {said} and are left out: {faults[0]}", file=sys.stderr)
 
 
 def is_held_out(number: int) -> bool:
@@ -259,13 +229,13 @@ def held_out_rows(config: DataConfig) -> Iterator[dict]:
         yield from (normalise({"text": document.text}) for document in _with_text("held_out"))
         return
     parts = [(row for i, row in enumerate(read_rows(part)) if is_held_out(i)) for part, _ in single(config)]
-    while parts:
-        for part in list(parts):
-            row = next(part, None)
-            if row is None:
-                parts.remove(part)
-            else:
-                yield row
+    yield from in_turn(parts)
+
+
+def in_turn(sources: list[Iterator]) -> Iterator:
+    """Yield what several iterators give, one of each in turn, until all are at their end."""
+    for together in zip_longest(*sources):
+        yield from (one for one in together if one is not None)
 
 
 def training_rows(config: DataConfig) -> Iterator[dict]:

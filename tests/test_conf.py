@@ -9,7 +9,7 @@ from itertools import zip_longest
 import pytest
 from omegaconf import OmegaConf
 
-from data.rows import Part
+from data.rows import DataPart
 from infer.config import DecodeOptions
 from infer.main import COMMANDS
 from infer.utils import overrides
@@ -28,7 +28,7 @@ def composed(name: str, overrides: list[str]):
 
 def options_classes() -> list[type]:
     """Every dataclass of options that a command reads."""
-    found, left = {DecodeOptions: None, Part: None}, list(SCHEMAS.values())
+    found, left = {DecodeOptions: None, DataPart: None}, list(SCHEMAS.values())
     while left:
         schema = left.pop()
         found[schema] = None

@@ -16,6 +16,7 @@ DeepSpeed worth its rules (sharded states, several machines) is of no use here.
 import json
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from data.packing import batch, flat, pack, packed_rows, tokenize
+from data.packing import batch, best_fit, lay_out, packed_rows, pieces_of
 from data.rows import held_out_rows
 from infer.drafters.base import default_mask_token
 from infer.masked.model import NATIVE
@@ -83,16 +84,17 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
 def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
     """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out text: each column
     (B, T). Raises ValueError if there are none."""
-    data = config.sets()[0]
-    rows = [flat(row) for row in held_out_rows(data)]
-    columns = {name: [row[name] for row in rows] for name in ("prompt", "text", "cut", "chat")}
-    pieces = tokenize(columns, tokenizer, data.length, data.long)
-    packed = pack({name: [x for x in column if x] for name, column in pieces.items()}, data.length)
-    total = len(packed["ids"])
-    if not total:
+    data, pieces = config.sets()[0], []
+    for row in held_out_rows(data):
+        with suppress(ValueError):  # training leaves such a row out, and says so
+            pieces += pieces_of(row, tokenizer, data.length, data.long)
+    rows = list(best_fit([len(ids) for ids, _ in pieces], data.length))
+    if not rows:
         raise ValueError(f"path={config.path}: no held-out row to measure the bound on")
-    count = min(HELD_OUT_ROWS, total)
-    return {name: torch.tensor(column)[[i * total // count for i in range(count)]] for name, column in packed.items()}
+    count = min(HELD_OUT_ROWS, len(rows))
+    chosen = [rows[i * len(rows) // count] for i in range(count)]
+    packed = [lay_out(*zip(*(pieces[i] for i in row), strict=True), data.length) for row in chosen]
+    return {name: torch.tensor([row[name] for row in packed]) for name in packed[0]}
 
 
 def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, tokenizer) -> dict:

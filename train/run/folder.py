@@ -34,7 +34,7 @@ CONFIG, SOURCES = "config.json", "sources.json"
 THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no better for them: LOG.md
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
-FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device", "data.num_proc")
+FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device")
 
 
 def run_folder(config: TrainConfig) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from data.packing import pack
+from data.packing import best_fit, lay_out
 from infer.api import decode, open_engine
 from infer.config import DecodeOptions
 from infer.formats.checkpoint import NGRAMS, load_drafter, save_drafter
@@ -18,7 +18,9 @@ from train.run.folder import count_rows, documents
 def rows() -> Dataset:
     """Rows of 8 tokens, of documents of 5, 3, 2, 6 and 4 tokens: padding behind some, none behind others."""
     texts = [[5, 6, 7, 8, 9], [5, 6, 7], [1, 2], [3, 1, 4, 1, 5, 9], [5, 6, 7, 3]]
-    return Dataset.from_dict(pack({"ids": texts, "loss": [[True] * len(text) for text in texts]}, 8))
+    loss = [[True] * len(text) for text in texts]
+    rows = best_fit(map(len, texts), 8)
+    return Dataset.from_list([lay_out([texts[i] for i in row], [loss[i] for i in row], 8) for row in rows])
 
 
 def test_documents_are_the_texts_that_were_packed(rows):
