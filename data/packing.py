@@ -28,29 +28,25 @@ WINDOW = 8192  # pieces that are packed together
 MANY = 20_000  # texts from which on all cores tokenise
 
 
-def pieces_of(row: dict, tokenizer, length: int, long: str = "split") -> list[Piece]:
-    """Return a row as pieces of at most `length` tokens; longer texts are split, truncated or dropped.
+def pieces_of(row: dict, tokenizer, length: int) -> list[Piece]:
+    """Return a row as pieces of at most `length` tokens that have something to learn; longer texts are split.
 
     The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat, the answers do,
     with what ends them. Raises ValueError for a chat that the template does not show as it is.
     """
     if row["chat"]:
-        return [part for whole in tokenize_chat(tokenizer, row["chat"]) for part in cut_to_length(whole, length, long)]
-    prompt, text = (tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "text"))
-    if not row["cut"] and tokenizer.eos_token_id is not None:
-        text = [*text, tokenizer.eos_token_id]
-    whole = prompt + text, [False] * len(prompt) + [True] * len(text)
-    return list(cut_to_length(whole, length, long))
-
-
-def cut_to_length(whole: Piece, length: int, long: str) -> Iterator[Piece]:
-    """Yield the pieces of at most `length` tokens of a text, as `long` says, that have something to learn."""
-    ids, loss = whole
-    if long == "drop" and len(ids) > length:
-        return
-    for start in range(0, len(ids) if long == "split" else min(length, len(ids)), length):
-        if sum(loss[start : start + length]) > 1:  # an anchor needs a successor
-            yield ids[start : start + length], loss[start : start + length]
+        texts = tokenize_chat(tokenizer, row["chat"])
+    else:
+        prompt, text = (tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "text"))
+        if not row["cut"] and tokenizer.eos_token_id is not None:
+            text = [*text, tokenizer.eos_token_id]
+        texts = [(prompt + text, [False] * len(prompt) + [True] * len(text))]
+    return [
+        (ids[start : start + length], loss[start : start + length])
+        for ids, loss in texts
+        for start in range(0, len(ids), length)
+        if sum(loss[start : start + length]) > 1  # an anchor needs a successor
+    ]
 
 
 def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
@@ -155,13 +151,13 @@ def packed_rows(
     disable_progress_bars()
     raw = mixed_rows(config)
     parts = [(source_digest(part), weight) for part, weight in single(config)]
-    shape = [FORMAT, digest, parts, config.limit, config.length, config.long]
+    shape = [FORMAT, digest, parts, config.limit, config.length]
     key = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:32]
     processes = (os.cpu_count() or 1) if len(raw) > MANY else 1
     if processes > 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes instead of threads
     lists = {"ids": List(Value("int32")), "loss": List(Value("bool"))}
-    options = {"tokenizer": tokenizer, "length": config.length, "long": config.long}
+    options = {"tokenizer": tokenizer, "length": config.length}
     tokenized = raw.map(
         tokenize,
         batched=True,
@@ -180,8 +176,7 @@ def packed_rows(
         tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
     if len(tokenized) == 0:
         raise ValueError(
-            f"data.source={config.source}: no row to train on is left (one of ten is held out for evaluation, "
-            f"and data.long={config.long} may drop texts of more than {config.length} tokens)"
+            f"data.source={config.source}: no row to train on is left (one of ten is held out for evaluation)"
         )
     packed = Dataset.from_generator(
         filled_rows,
@@ -198,7 +193,7 @@ def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
     rows, faults = mixed_rows(config), []
     for row in rows:
         try:
-            yield from (ids for ids, _ in pieces_of(json.loads(row["row"]), tokenizer, sys.maxsize, "truncate"))
+            yield from (ids for ids, _ in pieces_of(json.loads(row["row"]), tokenizer, sys.maxsize))
         except ValueError as error:
             faults.append(str(error))
     check_faults(faults, len(rows), config.bad_rows)

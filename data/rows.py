@@ -51,8 +51,7 @@ class DataConfig:
         or folder
     split: of hub, which split
     parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
-    length: tokens in a packed row
-    long: what happens to longer texts: split (into rows), truncate, or drop
+    length: tokens in a packed row; longer texts are split
     limit: most documents that are taken; None: all
     bad_rows: most rows that may be left out because they cannot be used, or, below 1, the largest share of all rows;
         more end the run
@@ -63,7 +62,6 @@ class DataConfig:
     split: str = "train"
     parts: list[DataPart] = field(default_factory=list)
     length: int = 512
-    long: str = "split"
     limit: int | None = None
     bad_rows: float = 100
 
@@ -71,12 +69,10 @@ class DataConfig:
         """Raise ValueError for a source that cannot be read."""
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source}: use one of {', '.join(SOURCES)}")
-        if self.source == "jsonl" and not self.path:
-            raise ValueError("data.source=jsonl needs data.path=<a .jsonl file or a folder of them>")
+        if self.source in ("jsonl", "hub") and not self.path:
+            raise ValueError(f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>")
         if self.source == "jsonl" and not Path(self.path).exists():
             raise ValueError(f"data.path={self.path}: no such file or folder")
-        if self.source == "hub" and not self.path:
-            raise ValueError("data.source=hub needs data.path=<the data set's name on the hub>")
         if (self.source == "mixture") != bool(self.parts):
             raise ValueError("data.parts=[{path: ..., weight: ...}, ...] and data=mixture belong together")
         if any(not part.weight > 0 for part in self.parts):
@@ -85,8 +81,6 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name}={value}: at least {least}")
-        if self.long not in ("split", "truncate", "drop"):
-            raise ValueError(f"data.long={self.long}: use split, truncate or drop")
 
 
 def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
@@ -226,7 +220,7 @@ def held_out_rows(config: DataConfig) -> Iterator[dict]:
     """Yield the rows that training never sees: the library's held-out files, or those of the user's own that
     `is_held_out`; of a mixture, in turns from all its parts."""
     if config.source in ("embedded", "stdlib"):
-        yield from (normalise({"text": document.text}) for document in _with_text("held_out"))
+        yield from _library("held_out")
         return
     parts = [(row for i, row in enumerate(read_rows(part)) if is_held_out(i)) for part, _ in single(config)]
     yield from in_turn(parts)
@@ -241,7 +235,7 @@ def in_turn(sources: list[Iterator]) -> Iterator:
 def training_rows(config: DataConfig) -> Iterator[dict]:
     """Yield the rows of one data set to train on."""
     if config.source == "stdlib":
-        rows = (normalise({"text": document.text}) for document in _with_text("train"))
+        rows = _library("train")
     elif config.source == "embedded":
         rows = read_rows(replace(config, source="jsonl", path=str(ANSWERS)))
     else:
@@ -249,8 +243,8 @@ def training_rows(config: DataConfig) -> Iterator[dict]:
     yield from islice(rows, config.limit)
 
 
-def _with_text(split: str) -> Iterator:
-    return (document for document in stdlib_documents(split) if document.text.strip())
+def _library(split: str) -> Iterator[dict]:
+    return (normalise({"text": document.text}) for document in stdlib_documents(split) if document.text.strip())
 
 
 def questions(config: DataConfig) -> Iterator[dict]:

@@ -7,6 +7,7 @@ that it was written in.
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +17,8 @@ from data.chat import ENDED, THOUGHT
 
 # A thought within an answer's content: what opens it, itself, what closes it, and the rest.
 INLINE = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
-KINDS = {"thought": "THOUGHTGOESHERE", "said": "ANSWERGOESHERE", "call": "CALLGOESHERE"}  # marks: of what, the word
+WORDS = {"thought": "THOUGHTGOESHERE", "said": "ANSWERGOESHERE", "call": "CALLGOESHERE"}  # marks of an answer's parts
+MARK = re.compile(f"({'|'.join(WORDS.values())})([0-9]+)Z")
 FIELDS = (THOUGHT, "reasoning", "thinking")  # what templates call a thought, the first that they know
 
 
@@ -35,7 +37,7 @@ class Learnt:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class LearntText:
     """A text to learn from."""
 
     text: str
@@ -43,7 +45,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Habits:
+class TemplateHabits:
     """What a template writes around an answer."""
 
     asks: str  # asks the assistant to speak
@@ -63,24 +65,24 @@ def apply(tokenizer, messages: list[dict], chat: dict, ask: bool = False) -> str
 
 def source(tokenizer) -> str:
     """Return the text of a tokenizer's templates."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return template if isinstance(template, str) else "\n".join(template.values())
+    template = tokenizer.chat_template or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
-def habits(tokenizer, told: dict) -> Habits:
+def habits(tokenizer, told: dict) -> TemplateHabits:
     """Return what the template writes around an answer when it is told so."""
     return _habits(tokenizer, source(tokenizer), json.dumps(told, sort_keys=True))
 
 
 @lru_cache(maxsize=64)
-def _habits(tokenizer, template: str, told: str) -> Habits:
+def _habits(tokenizer, template: str, told: str) -> TemplateHabits:
     chat = {"tools": [], "template": json.loads(told)}
     asked = [{"role": "user", "content": "x"}]
     before, asking = apply(tokenizer, asked, chat), apply(tokenizer, asked, chat, ask=True)
-    mark = KINDS["said"]
+    mark = WORDS["said"]
     _, _, ends = apply(tokenizer, [*asked, {"role": "assistant", "content": mark}], chat).partition(mark)
     fields = (name for name in FIELDS if re.search(rf"\.{name}\b|['\"]{name}['\"]", template))
-    return Habits(asking[len(before) :] if asking.startswith(before) else "", ends, next(fields, None))
+    return TemplateHabits(asking[len(before) :] if asking.startswith(before) else "", ends, next(fields, None))
 
 
 def readable(tokenizer, chat: dict) -> list[dict]:
@@ -104,19 +106,20 @@ def readable(tokenizer, chat: dict) -> list[dict]:
     return messages
 
 
-def sequences(tokenizer, chat: dict) -> list[Sequence]:
+def sequences(tokenizer, chat: dict) -> list[LearntText]:
     """Return a chat as texts to learn from, every answer of weight 1 learnt in one of them. Raises ValueError where the
     template does not show an answer, tools or a tool's result: the loss would fall on other tokens than the target's.
     """
     messages = readable(tokenizer, chat)
     whole = apply(tokenizer, messages, chat)
-    places = find(whole, apply(tokenizer, _marked(messages), chat), messages)
+    marked = [_marked(turn, i) if turn["role"] == "assistant" else turn for i, turn in enumerate(messages)]
+    places = find(whole, apply(tokenizer, marked, chat), messages)
     _check_results(messages, whole)
     known, learnt, alone = habits(tokenizer, chat["template"]), [], []
     for i, turn in enumerate(messages):
         if turn["role"] != "assistant":
             continue
-        thought = _thought(turn, known)
+        thought = parts_of(turn)["thought"]
         if thought and "</think>" in known.asks:
             raise ValueError(f"answer {i} has a thought, and the chat template is told that there is none")
         piece = _span(whole, places[i], known, chat["messages"][i], bool(thought))
@@ -128,80 +131,60 @@ def sequences(tokenizer, chat: dict) -> list[Sequence]:
             learnt.append(piece)
     if learnt and not learnt[-1].ended:
         whole = whole[: learnt[-1].end]  # an answer that was cut is the last one
-    return alone + ([Sequence(whole, learnt)] if learnt else [])
+    return alone + ([LearntText(whole, learnt)] if learnt else [])
 
 
-def _thought(turn: dict, known: Habits) -> str:
-    inline = INLINE.fullmatch(turn["content"])
-    return (turn.get(known.thought) if known.thought else None) or (inline[2] if inline else "")
+def parts_of(answer: dict) -> dict[str, str]:
+    """Return what an answer consists of: its thought, what it says, and the name of its first tool call."""
+    inline, calls = INLINE.fullmatch(answer["content"]), answer.get("tool_calls")
+    parts = {"thought": next((answer[field] for field in FIELDS if answer.get(field)), "")}
+    if inline:
+        parts |= {"thought": inline[2], "said": inline[4]}
+    elif answer["content"] or not calls:
+        parts["said"] = answer["content"]
+    if calls:
+        parts["call"] = calls[0]["function"]["name"]
+    return parts
 
 
-def _mark(kind: str, i: int) -> str:
-    return f"{KINDS[kind]}{i}Z"
-
-
-def _marked(messages: list[dict]) -> list[dict]:
-    """Return the messages with marks in the places of thoughts, answers, and names of first tool calls."""
-    marked = []
-    for i, turn in enumerate(messages):
-        if turn["role"] == "assistant":
-            turn = dict(turn)
-            for field in FIELDS:
-                if turn.get(field):
-                    turn[field] = _mark("thought", i)
-            inline = INLINE.fullmatch(turn["content"])
-            if inline:  # stays where it is: some templates treat it in a way of their own
-                turn["content"] = inline[1] + _mark("thought", i) + inline[3] + _mark("said", i)
-            elif turn["content"] or not turn.get("tool_calls"):
-                turn["content"] = _mark("said", i)
-            if turn.get("tool_calls"):
-                first, *others = turn["tool_calls"]
-                function = first["function"] | {"name": _mark("call", i)}
-                turn["tool_calls"] = [first | {"function": function}, *others]
-        marked.append(turn)
+def _marked(answer: dict, i: int) -> dict:
+    """Return answer i with marks in the places of its parts."""
+    marks = {kind: f"{word}{i}Z" for kind, word in WORDS.items()}
+    marked = answer | {field: marks["thought"] for field in FIELDS if answer.get(field)}
+    if inline := INLINE.fullmatch(answer["content"]):  # stays where it is: some templates treat it in their own way
+        marked["content"] = inline[1] + marks["thought"] + inline[3] + marks["said"]
+    elif "said" in parts_of(answer):
+        marked["content"] = marks["said"]
+    if answer.get("tool_calls"):
+        first, *others = answer["tool_calls"]
+        marked["tool_calls"] = [first | {"function": first["function"] | {"name": marks["call"]}}, *others]
     return marked
-
-
-def _marked_text(turn: dict, kind: str) -> str:
-    """Return what a mark of a message stands for."""
-    if kind == "call":
-        return turn["tool_calls"][0]["function"]["name"]
-    inline = INLINE.fullmatch(turn["content"])
-    if kind == "said":
-        return inline[4] if inline else turn["content"]
-    return inline[2] if inline else next(turn[field] for field in FIELDS if turn.get(field))
 
 
 def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
     """Return where in `whole`, by message, its thought, what it said and its tool call stand: [start, end) each; and
     "from", the start of the first of them, and "before", the template's text before that. `marked` is the same with
     marks. Raises ValueError where the two do not agree."""
-    pattern = re.compile("(" + "|".join(rf"{word}\d+Z" for word in KINDS.values()) + ")")
-    literals = pattern.split(marked)  # text, mark, text, ..., text
+    whole, (before, *rest) = whole + "\0", MARK.split(marked + "\0")  # text, then word, number and text of each mark
+    kinds = {word: kind for kind, word in WORDS.items()}
     places: dict[int, dict] = {}
-    at = len(literals[0]) if whole.startswith(literals[0]) else -1
-    for place in range(1, len(literals), 2):
-        word, number = re.fullmatch(r"([A-Z]+?)(\d+)Z", literals[place]).groups()
-        i, kind = int(number), next(kind for kind, name in KINDS.items() if name == word)
-        text, behind = _marked_text(messages[i], kind), literals[place + 1]
-        last = place + 2 == len(literals)
-        shown = [
-            form
-            for form in dict.fromkeys((text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n")))
-            if at >= 0 and whole.startswith(form + behind, at) and (not last or len(whole) == at + len(form + behind))
-        ]
-        if not shown or kind in places.get(i, {}):
+    at = len(before) if whole.startswith(before) else len(whole)
+    for word, number, behind in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        i, kind = int(number), kinds[word]
+        place, text = places.setdefault(i, {"before": before, "from": at}), parts_of(messages[i])[kind]
+        forms = (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n"))
+        shown = next((form for form in forms if whole.startswith(form + behind, at)), None)
+        if shown is None or kind in place:
             raise ValueError(f"the chat template does not show answer {i} as it is")
-        places.setdefault(i, {"before": literals[place - 1], "from": at})[kind] = (at, at + len(shown[0]))
-        at += len(shown[0]) + len(behind)
+        place[kind] = (at, at + len(shown))
+        at, before = at + len(shown + behind), behind
     for i, turn in enumerate(messages):
         if turn["role"] == "assistant":
-            kind = "call" if turn.get("tool_calls") else "said"
-            if kind not in places.get(i, {}) or (turn["content"].strip() and "said" not in places[i]):
+            kind, place = "call" if turn.get("tool_calls") else "said", places.get(i, {})
+            if kind not in place or (turn["content"].strip() and "said" not in place):
                 shown = "the tool calls of answer" if kind == "call" else "answer"
                 raise ValueError(f"the chat template does not show {shown} {i} as it is")
-            if "said" not in places[i]:  # a call without words
-                places[i]["said"] = (places[i]["call"][0],) * 2
+            place.setdefault("said", (place[kind][0],) * 2)  # a call without words
     return places
 
 
@@ -213,7 +196,7 @@ def _check_results(messages: list[dict], whole: str) -> None:
             raise ValueError(f"the chat template does not show the tool's result in message {i}")
 
 
-def _span(whole: str, place: dict, known: Habits, answer: dict, thinks: bool) -> Learnt:
+def _span(whole: str, place: dict, known: TemplateHabits, answer: dict, thinks: bool) -> Learnt:
     """Return what the target wrote of an answer: from behind the words that ask for it to the end of its last tool
     call. An empty thought that the template puts before an answer without one is the template's."""
     before, first = place["before"], place["from"]
@@ -236,7 +219,7 @@ def _span(whole: str, place: dict, known: Habits, answer: dict, thinks: bool) ->
     return Learnt(start, end, answer)
 
 
-def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: Habits, calls: str) -> Sequence:
+def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: TemplateHabits, calls: str) -> LearntText:
     """Return answer i, whose thought the template drops when more is said, behind what it answers."""
     context = apply(tokenizer, messages[:i], chat, ask=True)
     turn = messages[i]
@@ -245,7 +228,7 @@ def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: Habits, c
     if context.rstrip().endswith("<think>"):
         said = said.removeprefix("<think>").lstrip()
     learnt = Learnt(len(context), len(context) + len(said) + len(calls), chat["messages"][i])
-    return Sequence(context + said + calls + (known.ends if learnt.ended else ""), [learnt])
+    return LearntText(context + said + calls + (known.ends if learnt.ended else ""), [learnt])
 
 
 def tokenize_chat(tokenizer, chat: dict) -> list[tuple[list[int], list[bool]]]:
@@ -254,21 +237,18 @@ def tokenize_chat(tokenizer, chat: dict) -> list[tuple[list[int], list[bool]]]:
     return [tokenize_sequence(tokenizer, sequence) for sequence in sequences(tokenizer, chat)]
 
 
-def tokenize_sequence(tokenizer, sequence: Sequence) -> tuple[list[int], list[bool]]:
+def tokenize_sequence(tokenizer, sequence: LearntText) -> tuple[list[int], list[bool]]:
     """Return a sequence's token ids, and which of them carry loss. An answer that comes with the ids which the target
     wrote has these, where they stand for the same text."""
     encoded = tokenizer(sequence.text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets, special = encoded["input_ids"], encoded["offset_mapping"], set(tokenizer.all_special_ids)
+    starts, ends = ([offset[i] for offset in offsets] for i in (0, 1))
     learnt_ids, loss, at = [], [], 0
     for piece in sequence.learnt:
-        first = at
-        while first < len(ids) and offsets[first][0] < piece.start:
-            first += 1
-        last = first
-        while last < len(ids) and offsets[last][1] <= piece.end:
-            last += 1
+        first = bisect_left(starts, piece.start, at)
+        last = bisect_right(ends, piece.end, first)
         said = written(tokenizer, piece, sequence.text, special)
-        if said is None or first == len(ids) or offsets[first][0] != piece.start:
+        if said is None or first == len(ids) or starts[first] != piece.start:
             said = ids[first:last]
         learnt_ids += ids[at:first] + said
         loss += [False] * (first - at) + [True] * len(said)

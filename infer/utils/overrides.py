@@ -29,7 +29,7 @@ LARGEST_PROMPT = 16 << 20  # bytes of a file that is a prompt
 # and not the leave to run a model's own code, which nobody but the user gives.
 OF_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
-    "data": ("source", "path", "split", "parts", "length", "long", "limit", "bad_rows"),
+    "data": ("source", "path", "split", "parts", "length", "limit", "bad_rows"),
 }
 
 

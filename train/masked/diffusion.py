@@ -7,22 +7,18 @@ see its whole document. Its outputs stay shifted, as in Dream: the one at positi
 objective is in `train/masked/objective.py`. Single process: a model this small needs no engine, and what makes
 DeepSpeed worth its rules (sharded states, several machines) is of no use here.
 
-    <out>/model/              config.json with mask_token_id and masked_diffusion, model.safetensors, tokenizer
-    <out>/state.safetensors   float32 weights, the optimiser's moments and the step: a stopped run goes on from here
-    <out>/metrics.jsonl       a line a step; held-out bounds among them
-    <out>/options.json        the resolved configuration
+    <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors, tokenizer
+    <out>/metrics.jsonl   a line a step; held-out bounds among them
+    <out>/options.json    the resolved configuration
 """
 
 import json
-import math
 import shutil
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -33,14 +29,12 @@ from infer.masked.model import NATIVE
 from infer.targets.loading import load_target
 from infer.targets.target import tokenizer_digest
 from infer.utils.entry import disk, going_on
-from infer.utils.files import READABLE, refuse_other_settings, replacing, replacing_folder, write_json
+from infer.utils.files import READABLE, replacing_folder, write_json
 from infer.utils.progress import Progress
 from train.batches import seeded
-from train.engine import plain_state, restore_moments
 from train.masked.config import DiffusionConfig
 from train.masked.objective import Noised, bound, draw_noise, learnable, noise
 from train.pretraining.single import small_optimizer, take_steps
-from train.run.log import trim_log
 
 TRAINING, HELD_OUT = range(2)  # streams of random numbers, see train.batches.seeded
 WHOLE = 0.25  # share of the rows whose documents are noised whole, whatever the block length
@@ -87,7 +81,7 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
     data, pieces = config.sets()[0], []
     for row in held_out_rows(data):
         with suppress(ValueError):  # training leaves such a row out, and says so
-            pieces += pieces_of(row, tokenizer, data.length, data.long)
+            pieces += pieces_of(row, tokenizer, data.length)
     rows = list(best_fit([len(ids) for ids, _ in pieces], data.length))
     if not rows:
         raise ValueError(f"path={config.path}: no held-out row to measure the bound on")
@@ -97,13 +91,12 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
     return {name: torch.tensor([row[name] for row in packed]) for name in packed[0]}
 
 
-def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, tokenizer) -> dict:
-    """Return bounds of the held-out negative log-likelihood, in nats a token and a byte, with documents noised whole
-    and, if the configuration has a block length, block by block; always under the same noise."""
+def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig) -> dict:
+    """Return bounds of the held-out negative log-likelihood, in nats a token, with documents noised whole and, if the
+    configuration has a block length, block by block; always under the same noise."""
     mask = model.config.mask_token_id
     draws = draw_noise(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
-    size = sum(len(tokenizer.decode(ids[keep]).encode()) for ids, keep in zip(rows["ids"], rows["loss"], strict=True))
     count, length = rows["ids"].shape
     order = torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1))
     figures = {}
@@ -115,9 +108,7 @@ def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: Dif
             noised = noise(some, draws.select(part).to(model.device), lengths, mask)
             with torch.no_grad(), products(model):
                 total += bound(model, some, noised, mask).item()
-        nats = total / LEVELS / rows["loss"].sum().item()
-        figures |= {f"{name}_nats_per_token": nats, f"{name}_perplexity": math.exp(nats)}
-        figures[f"{name}_nats_per_byte"] = total / LEVELS / size
+        figures[f"{name}_nats_per_token"] = total / LEVELS / rows["loss"].sum().item()
     return figures
 
 
@@ -152,64 +143,35 @@ def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: Diffusio
     return loss.item()
 
 
-def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write weights and moments into one file, atomically."""
-    with replacing(path) as fresh:
-        save_file(plain_state(model, optimizer.state), fresh, metadata={"step": str(step)})
-
-
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Give model and optimiser what `save_state` wrote; return the step that it was saved after."""
-    state = load_file(path)
-    weights = {name: value for name, value in state.items() if "/" not in name}
-    model.load_state_dict(weights, strict=False)  # a tied head is in the file once
-    restore_moments(model, optimizer.state, state)
-    with safe_open(path, "pt") as file:
-        return int(file.metadata()["step"])
-
-
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
-    """Write an ordinary model folder."""
+    """Write an ordinary model folder in the place of the one that was saved before."""
     shutil.rmtree(folder, ignore_errors=True)
-    with replacing_folder(folder) as fresh:
+    with disk(str(folder)), replacing_folder(folder) as fresh:
         model.save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         for weights in fresh.glob("*.safetensors"):
             weights.chmod(READABLE)
 
 
-def open_folder(config: DiffusionConfig, out: Path) -> None:
-    """Make the run's folder. Raises ValueError if it holds a run of another configuration."""
-    sources = [data.source for data in config.sets()]
-    options = asdict(config) | {"warm_start": True, "whole": WHOLE, "sources": sources}  # choices of earlier versions
-    if (out / "options.json").exists():
-        known = json.loads((out / "options.json").read_text())
-        message = f"out={out} holds a run with other options ({{keys}}): choose another folder"
-        refuse_other_settings({key: known[key] for key in options if key in known}, options, message)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "options.json", options)
-
-
 def train(config: DiffusionConfig) -> dict:
-    """Train, or continue training, into `config.out`; return the last held-out bounds. Raises ValueError or
-    FileNotFoundError for models and data that cannot be used."""
+    """Train into `config.out`; return the last held-out bounds. Raises ValueError or FileNotFoundError for models and
+    data that cannot be used, and for a folder that has a run in it."""
     out = Path(config.out)
+    if (out / "metrics.jsonl").exists():
+        raise ValueError(f"out={out} holds a run, and runs are not gone on with: choose another folder")
     model, tokenizer = begin(config)
-    open_folder(config, out)
     digest, progress = tokenizer_digest(tokenizer), Progress("tokenising", "texts")
     sets = [packed_rows(data, tokenizer, digest, progress) for data in config.sets()]
-    held_out = held_out_batch(config, tokenizer)
-    optimizer, first, state = small_optimizer(model, config.lr), 0, out / "state.safetensors"
-    if state.exists():
-        first = load_state(state, model, optimizer)
-    trim_log(out / "metrics.jsonl", first)
+    held_out, optimizer = held_out_batch(config, tokenizer), small_optimizer(model, config.lr)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "options.json", asdict(config))
 
     def note(**values: float) -> None:
         with (out / "metrics.jsonl").open("a") as log:
             log.write(json.dumps(values) + "\n")
 
     def measure(step: int) -> dict:
-        figures = held_out_bounds(model.eval(), held_out, config, tokenizer)
+        figures = held_out_bounds(model.eval(), held_out, config)
         model.train()
         note(step=step, **{f"held_out_{name}": value for name, value in figures.items()})
         print(f"step {step}: held out " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
@@ -218,14 +180,11 @@ def train(config: DiffusionConfig) -> dict:
     def backward(step: int) -> float:
         return train_step(model, training_batch(config, sets, step), config, step)
 
-    figures = measure(0) if first == 0 else {}
-    with going_on(f"{out} is as it was last saved, if it was; the same command goes on from there"):
-        for step, loss in take_steps(model, optimizer, config.lr, range(first, config.steps), backward):
+    figures = measure(0)
+    with going_on(f"{out}/model is as it was last saved, if it was"):
+        for step, loss in take_steps(model, optimizer, config.lr, config.steps, backward):
             note(step=step, loss=loss)
             if step % SAVE_EVERY == 0 or step == config.steps:
                 figures = measure(step)
-                with disk(str(out)):
-                    if step == config.steps:
-                        save_model(out / "model", model, tokenizer)
-                    save_state(state, model, optimizer, step)
+                save_model(out / "model", model, tokenizer)
     return figures

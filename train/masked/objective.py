@@ -87,11 +87,6 @@ def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tenso
     return Noised(ids.masked_fill(covered, mask_token_id), weights, learn.sum())
 
 
-def document_mask(documents: torch.Tensor) -> torch.Tensor:
-    """(B, T) documents to an additive float32 mask (B, 1, T, T): every token sees its whole document, nothing else."""
-    return additive(documents[:, None, :, None] == documents[:, None, None, :], torch.float32)
-
-
 def learnable(rows: dict[str, torch.Tensor], mask_id: int) -> dict[str, torch.Tensor]:
     """Return the rows without loss where the model has no prediction: on mask tokens that a text quotes, and on a
     document's first token, which is given (in Dream, too, the output before a token predicts it)."""
@@ -105,12 +100,10 @@ def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, mask_
     model: a Hugging Face causal language model, run over noised ids (B, T) with every token seeing its document; its
     output at position i - 1 predicts the token at i.
     """
-    hidden = model.get_decoder()(
-        input_ids=noised.ids,
-        position_ids=rows["positions"],
-        attention_mask=document_mask(rows["documents"]),
-        use_cache=False,
-    ).last_hidden_state  # (B, T, D)
+    documents = rows["documents"]
+    seen = additive(documents[:, None, :, None] == documents[:, None, None, :], torch.float32)  # (B, 1, T, T)
+    inputs = {"input_ids": noised.ids, "position_ids": rows["positions"], "attention_mask": seen}
+    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
     row, place = noised.weights.nonzero(as_tuple=True)  # (M,) covered tokens with loss: only they need logits
     logits = model.get_output_embeddings()(hidden[row, place - 1]).float()  # (M, V)
     forbidden = torch.arange(logits.shape[-1], device=logits.device) == mask_id

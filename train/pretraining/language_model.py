@@ -86,7 +86,7 @@ def pretrain(config: PretrainConfig) -> dict:
     figures = {"train_tokens": len(stream), "recipe": asdict(config)}
     optimizer = small_optimizer(model, config.lr)
     with going_on(f"{out} is as it was last saved, if it was; the same command begins anew"):
-        for step, _ in take_steps(model, optimizer, config.lr, range(config.steps), backward):
+        for step, _ in take_steps(model, optimizer, config.lr, config.steps, backward):
             if step % SAVE_EVERY == 0 or step == config.steps:
                 figures |= {"step": step, "held_out_loss": mean_loss(model, held_out)}
                 print(figures, flush=True)

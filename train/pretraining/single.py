@@ -21,18 +21,18 @@ def small_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def take_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, steps: range, backward: Callable[[int], float]
+    model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, steps: int, backward: Callable[[int], float]
 ) -> Iterator[tuple[int, float]]:
-    """Take the steps, counted from 0, up to the run's last one; yield how many are taken and the loss, after each.
+    """Take the steps; yield how many are taken and the loss, after each.
 
-    rate: the peak rate; backward(step): computes the gradients of a step, and returns its loss.
+    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns its loss.
     """
-    progress = Progress("training", "steps", steps.start, stream=sys.stdout)
-    for step in steps:
-        set_rate(optimizer, rate * trapezoid(step, steps.stop, WARMUP, DECAY))
+    progress = Progress("training", "steps", stream=sys.stdout)
+    for step in range(steps):
+        set_rate(optimizer, rate * trapezoid(step, steps, WARMUP, DECAY))
         loss = backward(step)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        progress(step + 1, steps.stop, f"loss {loss:.3f}")
+        progress(step + 1, steps, f"loss {loss:.3f}")
         yield step + 1, loss
