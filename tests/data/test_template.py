@@ -1,10 +1,14 @@
 """Chats of all kinds through a template with thinking and tools: what is learnt is what the target wrote, and no more.
 
-The template is written after the behaviour of Qwen3's: thoughts are shown behind the last question only, tools stand in
-the system's turn, results of tools in the user's, and a switch writes an empty thought where none is wanted.
+The template (thinking.jinja) is written after the behaviour of Qwen3's: thoughts are shown behind the last question
+only, tools stand in the system's turn, results of tools in the user's, and a switch writes an empty thought where none
+is wanted.
 """
 
 import json
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 
 import pytest
 
@@ -12,48 +16,7 @@ from data.chat import NothingWhole, normalise
 from data.template import sequences, tokenize_chat
 from train.pretraining.language_model import train_tokenizer
 
-TEMPLATE = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
-    {{- '# Tools\\n' }}
-    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{% endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-    {%- elif m.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set content = m.content %}
-        {%- set thought = '' %}
-        {%- if m.reasoning_content is string %}
-            {%- set thought = m.reasoning_content %}
-        {%- elif '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if loop.index0 > ns.last and (loop.last or thought) %}
-            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
-        {%- else %}{{- content }}{% endif %}
-        {%- for call in m.tool_calls or [] %}
-            {%- if (loop.first and content) or not loop.first %}{{- '\\n' }}{% endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-{%- endif %}"""
+TEMPLATE = Path(__file__).with_name("thinking.jinja").read_text().removesuffix("\n")
 PLAIN = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 OPENED = PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
@@ -61,7 +24,7 @@ OPENED = PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
 )
 END = "<|im_end|>"
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
-OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+OFF, ON = ({"chat_template_kwargs": {"enable_thinking": on}} for on in (False, True))
 
 
 def user(text: str) -> dict:
@@ -81,92 +44,52 @@ def result(text: str) -> dict:
     return {"role": "tool", "tool_call_id": "c", "content": text}
 
 
-def call_text(x: int) -> str:
-    return f'<tool_call>\n{{"name": "add", "arguments": {{"x": {x}}}}}\n</tool_call>'
-
-
 SYSTEM = {"role": "system", "content": "Be brief."}
 TWO = [user("a?"), says("A."), user("b?"), says("B.")]
 THOUGHT_ASIDE = [user("a?"), says("A.", reasoning_content="hm a"), user("b?"), says("B.", reasoning="hm b")]
 INLINE = [user("a?"), says("<think>\nhm a\n</think>\n\nA."), user("b?"), says("<think>\nhm b\n</think>\n\nB.")]
 TOOL = [user("1+2?"), says(None, tool_calls=calls({"x": 1})), result("3"), says("It is 3.")]
-# name: (row, what is learnt: of each sequence, the runs of learnt tokens as text)
+HM_A, HM_B = "<think>\nhm a\n</think>\n\nA.#", "<think>\nhm b\n</think>\n\nB.#"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+# name: (messages, what else the row has, what is learnt of each sequence: runs of tokens as text, their end as #)
 CHATS = {
-    "two turns": ({"messages": TWO}, [["A." + END, "B." + END]]),
-    "system": ({"messages": [SYSTEM, *TWO]}, [["A." + END, "B." + END]]),
-    "thinking off": ({"messages": TWO, "chat_template_kwargs": OFF}, [["A." + END, "B." + END]]),
-    "thoughts aside": (
-        {"messages": THOUGHT_ASIDE},
-        [["<think>\nhm a\n</think>\n\nA." + END], ["<think>\nhm b\n</think>\n\nB." + END]],
-    ),
-    "thoughts inline": (
-        {"messages": INLINE, "chat_template_kwargs": ON},
-        [["<think>\nhm a\n</think>\n\nA." + END], ["<think>\nhm b\n</think>\n\nB." + END]],
-    ),
-    "only the first thinks": (
-        {"messages": [*THOUGHT_ASIDE[:2], *TWO[2:]]},
-        [["<think>\nhm a\n</think>\n\nA." + END], ["B." + END]],
-    ),
-    "only the last thinks": (
-        {"messages": [*TWO[:2], *THOUGHT_ASIDE[2:]]},
-        [["A." + END, "<think>\nhm b\n</think>\n\nB." + END]],
-    ),
-    "cut answer": ({"messages": [*TWO[:3], says("B is", finish="length")]}, [["A." + END, "B is"]]),
-    "cut response": ({"messages": TWO[:1], "response": "A is", "finish": "length"}, [["A is"]]),
-    "cut in the middle": ({"messages": [user("a?"), says("A is", finish="length"), *TWO[2:]]}, [["A is"]]),
-    "cut behind a thought": (
-        {"messages": [user("a?"), says("A is", reasoning_content="hm", finish="length")]},
-        [["<think>\nhm\n</think>\n\nA is"]],
-    ),
-    "cut thought aside": (
-        {"messages": [*TWO[:3], says(None, reasoning_content="hm, and", finish="length")]},
-        [["A." + END]],
-    ),
-    "cut thought inline": ({"messages": [*TWO[:3], says("<think>\nhm, and", finish="length")]}, [["A." + END]]),
-    "only a cut thought": ({"messages": [user("a?"), says("<think>\nhm", finish="length")]}, NothingWhole),
-    "tool call": (
-        {"messages": TOOL, "tools": TOOLS, "chat_template_kwargs": OFF},
-        [[call_text(1) + END, "It is 3." + END]],
-    ),
+    "two turns": (TWO, {}, ["A.# B.#"]),
+    "system": ([SYSTEM, *TWO], {}, ["A.# B.#"]),
+    "thinking off": (TWO, OFF, ["A.# B.#"]),
+    "thoughts aside": (THOUGHT_ASIDE, {}, [HM_A, HM_B]),
+    "thoughts inline": (INLINE, ON, [HM_A, HM_B]),
+    "only the first thinks": ([*THOUGHT_ASIDE[:2], *TWO[2:]], {}, [HM_A, "B.#"]),
+    "only the last thinks": ([*TWO[:2], *THOUGHT_ASIDE[2:]], {}, ["A.# " + HM_B]),
+    "cut answer": ([*TWO[:3], says("B is", finish="length")], {}, ["A.# B is"]),
+    "cut response": (TWO[:1], {"response": "A is", "finish": "length"}, ["A is"]),
+    "cut in the middle": ([user("a?"), says("A is", finish="length"), *TWO[2:]], {}, ["A is"]),
+    "cut behind a thought": ([user("a?"), says(HM_A[:-1], finish_reason="length")], {}, [HM_A[:-1]]),
+    "cut thought aside": ([*TWO[:3], says(None, reasoning_content="hm, and", finish="length")], {}, ["A.#"]),
+    "cut thought inline": ([*TWO[:3], says("<think>\nhm, and", finish="length")], {}, ["A.#"]),
+    "only a cut thought": ([user("a?"), says("<think>\nhm", finish="length")], {}, NothingWhole),
+    "tool call": (TOOL, {"tools": TOOLS} | OFF, [f"{CALL}# It is 3.#"]),
     "tool call with words": (
-        {
-            "messages": [TOOL[0], says("Let me see.", tool_calls=calls({"x": 1}, as_text=False)), *TOOL[2:]],
-            "tools": TOOLS,
-        },
-        [["Let me see.\n" + call_text(1) + END, "It is 3." + END]],
+        [TOOL[0], says("Let me see.", tool_calls=calls({"x": 1}, as_text=False)), *TOOL[2:]],
+        {"tools": TOOLS},
+        [f"Let me see.\n{CALL}# It is 3.#"],
     ),
     "tool call after a thought": (
-        {
-            "messages": [TOOL[0], says("", reasoning_content="add", tool_calls=calls({"x": 1})), *TOOL[2:]],
-            "tools": TOOLS,
-        },
-        [["<think>\nadd\n</think>\n\n" + call_text(1) + END, "It is 3." + END]],
+        [TOOL[0], says("", reasoning_content="add", tool_calls=calls({"x": 1})), *TOOL[2:]],
+        {"tools": TOOLS},
+        [f"<think>\nadd\n</think>\n\n{CALL}# It is 3.#"],
     ),
     "two calls at once": (
-        {
-            "messages": [
-                TOOL[0],
-                says(None, tool_calls=calls({"x": 1}, {"x": 2})),
-                result("3"),
-                result("4"),
-                says("So."),
-            ]
-        },
-        [[call_text(1) + "\n" + call_text(2) + END, "So." + END]],
+        [TOOL[0], says(None, tool_calls=calls({"x": 1}, {"x": 1})), result("3"), result("4"), says("So.")],
+        {},
+        [f"{CALL}\n{CALL}# So.#"],
     ),
-    "a call is the last": ({"messages": [SYSTEM, *TOOL[:2]], "tools": TOOLS}, [[call_text(1) + END]]),
-    "a call written by the target as text": (
-        {"messages": [TOOL[0], says(call_text(1)), *TOOL[2:]], "tools": json.dumps(TOOLS)},
-        [[call_text(1) + END, "It is 3." + END]],
-    ),
-    "an empty answer": ({"messages": [user("a?"), says(""), *TWO[2:]]}, [[END, "B." + END]]),
-    "spaces around": ({"messages": [user("a?"), says("  A. \n")]}, [["  A. \n" + END]]),
-    "not all are learnt": ({"messages": [user("a?"), says("A.", weight=0), *TWO[2:]]}, [["B." + END]]),
-    "same words everywhere": (
-        {"messages": [user("A."), says("A."), user("A."), says("A.")]},
-        [["A." + END, "A." + END]],
-    ),
-    "other letters": ({"messages": [user("同じ"), says("はい 👋"), *TWO[2:]]}, [["はい 👋" + END, "B." + END]]),
+    "a call is the last": ([SYSTEM, *TOOL[:2]], {"tools": TOOLS}, [f"{CALL}#"]),
+    "a call as text": ([TOOL[0], says(CALL), *TOOL[2:]], {"tools": json.dumps(TOOLS)}, [f"{CALL}# It is 3.#"]),
+    "an empty answer": ([user("a?"), says(""), *TWO[2:]], {}, ["# B.#"]),
+    "spaces around": ([user("a?"), says("  A. \n")], {}, ["  A. \n#"]),
+    "not all are learnt": ([user("a?"), says("A.", weight=0), *TWO[2:]], {}, ["B.#"]),
+    "same words everywhere": ([user("A."), says("A."), user("A."), says("A.")], {}, ["A.# A.#"]),
+    "other letters": ([user("同じ"), says("はい 👋"), *TWO[2:]], {}, ["はい 👋# B.#"]),
 }
 
 
@@ -178,23 +101,23 @@ def tokenizer():
     return made
 
 
-def learnt(tokenizer, row: dict) -> list[list[str]]:
+def learnt(tokenizer, messages: list[dict], **more) -> list[str]:
     found = []
-    for ids, loss in tokenize_chat(tokenizer, normalise(row)["chat"]):
-        starts = [i for i, on in enumerate(loss) if on and not (i and loss[i - 1])]
-        ends = [next((k for k in range(i, len(ids)) if not loss[k]), len(ids)) for i in starts]
-        found.append([tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)])
+    for ids, loss in tokenize_chat(tokenizer, normalise({"messages": messages} | more)["chat"]):
+        runs = groupby(zip(ids, loss, strict=True), itemgetter(1))
+        said = [tokenizer.decode([id for id, _ in run]) for on, run in runs if on]
+        found.append(" ".join(said).replace(END, "#"))
     return found
 
 
 @pytest.mark.parametrize("name", CHATS)
 def test_learnt_tokens_are_what_the_target_wrote(tokenizer, name):
-    row, expected = CHATS[name]
-    if isinstance(expected, type):
-        with pytest.raises(expected):
-            normalise(row)
+    messages, more, expected = CHATS[name]
+    if expected is NothingWhole:
+        with pytest.raises(NothingWhole):
+            learnt(tokenizer, messages, **more)
     else:
-        assert learnt(tokenizer, row) == expected
+        assert learnt(tokenizer, messages, **more) == expected
 
 
 def test_a_thought_that_the_template_drops_is_learnt_where_it_was_written(tokenizer):
@@ -205,36 +128,37 @@ def test_a_thought_that_the_template_drops_is_learnt_where_it_was_written(tokeni
     assert second.startswith(asked + "A.<|im_end|>\n<|im_start|>user\nb?")
 
 
-def test_a_template_that_opens_the_thought_itself(tokenizer):
+def test_a_template_that_opens_the_thought_itself(tokenizer, monkeypatch):
     """DeepSeek-R1's kind: the opening is the prompt's, and no thought is ever shown again."""
-    tokenizer.chat_template = OPENED
-    said = [["hm a\n</think>\n\nA." + END], ["hm b\n</think>\n\nB." + END]]
-    assert learnt(tokenizer, {"messages": INLINE}) == learnt(tokenizer, {"messages": THOUGHT_ASIDE}) == said
-    tokenizer.chat_template = TEMPLATE
+    monkeypatch.setattr(tokenizer, "chat_template", OPENED)
+    said = [text.removeprefix("<think>\n") for text in (HM_A, HM_B)]
+    assert learnt(tokenizer, INLINE) == learnt(tokenizer, THOUGHT_ASIDE) == said
+
+
+NO_RESULTS = PLAIN.replace("m.content", "(m.content if m.role != 'tool' else '')")
+TRIMS, RAISES, LOWERS = (PLAIN.replace("m.content", f"m.content | {filter}") for filter in ("trim", "upper", "lower"))
 
 
 @pytest.mark.parametrize(
-    "template, row, words",
+    "template, messages, more, words",
     [
-        (PLAIN, {"messages": THOUGHT_ASIDE}, "does not show the thought of answer 1"),
-        (PLAIN, {"messages": TOOL}, "does not show the tool calls of answer 1"),
-        (PLAIN, {"messages": TWO, "tools": TOOLS}, "does not show tools"),
-        (PLAIN.replace("m.content", "(m.content if m.role != 'tool' else '')"),
-         {"messages": [*TWO[:3], result("unseen"), *TWO[3:]]}, "the tool's result in message 3"),
-        (PLAIN.replace("m.content", "m.content | upper"), {"messages": TWO[:2]}, None),
-        (PLAIN.replace("m.content", "m.content | trim"), {"messages": [user("a?"), says(" \n A. \n")]}, None),
-        (PLAIN.replace("m.content", "m.content | lower"), {"messages": TWO[:2]}, "does not show answer 1 as it is"),
-        (TEMPLATE, {"messages": THOUGHT_ASIDE, "chat_template_kwargs": OFF}, "is told that there is none"),
+        (PLAIN, THOUGHT_ASIDE, {}, "does not show the thought of answer 1"),
+        (PLAIN, TOOL, {}, "does not show the tool calls of answer 1"),
+        (PLAIN, TWO, {"tools": TOOLS}, "does not show tools"),
+        (NO_RESULTS, [*TWO[:3], result("unseen"), *TWO[3:]], {}, "the tool's result in message 3"),
+        (RAISES, TWO[:2], {}, None),
+        (TRIMS, [user("a?"), says(" \n A. \n")], {}, None),
+        (LOWERS, TWO[:2], {}, "does not show answer 1 as it is"),
+        (TEMPLATE, THOUGHT_ASIDE, OFF, "is told that there is none"),
     ],
-)  # fmt: skip
-def test_what_a_template_does_not_show_is_named(tokenizer, template, row, words):
-    tokenizer.chat_template = template
+)
+def test_what_a_template_does_not_show_is_named(tokenizer, monkeypatch, template, messages, more, words):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     if words is None:
-        assert learnt(tokenizer, row) == [["A." + END]]
+        assert learnt(tokenizer, messages, **more) == ["A.#"]
     else:
         with pytest.raises(ValueError, match=words):
-            learnt(tokenizer, row)
-    tokenizer.chat_template = TEMPLATE
+            learnt(tokenizer, messages, **more)
 
 
 @pytest.mark.parametrize(

@@ -102,19 +102,6 @@ def test_noise_covers_and_weighs_as_a_plain_loop_does(lengths):
         assert noised.tokens == batch["loss"].sum()
 
 
-def test_a_weight_is_the_mean_of_one_over_the_level_given_how_many_are_covered():
-    """By integrating over t: k of n covered has the likelihood t^k (1 - t)^(n - k)."""
-    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-    for n in (1, 3, 8):
-        batch = packed([(2, True)] * n, length=8)
-        for k in range(1, n + 1):
-            coins = torch.full((1, 8), 0.9).index_fill(1, torch.arange(k), 0.1)
-            noised = noise(batch, Draws(torch.tensor([[0.5]]), torch.zeros(1, 1), coins), torch.tensor([8]), MASK)
-            likelihood = t**k * (1 - t) ** (n - k)
-            expected = (likelihood / t).sum() / likelihood.sum()
-            assert noised.weights[0, :k].tolist() == pytest.approx([expected.item()] * k, rel=1e-4)
-
-
 def test_noise_levels_are_spread_over_the_batch():
     levels = draw_noise(torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)).levels
     assert levels.shape == (64, 1) and levels.min() > 0 and levels.max() <= 1
