@@ -80,7 +80,8 @@ def _chat(row: dict, answered: bool) -> dict:
     messages = _up_to_cut(messages) if answered else messages
     while messages and (messages[-1]["role"] == "assistant") != answered:
         messages.pop()  # a question without an answer has no loss
-    if answered and not any(_says_something(turn) for turn in messages if turn["role"] == "assistant"):
+    answers = [turn for turn in messages if turn["role"] == "assistant"]
+    if answered and not any(turn["content"].strip() or turn.keys() & {"tool_calls", THOUGHT} for turn in answers):
         raise ValueError("no answer of the assistant in the conversation")
     if not messages:
         raise ValueError("no question in the conversation")
@@ -108,10 +109,6 @@ def _cut_thought(answer: dict) -> bool:
     """Return whether an answer, which was cut, has nothing behind its thought."""
     opened = "<think>" in answer["content"] and "</think>" not in answer["content"]
     return opened or (THOUGHT in answer and not answer["content"].strip() and "tool_calls" not in answer)
-
-
-def _says_something(answer: dict) -> bool:
-    return bool(answer["content"].strip() or answer.keys() & {"tool_calls", THOUGHT})
 
 
 def _message(turn: object) -> dict:

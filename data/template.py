@@ -36,12 +36,7 @@ class Learnt:
         return self.answer.get("finish") in ENDED
 
 
-@dataclass(frozen=True)
-class LearntText:
-    """A text to learn from."""
-
-    text: str
-    learnt: list[Learnt]
+Sequence = tuple[str, list[Learnt]]  # a text to learn from
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ def readable(tokenizer, chat: dict) -> list[dict]:
     return messages
 
 
-def sequences(tokenizer, chat: dict) -> list[LearntText]:
+def sequences(tokenizer, chat: dict) -> list[Sequence]:
     """Return a chat as texts to learn from, every answer of weight 1 learnt in one of them. Raises ValueError where the
     template does not show an answer, tools or a tool's result: the loss would fall on other tokens than the target's.
     """
@@ -131,7 +126,7 @@ def sequences(tokenizer, chat: dict) -> list[LearntText]:
             learnt.append(piece)
     if learnt and not learnt[-1].ended:
         whole = whole[: learnt[-1].end]  # an answer that was cut is the last one
-    return alone + ([LearntText(whole, learnt)] if learnt else [])
+    return alone + ([(whole, learnt)] if learnt else [])
 
 
 def parts_of(answer: dict) -> dict[str, str]:
@@ -219,7 +214,7 @@ def _span(whole: str, place: dict, known: TemplateHabits, answer: dict, thinks: 
     return Learnt(start, end, answer)
 
 
-def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: TemplateHabits, calls: str) -> LearntText:
+def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: TemplateHabits, calls: str) -> Sequence:
     """Return answer i, whose thought the template drops when more is said, behind what it answers."""
     context = apply(tokenizer, messages[:i], chat, ask=True)
     turn = messages[i]
@@ -228,26 +223,26 @@ def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: TemplateH
     if context.rstrip().endswith("<think>"):
         said = said.removeprefix("<think>").lstrip()
     learnt = Learnt(len(context), len(context) + len(said) + len(calls), chat["messages"][i])
-    return LearntText(context + said + calls + (known.ends if learnt.ended else ""), [learnt])
+    return context + said + calls + (known.ends if learnt.ended else ""), [learnt]
 
 
 def tokenize_chat(tokenizer, chat: dict) -> list[tuple[list[int], list[bool]]]:
     """Return the sequences of a conversation as token ids, and which of them carry loss: what the target wrote, and the
     special token that ends each answer that came to its end."""
-    return [tokenize_sequence(tokenizer, sequence) for sequence in sequences(tokenizer, chat)]
+    return [tokenize_sequence(tokenizer, *sequence) for sequence in sequences(tokenizer, chat)]
 
 
-def tokenize_sequence(tokenizer, sequence: LearntText) -> tuple[list[int], list[bool]]:
+def tokenize_sequence(tokenizer, text: str, pieces: list[Learnt]) -> tuple[list[int], list[bool]]:
     """Return a sequence's token ids, and which of them carry loss. An answer that comes with the ids which the target
     wrote has these, where they stand for the same text."""
-    encoded = tokenizer(sequence.text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets, special = encoded["input_ids"], encoded["offset_mapping"], set(tokenizer.all_special_ids)
     starts, ends = ([offset[i] for offset in offsets] for i in (0, 1))
     learnt_ids, loss, at = [], [], 0
-    for piece in sequence.learnt:
+    for piece in pieces:
         first = bisect_left(starts, piece.start, at)
         last = bisect_right(ends, piece.end, first)
-        said = written(tokenizer, piece, sequence.text, special)
+        said = written(tokenizer, piece, text, special)
         if said is None or first == len(ids) or starts[first] != piece.start:
             said = ids[first:last]
         learnt_ids += ids[at:first] + said
@@ -265,5 +260,4 @@ def written(tokenizer, piece: Learnt, text: str, special: set[int]) -> list[int]
     ids = list(piece.answer.get("token_ids", ()))
     while ids and ids[-1] in special:
         ids.pop()
-    same = ids and tokenizer.decode(ids) == text[piece.start : piece.end]
-    return ids if same else None
+    return ids if ids and tokenizer.decode(ids) == text[piece.start : piece.end] else None

@@ -122,8 +122,6 @@ class FeaturesConfig:
     def check(self) -> None:
         """Raise ValueError, one sentence, for what cannot be stored."""
         check_parts(self)
-        if not self.out:
-            raise ValueError("out=<folder>: where should the features go?")
         one_of(self, store=("bfloat16", "int8"))
         check_source(self.data, self.target)
 

@@ -122,7 +122,7 @@ def test_learnt_tokens_are_what_the_target_wrote(tokenizer, name):
 
 def test_a_thought_that_the_template_drops_is_learnt_where_it_was_written(tokenizer):
     """The sequence is the prompt that the target saw, and what it wrote; the rest of the chat follows without it."""
-    first, second = (one.text for one in sequences(tokenizer, normalise({"messages": THOUGHT_ASIDE})["chat"]))
+    first, second = (text for text, _ in sequences(tokenizer, normalise({"messages": THOUGHT_ASIDE})["chat"]))
     asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
     assert first == asked + "<think>\nhm a\n</think>\n\nA.<|im_end|>\n"
     assert second.startswith(asked + "A.<|im_end|>\n<|im_start|>user\nb?")

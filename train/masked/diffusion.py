@@ -33,7 +33,7 @@ from infer.utils.files import READABLE, replacing_folder, write_json
 from infer.utils.progress import Progress
 from train.batches import seeded
 from train.masked.config import DiffusionConfig
-from train.masked.objective import Noised, bound, draw_noise, learnable, noise
+from train.masked.objective import Dice, bound, learnable, noise, throw
 from train.pretraining.single import small_optimizer, take_steps
 
 TRAINING, HELD_OUT = range(2)  # streams of random numbers, see train.batches.seeded
@@ -49,19 +49,13 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
     the mask."""
     start = load_target(config.start, "float32")
     if start.config.model_type not in NATIVE:
-        raise ValueError(
-            f"start={config.start}: a {start.config.model_type} model; only {', '.join(NATIVE)} can become a masked "
-            "diffusion model here"
-        )
+        raise ValueError(f"start={config.start}: only {', '.join(NATIVE)} can become a masked diffusion model here")
     mask, size = config.mask_token_id, start.config.vocab_size
     if mask is None:
         try:
             mask = default_mask_token(start.tokenizer, size, start.end_ids)
         except ValueError:
-            raise ValueError(
-                f"start={config.start} has no unused token id for the mask: name one that text never uses "
-                "with mask_token_id=<id>"
-            ) from None
+            raise ValueError("no token id is free for the mask: name one by mask_token_id=<id>") from None
     if not 0 <= mask < size:
         raise ValueError(f"mask_token_id={mask}: the vocabulary has ids 0 to {size - 1}")
     model = AutoModelForCausalLM.from_config(start.model.config, dtype=torch.float32, attn_implementation="sdpa")
@@ -95,7 +89,7 @@ def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: Dif
     """Return bounds of the held-out negative log-likelihood, in nats a token, with documents noised whole and, if the
     configuration has a block length, block by block; always under the same noise."""
     mask = model.config.mask_token_id
-    draws = draw_noise(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
+    dice = throw(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
     order = torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1))
@@ -105,9 +99,9 @@ def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: Dif
         for part in order.split(16):
             some = {key: column[part % count] for key, column in rows.items()}
             lengths = torch.full((len(part),), block, device=model.device)
-            noised = noise(some, draws.select(part).to(model.device), lengths, mask)
+            covered, weights = noise(some, Dice(*(one[part].to(model.device) for one in dice)), lengths, mask)
             with torch.no_grad(), products(model):
-                total += bound(model, some, noised, mask).item()
+                total += bound(model, some, covered, weights, mask).item()
         figures[f"{name}_nats_per_token"] = total / LEVELS / rows["loss"].sum().item()
     return figures
 
@@ -128,17 +122,17 @@ def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: Diffusio
     """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo, an estimate of the
     bound. The noise is a pure function of seed and step."""
     mask, generator = model.config.mask_token_id, seeded(config.seed, TRAINING, step)
-    draws = draw_noise(rows["documents"], generator).to(model.device)
+    dice = Dice(*(one.to(model.device) for one in throw(rows["documents"], generator)))
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
     order = torch.randperm(count, generator=generator).to(model.device)
     lengths = torch.where(order < round(WHOLE * count), length, config.block_length or length)
-    noised = noise(rows, draws, lengths, mask)
+    covered, weights = noise(rows, dice, lengths, mask)
     if config.weighting == "flat":
-        weights = (noised.weights > 0).float()
-        noised = Noised(noised.ids, weights, weights.sum())
+        weights = (weights > 0).float()
+    tokens = weights.sum() if config.weighting == "flat" else rows["loss"].sum()
     with products(model):
-        loss = bound(model, rows, noised, mask) / noised.tokens.clamp(min=1)
+        loss = bound(model, rows, covered, weights, mask) / tokens.clamp(min=1)
     loss.backward()
     return loss.item()
 

@@ -17,7 +17,7 @@ One random block of a document, times the number of its blocks, is an unbiased e
 B rows, T tokens of a row, N documents of a row, V vocabulary. Rows are those of `data.packing`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,33 +25,15 @@ from torch import nn
 from infer.attention.masks import additive
 
 
-@dataclass(frozen=True)
-class Draws:
+class Dice(NamedTuple):
     """The randomness of one masking."""
 
     levels: torch.Tensor  # (B, N) noise level t of every document, from above 0 to 1
     blocks: torch.Tensor  # (B, N) uniform in [0, 1): which block of the document is noised
     coins: torch.Tensor  # (B, T) uniform in [0, 1): a token of that block is covered if its coin is below t
 
-    def select(self, rows: torch.Tensor) -> "Draws":
-        """Return those of some rows (R,)."""
-        return Draws(self.levels[rows], self.blocks[rows], self.coins[rows])
 
-    def to(self, device: torch.device) -> "Draws":
-        """Return the same on another device."""
-        return Draws(self.levels.to(device), self.blocks.to(device), self.coins.to(device))
-
-
-@dataclass(frozen=True)
-class Noised:
-    """Rows with some tokens covered."""
-
-    ids: torch.Tensor  # (B, T) with mask tokens
-    weights: torch.Tensor  # (B, T) float32: what a covered token's cross-entropy counts, 0 where it carries no loss
-    tokens: torch.Tensor  # () how many tokens the bound is about: all that may be learnt, covered or not
-
-
-def draw_noise(documents: torch.Tensor, generator: torch.Generator) -> Draws:
+def throw(documents: torch.Tensor, generator: torch.Generator) -> Dice:
     """Draw the noise of rows of documents (B, T), on the CPU. The levels of a batch are evenly spread over (0, 1]
     (MDLM's low-discrepancy sampler): each is uniform, and together they vary less than independent ones."""
     rows, length = documents.shape
@@ -59,11 +41,14 @@ def draw_noise(documents: torch.Tensor, generator: torch.Generator) -> Draws:
     offsets = torch.rand(1, slots, generator=generator)
     spread = torch.arange(rows)[:, None] / rows
     blocks = torch.rand(rows, slots, generator=generator)
-    return Draws(1 - (offsets + spread) % 1, blocks, torch.rand(rows, length, generator=generator))
+    return Dice(1 - (offsets + spread) % 1, blocks, torch.rand(rows, length, generator=generator))
 
 
-def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tensor, mask_token_id: int) -> Noised:
-    """Cover, in every document, one block of the tokens that may be learnt, as the draws say, and all that follows it.
+def noise(
+    rows: dict[str, torch.Tensor], dice: Dice, block_length: torch.Tensor, mask_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cover, in every document, one block of the tokens that may be learnt, as the dice say, and all that follows it.
+    Return the ids with mask tokens (B, T), and what a covered token's cross-entropy counts (B, T), 0 without loss.
 
     rows: packed `ids`, `positions`, `documents` and `loss`, each (B, T). block_length: (B,) tokens to learn in a block
     of each row; a row's length or more noises its documents whole. Tokens that may not be learnt (prompts) stay clear
@@ -71,20 +56,19 @@ def noise(rows: dict[str, torch.Tensor], draws: Draws, block_length: torch.Tenso
     """
     ids, documents, learn = rows["ids"], rows["documents"], rows["loss"].bool()
     slot = documents.clamp(min=0)
-    empty = torch.zeros(draws.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
+    empty = torch.zeros(dice.levels.shape, dtype=torch.long, device=ids.device)  # (B, N)
     before = learn.long().cumsum(1) - learn.long()  # tokens to learn before this one in its row, then in its document
     first = torch.arange(ids.shape[1], device=ids.device) - rows["positions"]  # (B, T) where the document begins
     before = before - before.gather(1, first.clamp(min=0))
     counts = empty.scatter_add(1, slot, learn.long())
     blocks = -(-counts // block_length[:, None])  # (B, N) rounded up: the last block may be short
-    chosen = (draws.blocks * blocks).long()  # (B, N)
+    chosen = (dice.blocks * blocks).long()  # (B, N)
     inside = torch.minimum(counts - chosen * block_length[:, None], block_length[:, None])  # (B, N) its tokens
     block, theirs = before // block_length[:, None], chosen.gather(1, slot)  # (B, T)
-    hit = learn & (block == theirs) & (draws.coins < draws.levels.gather(1, slot))
+    hit = learn & (block == theirs) & (dice.coins < dice.levels.gather(1, slot))
     covered = hit | ((block > theirs) & (documents >= 0))
     weight = blocks * (inside + 1) / empty.scatter_add(1, slot, hit.long())  # (B, N)
-    weights = torch.where(hit, weight.gather(1, slot), 0.0)
-    return Noised(ids.masked_fill(covered, mask_token_id), weights, learn.sum())
+    return ids.masked_fill(covered, mask_token_id), torch.where(hit, weight.gather(1, slot), 0.0)
 
 
 def learnable(rows: dict[str, torch.Tensor], mask_id: int) -> dict[str, torch.Tensor]:
@@ -93,20 +77,23 @@ def learnable(rows: dict[str, torch.Tensor], mask_id: int) -> dict[str, torch.Te
     return rows | {"loss": rows["loss"].bool() & (rows["ids"] != mask_id) & (rows["positions"] > 0)}
 
 
-def bound(model: nn.Module, rows: dict[str, torch.Tensor], noised: Noised, mask_id: int) -> torch.Tensor:
-    """Estimate the bound in nats, summed over the rows: () with gradient; divide by `noised.tokens` for nats a
-    token. The model never predicts the mask token (MDLM section 3.2.3: zero masking probabilities).
+def bound(
+    model: nn.Module, rows: dict[str, torch.Tensor], covered: torch.Tensor, weights: torch.Tensor, mask_id: int
+) -> torch.Tensor:
+    """Estimate the bound in nats, summed over the rows, from the ids and weights (B, T) of `noise`: () with gradient;
+    divide by the tokens that may be learnt, covered or not, for nats a token. The model never predicts the mask token
+    (MDLM section 3.2.3: zero masking probabilities).
 
-    model: a Hugging Face causal language model, run over noised ids (B, T) with every token seeing its document; its
-    output at position i - 1 predicts the token at i.
+    model: a Hugging Face causal language model, run with every token seeing its document; its output at position i - 1
+    predicts the token at i.
     """
     documents = rows["documents"]
     seen = additive(documents[:, None, :, None] == documents[:, None, None, :], torch.float32)  # (B, 1, T, T)
-    inputs = {"input_ids": noised.ids, "position_ids": rows["positions"], "attention_mask": seen}
+    inputs = {"input_ids": covered, "position_ids": rows["positions"], "attention_mask": seen}
     hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-    row, place = noised.weights.nonzero(as_tuple=True)  # (M,) covered tokens with loss: only they need logits
+    row, place = weights.nonzero(as_tuple=True)  # (M,) covered tokens with loss: only they need logits
     logits = model.get_output_embeddings()(hidden[row, place - 1]).float()  # (M, V)
     forbidden = torch.arange(logits.shape[-1], device=logits.device) == mask_id
     logits = logits.masked_fill(forbidden, float("-inf"))
     losses = nn.functional.cross_entropy(logits, rows["ids"][row, place], reduction="none")
-    return (losses * noised.weights[row, place]).sum()
+    return (losses * weights[row, place]).sum()

@@ -6,7 +6,6 @@ The folder `data/embedded` in the repository is what earlier versions of this sc
 Single process: a target this small needs no engine.
 """
 
-from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from train.pretraining.config import PretrainConfig
 from train.pretraining.single import small_optimizer, take_steps
 
 WINDOW = 512  # tokens
-SAVE_EVERY = 100  # steps
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
 # The target is no chat model: a chat with it is one text, which it continues.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -83,14 +81,12 @@ def pretrain(config: PretrainConfig) -> dict:
         loss.backward()
         return loss.item()
 
-    figures = {"train_tokens": len(stream), "recipe": asdict(config)}
     optimizer = small_optimizer(model, config.lr)
-    with going_on(f"{out} is as it was last saved, if it was; the same command begins anew"):
-        for step, _ in take_steps(model, optimizer, config.lr, config.steps, backward):
-            if step % SAVE_EVERY == 0 or step == config.steps:
-                figures |= {"step": step, "held_out_loss": mean_loss(model, held_out)}
-                print(figures, flush=True)
-                deepcopy(model).to(torch.bfloat16).save_pretrained(out)
-                tokenizer.save_pretrained(out)
-                write_json(out / "pretraining.json", figures)
+    with going_on("nothing is saved before the end: the same command begins anew"):
+        losses = [loss for _, loss in take_steps(model, optimizer, config.lr, config.steps, backward)]
+    figures = {"loss": losses[-1], "held_out_loss": mean_loss(model, held_out), "train_tokens": len(stream)}
+    print(figures, flush=True)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    write_json(out / "pretraining.json", figures | {"recipe": asdict(config)})
     return figures

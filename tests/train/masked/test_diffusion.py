@@ -7,54 +7,29 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
+from data.packing import lay_out
 from infer.masked.model import load_masked
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 from train.masked import diffusion
 from train.masked.diffusion import DiffusionConfig, begin, train
-from train.masked.objective import Draws, bound, draw_noise, learnable, noise
+from train.masked.objective import Dice, bound, learnable, noise, throw
 
 V, MASK = 7, 6
 
 
-def tiny(seed: int = 0) -> Qwen3ForCausalLM:
+@pytest.fixture
+def tiny(random_qwen3) -> Qwen3ForCausalLM:
     """A Qwen3 of seven tokens, whose weights are large enough for its predictions to differ."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=V,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=8,
-                initializer_range=0.3,
-                tie_word_embeddings=True,
-            )
-        ).eval()
+    return random_qwen3(4, vocab_size=V, num_hidden_layers=2, initializer_range=0.3).eval()
 
 
 def packed(*documents: list[tuple[int, bool]], length: int) -> dict[str, torch.Tensor]:
     """One row (1, T) of documents, each a list of (token, whether it may be learnt)."""
-    padding = length - sum(map(len, documents))
-    columns = {
-        "ids": [token for document in documents for token, _ in document] + [0] * padding,
-        "positions": [place for document in documents for place in range(len(document))] + [0] * padding,
-        "documents": [number for number, document in enumerate(documents) for _ in document] + [-1] * padding,
-        "loss": [learn for document in documents for _, learn in document] + [False] * padding,
-    }
-    return {name: torch.tensor([column]) for name, column in columns.items()}
+    ids, loss = ([[entry[i] for entry in document] for document in documents] for i in (0, 1))
+    return {name: torch.tensor([column]) for name, column in lay_out(ids, loss, length).items()}
 
 
 def rows() -> dict[str, torch.Tensor]:
@@ -69,7 +44,7 @@ def rows() -> dict[str, torch.Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def plain_noise(batch: dict, draws: Draws, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_noise(batch: dict, dice: Dice, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """`noise`, one token after the other: covered tokens (B, T) bool, weights (B, T)."""
     covered, weights = torch.zeros(batch["ids"].shape, dtype=torch.bool), torch.zeros(batch["ids"].shape)
     for b, length in enumerate(lengths):
@@ -79,8 +54,8 @@ def plain_noise(batch: dict, draws: Draws, lengths: list[int]) -> tuple[torch.Te
             if not learnt:
                 continue
             blocks = [learnt[k : k + length] for k in range(0, len(learnt), length)]
-            chosen = int(draws.blocks[b, document] * len(blocks))
-            hit = [i for i in blocks[chosen] if draws.coins[b, i] < draws.levels[b, document]]
+            chosen = int(dice.blocks[b, document] * len(blocks))
+            hit = [i for i in blocks[chosen] if dice.coins[b, i] < dice.levels[b, document]]
             for i in hit:
                 covered[b, i], weights[b, i] = True, len(blocks) * (len(blocks[chosen]) + 1) / len(hit)
             last = len(learnt) if chosen + 1 == len(blocks) else (chosen + 1) * length
@@ -94,16 +69,15 @@ def plain_noise(batch: dict, draws: Draws, lengths: list[int]) -> tuple[torch.Te
 def test_noise_covers_and_weighs_as_a_plain_loop_does(lengths):
     batch = rows()
     for seed in range(40):
-        draws = draw_noise(batch["documents"], torch.Generator().manual_seed(seed))
-        noised = noise(batch, draws, torch.tensor(lengths), MASK)
-        covered, weights = plain_noise(batch, draws, lengths)
-        assert torch.equal(noised.ids, batch["ids"].masked_fill(covered, MASK))
-        assert torch.allclose(noised.weights, weights, rtol=1e-6)
-        assert noised.tokens == batch["loss"].sum()
+        dice = throw(batch["documents"], torch.Generator().manual_seed(seed))
+        ids, found = noise(batch, dice, torch.tensor(lengths), MASK)
+        covered, weights = plain_noise(batch, dice, lengths)
+        assert torch.equal(ids, batch["ids"].masked_fill(covered, MASK))
+        assert torch.allclose(found, weights, rtol=1e-6)
 
 
 def test_noise_levels_are_spread_over_the_batch():
-    levels = draw_noise(torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)).levels
+    levels = throw(torch.zeros(64, 5, dtype=torch.long), torch.Generator().manual_seed(1)).levels
     assert levels.shape == (64, 1) and levels.min() > 0 and levels.max() <= 1
     gaps = levels[:, 0].sort().values.diff()
     assert torch.allclose(gaps, torch.full((63,), 1 / 64), atol=1e-6)
@@ -120,22 +94,22 @@ def cross_entropies(model, document: list[int], covered: set[int]) -> dict[int, 
     return {i: -scores[i - 1, document[i]].item() for i in covered}
 
 
-def test_the_bound_equals_a_loop_over_documents_and_tokens():
-    model, batch = tiny(), learnable(rows(), MASK)
+def test_the_bound_equals_a_loop_over_documents_and_tokens(tiny):
+    batch = learnable(rows(), MASK)
     assert not batch["loss"][2, 0]  # nothing predicts the first token of a document
-    draws = draw_noise(batch["documents"], torch.Generator().manual_seed(3))
-    noised = noise(batch, draws, torch.tensor([3, 2, 16]), MASK)
-    covered, weights = plain_noise(batch, draws, [3, 2, 16])
+    dice = throw(batch["documents"], torch.Generator().manual_seed(3))
+    noised = noise(batch, dice, torch.tensor([3, 2, 16]), MASK)
+    covered, weights = plain_noise(batch, dice, [3, 2, 16])
     expected = 0.0
     for b in range(3):
         for number in range(int(batch["documents"][b].max()) + 1):
             places = (batch["documents"][b] == number).nonzero()[:, 0].tolist()
             document = batch["ids"][b, places].tolist()
             hidden = {k for k, i in enumerate(places) if covered[b, i]}
-            losses = cross_entropies(model, document, hidden)
+            losses = cross_entropies(tiny, document, hidden)
             expected += sum(weights[b, places[k]].item() * loss for k, loss in losses.items() if weights[b, places[k]])
     assert expected > 0
-    assert bound(model, batch, noised, MASK).item() == pytest.approx(expected, rel=1e-5)
+    assert bound(tiny, batch, *noised, MASK).item() == pytest.approx(expected, rel=1e-5)
 
 
 def exact_bound(model, document: list[int], block: int) -> float:
@@ -154,39 +128,35 @@ def exact_bound(model, document: list[int], block: int) -> float:
 
 
 @pytest.mark.parametrize("block", [8, 2])
-def test_the_estimate_of_the_bound_is_unbiased(block):
+def test_the_estimate_of_the_bound_is_unbiased(tiny, block):
     """120 independent batches of 64 maskings each (within a batch they depend on each other); the mean may be five
     standard errors off, which chance brings about less than once in 400,000 runs (Student's t, 119 degrees)."""
-    model, document = tiny(4), [1, 4, 2, 0, 5]
+    document = [1, 4, 2, 0, 5]
     batch = learnable(packed([(token, True) for token in document], length=5), MASK)
     batch = {name: column.repeat(64, 1) for name, column in batch.items()}
     means, unweighted = [], []
     with torch.no_grad():
         for seed in range(120):
-            draws = draw_noise(batch["documents"], torch.Generator().manual_seed(seed))
-            noised = noise(batch, draws, torch.full((64,), block), MASK)
-            means.append(bound(model, batch, noised, MASK).item() / 64)
+            dice = throw(batch["documents"], torch.Generator().manual_seed(seed))
+            ids, weights = noise(batch, dice, torch.full((64,), block), MASK)
+            means.append(bound(tiny, batch, ids, weights, MASK).item() / 64)
             if seed < 20:
-                flat = type(noised)(noised.ids, noised.weights.sign(), noised.tokens)
-                unweighted.append(bound(model, batch, flat, MASK).item() / 64)
+                unweighted.append(bound(tiny, batch, ids, weights.sign(), MASK).item() / 64)
     means = torch.tensor(means, dtype=torch.float64)
-    error, exact = means.std() / len(means) ** 0.5, exact_bound(model, document, block)
+    error, exact = means.std() / len(means) ** 0.5, exact_bound(tiny, document, block)
     assert error < 0.03 * exact
     assert abs(means.mean() - exact) < 5 * error
     assert abs(sum(unweighted) / 20 - exact) > 10 * error  # the test can tell: without the weights it is another sum
 
 
-def test_every_token_sees_its_whole_document_and_no_other():
+def test_every_token_sees_its_whole_document_and_no_other(tiny):
     """Through gradients: exactly zero outside the document, something everywhere inside."""
     batch = packed([(k % 6, True) for k in range(6)], [(k % 5, True) for k in range(7)], length=16)
-    model, seen = tiny(), []
-    model.get_input_embeddings().register_forward_hook(
-        lambda _, __, output: seen.append(output) or output.retain_grad()
-    )
-    noised = noise(batch, Draws(torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 16)), torch.tensor([16]), MASK)
+    seen = []
+    tiny.get_input_embeddings().register_forward_hook(lambda _, __, output: seen.append(output) or output.retain_grad())
     for place in (1, 9):  # of the first, of the second document
-        only = type(noised)(batch["ids"], torch.nn.functional.one_hot(torch.tensor([place]), 16).float(), noised.tokens)
-        bound(model, batch, only, MASK).backward()
+        only = torch.nn.functional.one_hot(torch.tensor([place]), 16).float()
+        bound(tiny, batch, batch["ids"], only, MASK).backward()
         inside = batch["documents"][0] == batch["documents"][0, place]
         size = seen.pop().grad[0].abs().sum(-1)
         assert (size[inside] > 0).all()
@@ -199,16 +169,10 @@ def test_a_mask_that_a_text_quotes_and_a_first_token_carry_no_loss():
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(tmp_path_factory, random_qwen3):
     """A folder with a causal model of two layers and the embedded tokenizer, and a file of texts."""
     folder = tmp_path_factory.mktemp("start")
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(
-            Qwen3Config(vocab_size=512, num_attention_heads=2, num_key_value_heads=1, eos_token_id=0, **sizes)
-        )
-    model.save_pretrained(folder / "model")
+    random_qwen3(vocab_size=512, num_hidden_layers=2, eos_token_id=0).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder / "model")
     texts = [{"text": f"def f{n}(x):\n    return x + {n}\n\n\ndef g{n}(y):\n    return y * {n}\n"} for n in range(120)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -245,15 +209,13 @@ def test_the_loss_of_a_step_is_the_bound_or_the_mean_over_covered_tokens(small, 
     monkeypatch.setattr(diffusion, "noise", lambda *arguments: used.append(noise(*arguments)) or used[-1])
     loss = diffusion.train_step(model, batch, config, 3)
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
-    covered = used[0].weights > 0
-    single = [
-        type(used[0])(used[0].ids, torch.zeros(4, 16).index_put_((b, i), torch.ones(())), used[0].tokens)
-        for b, i in covered.nonzero()[:, :, None]
-    ]
+    ids, weights = used[0]
+    single = [torch.zeros(4, 16).index_put_((b, i), torch.ones(())) for b, i in (weights > 0).nonzero()[:, :, None]]
+    rest = learnable(batch, 1)
     with torch.no_grad():
-        losses = torch.stack([bound(model, learnable(batch, 1), one, 1) for one in single])
-    weights = used[0].weights[covered]
-    expected = (losses * weights).sum() / used[0].tokens if weighting == "elbo" else losses.mean()
+        losses = torch.stack([bound(model, rest, ids, one, 1) for one in single])
+    exact = (losses * weights[weights > 0]).sum() / rest["loss"].sum()
+    expected = exact if weighting == "elbo" else losses.mean()
     assert len(single) > 8 and loss == pytest.approx(expected.item(), rel=1e-4)
     assert diffusion.train_step(model, batch, config, 3) == loss != diffusion.train_step(model, batch, config, 4)
 
@@ -287,11 +249,11 @@ def test_training_and_decoding_read_the_same_predictions(small, tmp_path):
     train(small(tmp_path / "run", steps=1))
     masked = load_masked(str(tmp_path / "run" / "model"), "float32")
     batch = learnable(packed([(k % 60 + 9, k > 3) for k in range(24)], length=24), 1)
-    noised = noise(batch, draw_noise(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
+    ids, weights = noise(batch, throw(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
     with torch.no_grad():
-        expected = bound(masked.model, batch, noised, 1)
-        scores = masked.logits(noised.ids).log_softmax(-1).gather(-1, batch["ids"][..., None])[..., 0]
-    assert -(scores * noised.weights).nan_to_num().sum().item() == pytest.approx(expected.item(), rel=1e-5)
+        expected = bound(masked.model, batch, ids, weights, 1)
+        scores = masked.logits(ids).log_softmax(-1).gather(-1, batch["ids"][..., None])[..., 0]
+    assert -(scores * weights).nan_to_num().sum().item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +262,7 @@ def test_training_and_decoding_read_the_same_predictions(small, tmp_path):
         (["block_length=257"], "block_length=257: 1 to length=256 tokens, or null for whole rows"),
         (["batch=3"], "batch=3 cannot be shared equally by 2 data sets"),
         (["path=x.jsonl"], "path=x.jsonl: no such file"),
-        (["length=8", "block_length=4"], "data.length=8: a row holds at least 16 tokens"),
+        (["length=8", "block_length=4"], "data.length=8: at least 16"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
         (["lr=0"], "lr=0.0: above 0"),
         (["steps=0"], "steps=0: at least 1"),
@@ -324,7 +286,7 @@ def test_a_vocabulary_without_a_spare_id_is_refused(small, start, tmp_path):
     tokenizer.mask_token = tokenizer.pad_token = None
     tokenizer.chat_template = "<|mask|><|pad|>"  # in use
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="has no unused token id for the mask: name one .* with mask_token_id=<id>"):
+    with pytest.raises(ValueError, match="no token id is free for the mask: name one .*mask_token_id=<id>"):
         train(small(tmp_path / "run", start=str(folder)))
 
 
@@ -332,5 +294,5 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a llama model; only qwen3 can become"):
+    with pytest.raises(ValueError, match="only qwen3 models can become masked"):
         train(DiffusionConfig(out=str(tmp_path / "run"), start=str(tmp_path)))
