@@ -2,10 +2,9 @@
 
 The embedded default reads the source files of the Python standard library, which lie on every machine
 that has Python, so a first run needs no download. `jsonl` reads the user's own files. The embedded target was
-pre-trained on prose besides: the library's docstrings and Python's language reference.
+pre-trained on prose besides, such as Python's language reference.
 """
 
-import ast
 import hashlib
 import importlib
 import sysconfig
@@ -17,8 +16,6 @@ HELD_OUT_SHARE = 1 / 20  # of the library's files serve validation and prompts, 
 
 # Generated tables (character maps, the text of the help system) and tests, which many distributions leave out.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib-dynload"}
-
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -56,19 +53,8 @@ def stdlib_documents(split: str) -> Iterator[Document]:
 
 
 def stdlib_prose(split: str) -> Iterator[Document]:
-    """Yield plain English that lies on every machine that has Python: for every source file of `stdlib_documents` its
-    docstrings as one page, and the chapters of the language reference.
-
-    A page is held out exactly when its source file is; a chapter by a hash of its name.
-    """
-    for document in stdlib_documents(split):
-        try:
-            tree = ast.parse(document.text)
-        except SyntaxError:  # the library keeps a few broken files for its own tools' tests
-            continue
-        texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
-        if any(texts):
-            yield Document(document.name + ":page", "\n\n\n".join(filter(None, texts)) + "\n")
+    """Yield plain English that lies on every machine that has Python: the chapters of the language reference. A chapter
+    is held out by a hash of its name."""
     for name, text in sorted(importlib.import_module("pydoc_data.topics").topics.items()):
         if is_held_out(name) == (split == "held_out"):
             yield Document("reference:" + name, text)

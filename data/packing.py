@@ -131,10 +131,8 @@ def tokenize(
 
 def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
     """Yield the packed rows of a tokenised data set."""
-    sizes = tokenized.select_columns("size").with_format("numpy")
-    every = (int(size) for batch in sizes.iter(WINDOW) for size in batch["size"])
     pieces = tokenized.select_columns(["ids", "loss"])
-    yield from (lay_out(**pieces[row], length=length) for row in best_fit(every, length))
+    yield from (lay_out(**pieces[row], length=length) for row in best_fit(tokenized["size"], length))
 
 
 def packed_rows(

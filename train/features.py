@@ -221,15 +221,9 @@ def store_features(config: FeaturesConfig) -> None:
     from infer.utils.progress import Progress
     from train.run.initial import resolve_init
 
-    options = config.target
-    config = replace(config, drafter=resolve_init(config.drafter, options))
-    target = load_target(
-        options.path,
-        options.dtype,
-        options.device,
-        options.trust_remote_code,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    place, told = config.target, config.target.chat_template_kwargs
+    config = replace(config, drafter=resolve_init(config.drafter, place))
+    target = load_target(place.path, place.dtype, place.device, place.trust_remote_code, None, told)
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)

@@ -85,25 +85,21 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
     return {name: torch.tensor([row[name] for row in packed]) for name in packed[0]}
 
 
-def held_out_bounds(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig) -> dict:
-    """Return bounds of the held-out negative log-likelihood, in nats a token, with documents noised whole and, if the
-    configuration has a block length, block by block; always under the same noise."""
+def held_out_bound(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig) -> float:
+    """Return the bound of the held-out negative log-likelihood, in nats a token, noised as texts will be decoded: block
+    by block, or whole; always under the same noise."""
     mask = model.config.mask_token_id
     dice = throw(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
-    order = torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1))
-    figures = {}
-    for name, block in {"whole": length, "block": config.block_length or length}.items():
-        total = 0.0
-        for part in order.split(16):
-            some = {key: column[part % count] for key, column in rows.items()}
-            lengths = torch.full((len(part),), block, device=model.device)
-            covered, weights = noise(some, Dice(*(one[part].to(model.device) for one in dice)), lengths, mask)
-            with torch.no_grad(), products(model):
-                total += bound(model, some, covered, weights, mask).item()
-        figures[f"{name}_nats_per_token"] = total / LEVELS / rows["loss"].sum().item()
-    return figures
+    total = 0.0
+    for part in torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1)).split(16):
+        some = {key: column[part % count] for key, column in rows.items()}
+        lengths = torch.full((len(part),), config.block_length or length, device=model.device)
+        covered, weights = noise(some, Dice(*(one[part].to(model.device) for one in dice)), lengths, mask)
+        with torch.no_grad(), products(model):
+            total += bound(model, some, covered, weights, mask).item()
+    return total / LEVELS / rows["loss"].sum().item()
 
 
 def products(model: nn.Module) -> torch.autocast:
@@ -147,8 +143,8 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
             weights.chmod(READABLE)
 
 
-def train(config: DiffusionConfig) -> dict:
-    """Train into `config.out`; return the last held-out bounds. Raises ValueError or FileNotFoundError for models and
+def train(config: DiffusionConfig) -> float:
+    """Train into `config.out`; return the last held-out bound. Raises ValueError or FileNotFoundError for models and
     data that cannot be used, and for a folder that has a run in it."""
     out = Path(config.out)
     if (out / "metrics.jsonl").exists():
@@ -164,21 +160,21 @@ def train(config: DiffusionConfig) -> dict:
         with (out / "metrics.jsonl").open("a") as log:
             log.write(json.dumps(values) + "\n")
 
-    def measure(step: int) -> dict:
-        figures = held_out_bounds(model.eval(), held_out, config)
+    def measure(step: int) -> float:
+        nats = held_out_bound(model.eval(), held_out, config)
         model.train()
-        note(step=step, **{f"held_out_{name}": value for name, value in figures.items()})
-        print(f"step {step}: held out " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()), flush=True)
-        return figures
+        note(step=step, held_out_nats_per_token=nats)
+        print(f"step {step}: held out {nats:.3f} nats a token", flush=True)
+        return nats
 
     def backward(step: int) -> float:
         return train_step(model, training_batch(config, sets, step), config, step)
 
-    figures = measure(0)
+    nats = measure(0)
     with going_on(f"{out}/model is as it was last saved, if it was"):
         for step, loss in take_steps(model, optimizer, config.lr, config.steps, backward):
             note(step=step, loss=loss)
             if step % SAVE_EVERY == 0 or step == config.steps:
-                figures = measure(step)
+                nats = measure(step)
                 save_model(out / "model", model, tokenizer)
-    return figures
+    return nats

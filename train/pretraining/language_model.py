@@ -18,7 +18,7 @@ from infer.targets.loading import resolve_path
 from infer.utils.entry import going_on
 from infer.utils.files import write_json
 from train.pretraining.config import PretrainConfig
-from train.pretraining.single import small_optimizer, take_steps
+from train.pretraining.single import take_steps
 
 WINDOW = 512  # tokens
 END_OF_TEXT, MASK, PAD = "<|endoftext|>", "<|mask|>", "<|pad|>"
@@ -81,9 +81,8 @@ def pretrain(config: PretrainConfig) -> dict:
         loss.backward()
         return loss.item()
 
-    optimizer = small_optimizer(model, config.lr)
     with going_on("nothing is saved before the end: the same command begins anew"):
-        losses = [loss for _, loss in take_steps(model, optimizer, config.lr, config.steps, backward)]
+        losses = [loss for _, loss in take_steps(model, config.lr, config.steps, backward)]
     figures = {"loss": losses[-1], "held_out_loss": mean_loss(model, held_out), "train_tokens": len(stream)}
     print(figures, flush=True)
     model.to(torch.bfloat16).save_pretrained(out)

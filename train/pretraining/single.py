@@ -4,7 +4,6 @@ masked/diffusion.py share."""
 import sys
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn
 
 from infer.utils.progress import Progress
@@ -15,18 +14,15 @@ CLIP = 1.0  # largest norm of the gradient
 WARMUP, DECAY = 0.05, 0.9  # shares of the steps
 
 
-def small_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Return Muon for matrices, which decay, and AdamW for the rest."""
-    return make_optimizer(model, OptimConfig(name="muon", lr=rate, weight_decay=0.05))
-
-
 def take_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, steps: int, backward: Callable[[int], float]
+    model: nn.Module, rate: float, steps: int, backward: Callable[[int], float]
 ) -> Iterator[tuple[int, float]]:
-    """Take the steps; yield how many are taken and the loss, after each.
+    """Take the steps, with Muon for matrices, which decay, and AdamW for the rest; yield how many are taken and the
+    loss, after each.
 
     rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns its loss.
     """
+    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate, weight_decay=0.05))
     progress = Progress("training", "steps", stream=sys.stdout)
     for step in range(steps):
         set_rate(optimizer, rate * trapezoid(step, steps, WARMUP, DECAY))
