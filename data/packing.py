@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     import torch
     from datasets import Dataset
 
-Piece = tuple[list[int], list[bool]]
-
 WINDOW = 8192  # pieces that are packed together
 MANY = 20_000  # texts from which on all cores tokenise
 
 
-def pieces_of(row: dict, tokenizer, length: int) -> list[Piece]:
+def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[bool]]]:
     """Return a row as pieces of at most `length` tokens that have something to learn; longer texts are split.
 
     The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat, the answers do,
@@ -173,9 +171,7 @@ def packed_rows(
     if faults:
         tokenized = tokenized.filter(lambda fault: not fault, input_columns="fault", new_fingerprint=f"{key}-sound")
     if len(tokenized) == 0:
-        raise ValueError(
-            f"data.source={config.source}: no row to train on is left (one of ten is held out for evaluation)"
-        )
+        raise ValueError("no row to train on is left: one of ten is held out for evaluation")
     packed = Dataset.from_generator(
         filled_rows,
         features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),

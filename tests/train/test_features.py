@@ -79,16 +79,12 @@ def test_eight_bits_are_close(half, dataset, tmp_path):
     assert quantise(torch.zeros(2, 4))[0].eq(0).all()
 
 
-def test_only_the_ends_and_the_asked_layers_get_memory(half):
-    part = load_target("embedded", dtype="bfloat16", device="cpu", only_layers=[4])
-    assert torch.equal(part.head_weight, half.head_weight)
-    assert torch.equal(part.embedding.weight, half.embedding.weight)
-    assert torch.equal(part.body.norm.weight, half.body.norm.weight)
-    for i, (layer, other) in enumerate(zip(part.body.layers, half.body.layers, strict=True)):
-        for mine, theirs in zip(layer.parameters(), other.parameters(), strict=True):
-            assert torch.equal(mine, theirs) if i == 4 else mine.is_meta
+def test_a_drafter_starts_alike_from_a_target_of_few_layers(half):
+    part = load_target(
+        "embedded", dtype="bfloat16", device="cpu", only_layers=DFlash.warm_layers(LAYERS, 1, half.config)
+    )
+    assert [next(layer.parameters()).is_meta for layer in part.body.layers].count(False) == 1
     options = DrafterConfig(layers=1, target_layer_ids=list(LAYERS))
-    assert DFlash.warm_layers(LAYERS, 1, half.config) == [4]
     drafters = [new_drafter(options, target) for target in (half, part)]
     assert all(d.warm_start(target) for d, target in zip(drafters, (half, part), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*(d.state_dict().values() for d in drafters), strict=True))

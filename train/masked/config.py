@@ -45,9 +45,7 @@ class DiffusionConfig:
         if self.batch % len(self.sets()):
             raise ValueError(f"batch={self.batch} cannot be shared equally by {len(self.sets())} data sets")
         if self.block_length is not None and not 1 <= self.block_length <= self.length:
-            raise ValueError(
-                f"block_length={self.block_length}: 1 to length={self.length} tokens, or null for whole rows"
-            )
+            raise ValueError(f"block_length={self.block_length}: 1 to length={self.length} tokens, or null")
         above_zero(self, "", "lr")
         one_of(self, weighting=("elbo", "flat"))
 

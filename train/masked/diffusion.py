@@ -34,7 +34,7 @@ from infer.utils.progress import Progress
 from train.batches import seeded
 from train.masked.config import DiffusionConfig
 from train.masked.objective import Dice, bound, learnable, noise, throw
-from train.pretraining.single import small_optimizer, take_steps
+from train.pretraining.single import take_steps
 
 TRAINING, HELD_OUT = range(2)  # streams of random numbers, see train.batches.seeded
 WHOLE = 0.25  # share of the rows whose documents are noised whole, whatever the block length
@@ -152,7 +152,7 @@ def train(config: DiffusionConfig) -> float:
     model, tokenizer = begin(config)
     digest, progress = tokenizer_digest(tokenizer), Progress("tokenising", "texts")
     sets = [packed_rows(data, tokenizer, digest, progress) for data in config.sets()]
-    held_out, optimizer = held_out_batch(config, tokenizer), small_optimizer(model, config.lr)
+    held_out = held_out_batch(config, tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "options.json", asdict(config))
 
@@ -172,7 +172,7 @@ def train(config: DiffusionConfig) -> float:
 
     nats = measure(0)
     with going_on(f"{out}/model is as it was last saved, if it was"):
-        for step, loss in take_steps(model, optimizer, config.lr, config.steps, backward):
+        for step, loss in take_steps(model, config.lr, config.steps, backward):
             note(step=step, loss=loss)
             if step % SAVE_EVERY == 0 or step == config.steps:
                 nats = measure(step)

@@ -244,28 +244,14 @@ def test_the_folder_is_an_ordinary_model_and_says_what_it_is(small, start, tmp_p
     assert torch.allclose(scores[0, 2:4], logits[0, 1:3], atol=1e-5)
 
 
-def test_training_and_decoding_read_the_same_predictions(small, tmp_path):
-    """The bound of training from the logits that decoding sees."""
-    train(small(tmp_path / "run", steps=1))
-    masked = load_masked(str(tmp_path / "run" / "model"), "float32")
-    batch = learnable(packed([(k % 60 + 9, k > 3) for k in range(24)], length=24), 1)
-    ids, weights = noise(batch, throw(batch["documents"], torch.Generator().manual_seed(5)), torch.tensor([24]), 1)
-    with torch.no_grad():
-        expected = bound(masked.model, batch, ids, weights, 1)
-        scores = masked.logits(ids).log_softmax(-1).gather(-1, batch["ids"][..., None])[..., 0]
-    assert -(scores * weights).nan_to_num().sum().item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["block_length=257"], "block_length=257: 1 to length=256 tokens, or null for whole rows"),
+        (["block_length=257"], "block_length=257: 1 to length=256 tokens, or null"),
         (["batch=3"], "batch=3 cannot be shared equally by 2 data sets"),
         (["path=x.jsonl"], "path=x.jsonl: no such file"),
         (["length=8", "block_length=4"], "data.length=8: at least 16"),
         (["weighting=none"], "weighting=none: use elbo or flat"),
-        (["lr=0"], "lr=0.0: above 0"),
-        (["steps=0"], "steps=0: at least 1"),
         (["mask_token_id=512"], "mask_token_id=512: the vocabulary has ids 0 to 511"),
         (["start=/nowhere/at/all"], "/nowhere/at/all"),
     ],
@@ -286,7 +272,7 @@ def test_a_vocabulary_without_a_spare_id_is_refused(small, start, tmp_path):
     tokenizer.mask_token = tokenizer.pad_token = None
     tokenizer.chat_template = "<|mask|><|pad|>"  # in use
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="no token id is free for the mask: name one .*mask_token_id=<id>"):
+    with pytest.raises(ValueError, match="no token id is free for the mask: name one by mask_token_id=<id>"):
         train(small(tmp_path / "run", start=str(folder)))
 
 
@@ -294,5 +280,5 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="only qwen3 models can become masked"):
+    with pytest.raises(ValueError, match="only qwen3 can become a masked"):
         train(DiffusionConfig(out=str(tmp_path / "run"), start=str(tmp_path)))
