@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_chat.py"
+BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_template.py"
 TARGETS = "tests/infer/targets/test_families.py"
 LAYOUTS, DIGESTS = "tests/infer/formats/test_layouts.py", "tests/infer/formats/test_integrity.py"
 GUARDS = "tests/train/test_guards.py"
@@ -112,7 +112,7 @@ MUTANTS = [
     (
         "only the last answer carries loss",
         "data/template.py",
-        ("for piece in sequence.learnt:", "for piece in sequence.learnt[-1:]:"),
+        ("for piece in pieces:", "for piece in pieces[-1:]:"),
         CHAT,
     ),
     (
