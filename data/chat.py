@@ -25,7 +25,7 @@ def checked(value: object, kind: type, wrong: str):
 
 
 def renamed(given: object, names: dict[str, str], wrong: str) -> dict:
-    """Return an object with our names for its keys, and without those that hold nothing; a name of ours counts more."""
+    """Return an object with our names for its keys, without those that hold nothing; ours count more."""
     given = {key: value for key, value in checked(given, dict, wrong).items() if value is not None}
     return {names.get(key, key): value for key, value in given.items() if names.get(key) not in given}
 
@@ -117,8 +117,9 @@ def _message(turn: object) -> dict:
     if turn.get("function_call"):
         raise ValueError("function_call is the old form of tool_calls: give those")
     calls, thought = turn.get("tool_calls"), turn.get(THOUGHT)
-    content, wrong = turn.get("content", "" if calls or thought else None), "a message has a part that is no text"
+    content = turn.get("content", "" if calls or thought else None)
     if isinstance(content, list):  # OpenAI's parts
+        wrong = "a message has a part that is no text"
         content = "".join(checked(checked(part, dict, wrong).get("text"), str, wrong) for part in content)
     for part in (turn.get("role"), content):
         checked(part, str, f"a message without role or content as text, with {', '.join(turn)}")

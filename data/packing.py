@@ -113,8 +113,8 @@ def mixed_rows(config: DataConfig) -> "Dataset":
 def tokenize(
     rows: dict[str, list], indices: list[int], rank: int | None, total: int, processes: int, progress, **options
 ) -> dict[str, list]:
-    """Return the pieces of some of `total` rows, and report how far all processes, this one being like the others, have
-    come. A row that the chat template does not show as it is becomes a piece without tokens and its fault."""
+    """Return the pieces of some of `total` rows, and report how far all processes have come. A row that the chat
+    template does not show as it is becomes a piece without tokens and its fault."""
     pieces = []
     for row in map(json.loads, rows["row"]):
         try:
@@ -138,10 +138,10 @@ def packed_rows(
 ) -> "Dataset":
     """Return the training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped.
 
-    It is cached. The key is what shapes the rows: the data options, the sizes and times of files, FORMAT, and `digest`,
-    which stands for the tokenizer and its chat template (`infer.targets.target.tokenizer_digest`). `progress(texts
-    done, texts)` is called while there is something to tokenise. Raises ValueError
-    when more than `bad_rows` rows do not go through the chat template, or there is nothing to train on."""
+    It is cached. The key is what shapes the rows: data options, files' sizes and times, FORMAT, and `digest` of the
+    tokenizer and its chat template. `progress(texts done, texts)` is called meanwhile. Raises ValueError when more than
+    `bad_rows` rows do not go through the template, or there is nothing to train on.
+    """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
     disable_progress_bars()

@@ -160,13 +160,15 @@ def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
     """Return where in `whole`, by message, its thought, what it said and its tool call stand: [start, end) each; and
     "from", the start of the first of them, and "before", the template's text before that. `marked` is the same with
     marks. Raises ValueError where the two do not agree."""
-    whole, (before, *rest) = whole + "\0", MARK.split(marked + "\0")  # text, then word, number and text of each mark
+    whole += "\0"
+    before, *rest = MARK.split(marked + "\0")  # text, then word, number and text of each mark
     kinds = {word: kind for kind, word in WORDS.items()}
     places: dict[int, dict] = {}
     at = len(before) if whole.startswith(before) else len(whole)
     for word, number, behind in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
         i, kind = int(number), kinds[word]
-        place, text = places.setdefault(i, {"before": before, "from": at}), parts_of(messages[i])[kind]
+        place = places.setdefault(i, {"before": before, "from": at})
+        text = parts_of(messages[i])[kind]
         forms = (text, text.rstrip(), text.lstrip(), text.strip(), text.strip("\n"))
         shown = next((form for form in forms if whole.startswith(form + behind, at)), None)
         if shown is None or kind in place:

@@ -8,9 +8,8 @@
 n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then listed: a run that
 was stopped goes on after the last listed one.
 
-Everything is checked: the manifest carries its own SHA-256; a shard's size is compared when the folder is opened, which
-costs nothing; and every row is compared with its CRC-32 whenever it is read, about a second a gigabyte, in the
-thread that reads ahead. A digest of whole shards would have to read them all before the first step.
+The manifest carries its own SHA-256; a shard's size is compared when the folder is opened, and every row with its
+CRC-32 whenever it is read, about a second a gigabyte, in the thread that reads ahead.
 """
 
 import json

@@ -3,9 +3,8 @@
     ./launch.sh diffusion               # less than half an hour on one core; writes runs/embedded-diffusion
 
 The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask that lets every token
-see its whole document. Its outputs stay shifted, as in Dream: the one at position i - 1 predicts the token at i. The
-objective is in `train/masked/objective.py`. Single process: a model this small needs no engine, and what makes
-DeepSpeed worth its rules (sharded states, several machines) is of no use here.
+see its whole document. Its outputs stay shifted, as in Dream: the one at position i - 1 predicts the token at i.
+Single process, without DeepSpeed.
 
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors, tokenizer
     <out>/metrics.jsonl   a line a step; held-out bounds among them
@@ -86,17 +85,19 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
 
 
 def held_out_bound(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig) -> float:
-    """Return the bound of the held-out negative log-likelihood, in nats a token, noised as texts will be decoded: block
-    by block, or whole; always under the same noise."""
+    """Return the bound of the held-out text, in nats a token, noised as texts will be decoded, block by block or whole;
+    always under the same noise."""
     mask = model.config.mask_token_id
     dice = throw(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
     count, length = rows["ids"].shape
     total = 0.0
-    for part in torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1)).split(16):
+    order = torch.randperm(LEVELS * count, generator=seeded(config.seed, HELD_OUT, 1))
+    for part in order.split(16):
         some = {key: column[part % count] for key, column in rows.items()}
         lengths = torch.full((len(part),), config.block_length or length, device=model.device)
-        covered, weights = noise(some, Dice(*(one[part].to(model.device) for one in dice)), lengths, mask)
+        thrown = Dice(*(one[part].to(model.device) for one in dice))
+        covered, weights = noise(some, thrown, lengths, mask)
         with torch.no_grad(), products(model):
             total += bound(model, some, covered, weights, mask).item()
     return total / LEVELS / rows["loss"].sum().item()
