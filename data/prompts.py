@@ -40,15 +40,14 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     are chats.
 
     A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own gives that prompt
-    (the last `tokens` tokens);
-    plain text its first `tokens` tokens, and as many before one of its PLACES. Where that is not enough, windows from
+    (the last `tokens` tokens); plain text its first `tokens` tokens, and as many before one of its PLACES. Where that is not enough, windows from
     further on are taken round-robin from every text that is long enough, so that few texts still give many prompts;
     and where that is not enough either, first halves of short texts. Small data may give fewer than `count`; raises
     ValueError where there are none.
     """
     found: dict[str, list[Prompt]] = {}
-    windows: list[tuple[int, list[int]]] = []
-    halves: list[list[int]] = []
+    windows: list[list[Prompt]] = []
+    halves: list[Prompt] = []
 
     def take(ids: list[int], kind: str) -> None:
         found.setdefault(kind, []).append(Prompt(ids, kind))
@@ -66,12 +65,12 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
             for kind, end in ends:
                 take(ids[end - tokens : end], kind)
             starts = range(4 * tokens if ends else 0, len(ids) - 2 * tokens, 4 * tokens)
-            windows += [(turn, ids[start : start + tokens]) for turn, start in enumerate(starts)]
-            halves += [ids[: min(tokens, len(ids) // 2)]] if len(ids) > 1 and not (ends or starts) else []
+            windows.append([Prompt(ids[start : start + tokens], FURTHER) for start in starts])
+            if len(ids) > 1 and not (ends or starts):
+                halves.append(Prompt(ids[: min(tokens, len(ids) // 2)], FURTHER))
         if all(len(found.get(kind, ())) * (1 + len(PLACES)) >= count for kind in (STARTS, *PLACES)):
             break
-    spare = [ids for _, ids in sorted(windows, key=lambda window: window[0])] + halves
-    prompts = [*in_turn(list(found.values())), *(Prompt(ids, FURTHER) for ids in spare)][:count]
+    prompts = [*in_turn(found.values()), *in_turn(windows), *halves][:count]
     if not prompts:
         raise ValueError(f"data.source={config.source}: the held-out rows give no prompt to evaluate with")
     chats = any(kind.startswith(CHATS) for kind in found)

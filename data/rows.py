@@ -8,7 +8,7 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -226,8 +226,8 @@ def held_out_rows(config: DataConfig) -> Iterator[dict]:
     yield from in_turn(parts)
 
 
-def in_turn(sources: list[Iterator]) -> Iterator:
-    """Yield what several iterators give, one of each in turn, until all are at their end."""
+def in_turn(sources: Iterable[Iterable]) -> Iterator:
+    """Yield what several sources have, one of each in turn, until all are at their end."""
     for together in zip_longest(*sources):
         yield from (one for one in together if one is not None)
 

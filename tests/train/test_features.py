@@ -73,9 +73,6 @@ def test_eight_bits_are_close(half, dataset, tmp_path):
     for a, b in ((exact.context, near.context), (exact.last, near.last)):
         assert a.shape == b.shape
         assert (a - b).float().norm() < 0.03 * a.float().norm()
-    states = torch.randn(5, 7, 33) * torch.rand(5, 7, 1) * 10
-    whole, scale = quantise(states)
-    assert ((whole * scale[..., None] - states).abs() <= scale[..., None] * 0.5001).all()
     assert quantise(torch.zeros(2, 4))[0].eq(0).all()
 
 

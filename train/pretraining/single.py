@@ -10,7 +10,6 @@ from infer.utils.progress import Progress
 from train.config import OptimConfig
 from train.optim import make_optimizer, set_rate, trapezoid
 
-CLIP = 1.0  # largest norm of the gradient
 WARMUP, DECAY = 0.05, 0.9  # shares of the steps
 
 
@@ -27,7 +26,7 @@ def take_steps(
     for step in range(steps):
         set_rate(optimizer, rate * trapezoid(step, steps, WARMUP, DECAY))
         loss = backward(step)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         progress(step + 1, steps, f"loss {loss:.3f}")
