@@ -39,11 +39,10 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     `outside` texts from outside the data (no more than `count`, or than OUTSIDE has), asked as questions where the data
     are chats.
 
-    A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own gives that prompt
-    (the last `tokens` tokens); plain text its first `tokens` tokens, and as many before one of its PLACES. Where that is not enough, windows from
+    A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own its last `tokens`
+    tokens; plain text its first ones, and as many before one of its PLACES. Where that is not enough, windows from
     further on are taken round-robin from every text that is long enough, so that few texts still give many prompts;
-    and where that is not enough either, first halves of short texts. Small data may give fewer than `count`; raises
-    ValueError where there are none.
+    then first halves of short texts. Small data may give fewer than `count`; raises ValueError where there are none.
     """
     found: dict[str, list[Prompt]] = {}
     windows: list[list[Prompt]] = []
