@@ -16,7 +16,7 @@ from pathlib import Path
 from data.chat import NothingWhole, checked, normalise
 from data.corpus import stdlib_documents
 
-# What the embedded target wrote after prompts from its training text, by train/pretraining.
+# What the embedded target wrote after prompts from its training text.
 ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or another packing:
