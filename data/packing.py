@@ -177,6 +177,7 @@ def packed_rows(
         features=Features(lists | {"positions": List(Value("int32")), "documents": List(Value("int32"))}),
         gen_kwargs={"tokenized": tokenized, "length": config.length},
         fingerprint=f"{key}-packed",
+        writer_batch_size=256,
     )
     return packed.with_format("torch")
 
