@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
 from data.rows import DataConfig
 from infer.config import TargetConfig
@@ -33,14 +33,17 @@ class DataCommand:
 
 
 def run(config: DataCommand) -> None:
+    from data.packing import pieces_of
+    from data.rows import single, training_rows
     from infer.targets.loading import load_tokenizer
 
     place = config.target
     tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
     faults, read = Counter(), []  # (row, its sequences)
-    for row in islice(every_row(config.data), SAMPLE):
+    rows = chain.from_iterable(training_rows(part) for part, _ in single(config.data))
+    for row in islice(rows, SAMPLE):
         try:
-            read.append((row, sequences_of(tokenizer, row)))
+            read.append((row, pieces_of(row, tokenizer, sys.maxsize)))  # not cut to rows
         except ValueError as error:
             faults[str(error)] += 1
     if not read:
@@ -49,23 +52,6 @@ def run(config: DataCommand) -> None:
     for number, (_, sequences) in enumerate(read[: config.show], 1):
         for ids, loss in sequences:
             print(f"\nrow {number}: {len(ids)} tokens, {sum(loss)} learnt\n{marked(tokenizer, ids, loss)}")
-
-
-def every_row(data: DataConfig) -> Iterator[dict]:
-    from data.rows import single, training_rows
-
-    for part, _ in single(data):
-        yield from training_rows(part)
-
-
-def sequences_of(tokenizer, row: dict) -> list[tuple[list[int], list[bool]]]:
-    """Return a row as training reads it, not cut to rows. Raises ValueError for one that it leaves out."""
-    from data.packing import flat, tokenize
-
-    pieces = tokenize({name: [value] for name, value in flat(row).items()}, tokenizer, sys.maxsize, "truncate")
-    if pieces["fault"] and pieces["fault"][0]:
-        raise ValueError(pieces["fault"][0])
-    return list(zip(pieces["ids"], pieces["loss"], strict=True))
 
 
 def report(read: list[tuple[dict, list]], faults: Counter, kwargs: dict) -> Iterator[str]:
