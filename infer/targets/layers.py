@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from infer.targets.lean import Gated, Layer, LeanDecoder, Norm, Product
+from infer.targets.lean import Layer, LeanDecoder, Norm, Product
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
@@ -66,8 +66,13 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor],
             return (result[0] if type(result) is tuple else result)[0]  # some return their router's scores
 
         return run, None
-    activation = F.silu if type(activation) in SILU else activation
-    return Gated(fuse(inner), activation), fuse([module.down_proj])
+    activation, both = F.silu if type(activation) in SILU else activation, fuse(inner)  # D to gate and up, (2 I)
+
+    def gated(states: torch.Tensor) -> torch.Tensor:
+        gate, up = both(states).chunk(2, dim=-1)
+        return activation(gate).mul_(up)
+
+    return gated, fuse([module.down_proj])
 
 
 def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:

@@ -69,18 +69,6 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Gated:
-    """A gated MLP without its last product."""
-
-    product: Product  # D to gate and up, (2 I)
-    activation: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        gate, up = self.product(states).chunk(2, dim=-1)
-        return self.activation(gate).mul_(up)
-
-
-@dataclass(frozen=True)
 class Layer:
     """What one decoder layer computes with. The first of two norms is attention's, the second the MLP's."""
 
@@ -126,7 +114,7 @@ class Layer:
         both = parts[:, : -self.key_heads]
         normed = both if self.qk_norm is None else self.qk_norm(both)
         if self.rotates:
-            rotate(normed, *rotation, out=both)
+            rotate_into(normed, *rotation, out=both)
         elif self.qk_norm is not None:
             both.copy_(normed)
         memory.write(parts[:, self.heads :])
@@ -187,7 +175,7 @@ class LeanDecoder:
         return self.angles[kind, capacity]
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+def rotate_into(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
     """Write heads (B Q, heads, E), the first R features rotated by angles (B Q, 1, R), to `out`."""
     size = cos.shape[-1]
     if size < states.shape[-1]:

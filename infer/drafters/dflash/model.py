@@ -245,7 +245,7 @@ class DFlash(Drafter):
             for i, memory in enumerate(window.layers()):
                 loops.place(parts[:, i], loops.Scale(state.key_norm.wide[i], state.key_norm.eps), rotation, memory)
         else:
-            lean.rotate(state.key_norm(keys), *(angle[:, None] for angle in rotation), out=keys)
+            lean.rotate_into(state.key_norm(keys), *(angle[:, None] for angle in rotation), out=keys)
             whole = both.view(rows * width, 2 * layers, -1).transpose(0, 1)
             cache.buffer.index_copy_(1, window.slots[:rows].flatten(), whole)
         cache.advance(counts, on_device)
