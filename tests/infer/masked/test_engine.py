@@ -117,7 +117,7 @@ def test_answers_are_regenerated_with_a_masked_model(folder):
     prompts = ["import os", "def f(", "x = "]
     answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
     steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
-    assert [answer.text for answer in answers] == steps
+    assert [answer["response"] for answer in answers] == steps
     assert options_of(options) == options_of(replace(options, order="mixed", method="steps"))
     assert options_of(options) != options_of(replace(options, block_length=4))
     assert "block_length" not in options_of(DecodeOptions(method="plain"))
