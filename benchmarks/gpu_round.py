@@ -25,10 +25,9 @@ from gpu import Seen, bandwidth, check, finish, milliseconds, need_cuda, nullgpu
 from infer import Engine
 from infer.config import EngineConfig, TextOptions
 from infer.engine.capture import Graphs
-from infer.engine.choices import RowsAsked, piece
-from infer.engine.proposal import propose
-from infer.engine.runner import Runner
-from infer.engine.verify import walk
+from infer.engine.choices import RowsAsked, piece, walk
+from infer.engine.runner import Runner, propose
+from infer.engine.sampling import Sampling
 from infer.evaluation.evaluate import describe_device
 from infer.trees.tree import DraftTree, Proposal
 
@@ -73,7 +72,7 @@ def build(runner: Runner, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
 @torch.inference_mode()
 def stages(engine: Engine, nodes: int) -> dict[str, float]:
     """Return milliseconds of the parts of a round, each a graph of its own."""
-    target, rows, runner, memory = engine.target, len(engine.writing), engine.runner, engine.runner.memory
+    target, rows, runner, memory = engine.target, len(engine.scheduler.writing), engine.runner, engine.runner.memory
     graphs, found = Graphs(target.device), {}
 
     def timed(name: str, function) -> object:
@@ -83,7 +82,7 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         return result
 
     with memory.cache.fixed(rows):
-        proposal, asked = Proposal(memory.bonus, None), RowsAsked([], memory.bonus, None, None)
+        proposal, asked = Proposal(memory.bonus, None), RowsAsked(Sampling.of([], 1, memory.bonus.device), None, None)
         if memory.state is not None:
             with memory.state.cache.fixed(rows):
                 proposal = timed(
@@ -107,7 +106,7 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
         begin(engine, args)
         with watch() as seen:
             engine.step()
-        texts = [list(text.ids) for text in engine.writing]
+        texts = [list(text.ids) for text in engine.scheduler.writing]
         whole = milliseconds(engine.step)
         parts = stages(engine, nodes)
         del engine
@@ -196,7 +195,7 @@ def mixed(target, drafter, args, faults: list[str]) -> None:
             if dice.random() < 0.4:
                 submit()
             engine.step()
-            rows.add(len(engine.writing))
+            rows.add(len(engine.scheduler.writing))
     made = {"plans": seen.plans, "programs": programs() - before, "graphs": len(engine.runner.graphs.graphs) - graphs}
     print(
         f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: {graphs} graphs, made anew: {made}"

@@ -32,7 +32,6 @@ from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import DraftedBlock
 from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.loops import LONGEST_PERIOD
-from infer.engine.sampling import judge_on_noise
 from infer.evaluation.ruler import interval, pooled
 from infer.formats.checkpoint import load_drafter, save_drafter
 from infer.targets.target import Features
@@ -206,8 +205,7 @@ def places(drafter, target, text: Text) -> Places:
     )
     steps = None
     if drafter.head_row is not None:
-        options = [DecodeOptions()] * len(bonus)
-        steps = ConditionalDraft(drafter, target, bonus, block, judge_on_noise(options, None, None), CANDIDATES)
+        steps = ConditionalDraft(drafter, target, bonus, block, None, CANDIDATES)
     proposal = Proposal(bonus, block.marginals, max(BUDGETS), steps=steps)
     return Places(proposal, torch.where(blocks.supervised, blocks.labels, -1)[0])
 

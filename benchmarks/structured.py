@@ -85,7 +85,7 @@ def write(target, drafter, prompt, options, method, budget=16, knows=True, aroun
     engine = Engine(target, drafter, EngineConfig(method, budget, rows=1), len(prompt) + options.max_new_tokens + 1)
     if not knows:
         engine.runner.method = replace(engine.runner.method, ranked=False)
-    follow_grammars, forced_tokens = runner.follow_grammars, runner.forced_tokens
+    follow_grammars = runner.follow_grammars
     spent = defaultdict(float)
 
     def timed(owner: object, name: str) -> None:
@@ -106,7 +106,7 @@ def write(target, drafter, prompt, options, method, budget=16, knows=True, aroun
     began = time.thread_time()
     while engine.busy:
         engine.step()
-    runner.follow_grammars, runner.forced_tokens = follow_grammars, forced_tokens
+    runner.follow_grammars = follow_grammars
     return text, time.thread_time() - began, spent
 
 
@@ -134,7 +134,7 @@ def gains(target, drafter, prompts, tokens) -> None:
 
 def shares(target, drafter, prompts, tokens) -> None:
     """Print the grammar's share of rounds of 64 nodes: trees under it, what it forces, masks of the target."""
-    around = ("round", "follow_grammars", "forced_tokens", "mask")
+    around = ("round", "follow_grammars", "mask")
     for name, shape in ASKED.items():
         total, rounds = defaultdict(float), 0
         for number, prompt in enumerate(prompts):

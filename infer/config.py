@@ -272,7 +272,7 @@ class EngineConfig:
             raise ValueError(f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one")
         if self.continuity == TEXT_NGRAMS and not tree.recalls:
             raise ValueError(f"continuity={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}")
-        if tree.draws and self.budget != "auto" and self.width > self.budget:
+        if self.method == "static" and self.budget != "auto" and self.width > self.budget:
             raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
 
 

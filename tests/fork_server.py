@@ -33,9 +33,11 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 
 import infer.main  # noqa: E402, F401
 import train.loop  # noqa: E402, F401
-from infer.trees.tree import root_only  # noqa: E402
+from infer.trees.ddtree import ddtree  # noqa: E402
+from infer.trees.tree import Proposal  # noqa: E402
 
-root_only(torch.zeros(1, dtype=torch.long)).ancestors()  # numba imports most of itself with the first compiled loop
+# numba imports most of itself with the first compiled loop
+ddtree(Proposal(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1, 2), 1))
 
 if not os.path.exists("/dev/nvidiactl"):  # DeepSpeed looks at GPUs when imported; a process that did must not fork
     os.environ["DS_ACCELERATOR"] = "cpu"

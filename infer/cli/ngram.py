@@ -42,12 +42,9 @@ def run(config: NgramCommand) -> None:
     tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
     theirs = load_config(place.path, place.trust_remote_code)
     vocabulary = max(theirs.get_text_config().vocab_size, len(tokenizer))
-    out, digest = Path(config.out), tokenizer_digest(tokenizer)
-
-    counted = Progress("counting", "tokens")
-    how = {"progress": counted, "threshold": config.threshold}
-    order = config.order or usual_order(vocabulary)
-    model = count_ngrams(token_documents(config.data, tokenizer), vocabulary, order, out, digest, **how)
+    documents, digest = token_documents(config.data, tokenizer), tokenizer_digest(tokenizer)
+    order, out, counted = config.order or usual_order(vocabulary), Path(config.out), Progress("counting", "tokens")
+    model = count_ngrams(documents, vocabulary, order, out, digest, counted, config.threshold)
     counted.close()
     nodes = sum(model.nodes)
     print(

@@ -1,16 +1,15 @@
 """A node budget for the machine and its load: measures how long a pass takes at every size, notes what rounds really
 take and commit, and picks the fastest size of a round, down to none at all.
 
-B rows, M tree nodes.
+B rows, M tree nodes, S sizes.
 """
 
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, pairwise
-from math import exp
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -24,19 +23,19 @@ from infer.trees.tree import DraftTree
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts to choose among
 CONTEXT = 128  # positions in the cache while measuring
 DRAFTS = 16  # drafts while measuring, at most; each sees two more positions
-FIRST = 16  # nodes of the first round at most, before anything is known
+FIRST = 16  # nodes of the first rounds at most, before anything is known
 DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
 TRIAL = 8  # rounds that draft before it is asked whether to
-OTHER = 300  # of rounds of the kind that seems slower, what is lost is one in so many
-SOON = 4  # rounds between two of that kind at least
+OTHER = 300  # exploring plain decoding, or drafting, may cost 1/300 of throughput
+SOON, UNKNOWN = 4, 16  # rounds between two that explore: at least; and at most, of a kind of which nothing is known
 BESIDE = 32  # rounds between two whose trees are a size larger than seems best
 DOUBT = 4  # promised tokens that count as kept before any is known
 SHARE = 0.05  # of a round in its cost, once there are enough
 PAUSE = 1.5  # times what was thought that a round counts as at most: it may have waited for what is made once
 MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
-REFRESH = 16  # rounds until a new plan, and between two of a kind of which nothing is known at most
-NEAR = 16  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
+NOTHING = 1e-30  # weight of the rule's own guess
+NEAR = 16.0  # how many rounds of twice the rows or nodes say as much of a cost as one of the same
 
 
 @dataclass(frozen=True)
@@ -46,27 +45,14 @@ class BudgetRule:
     positions: tuple[int, ...]
     seconds: tuple[float, ...]  # of a pass over these positions of one row
     other: float  # of one row's draft
-    row: float = 0.0  # more of a pass for each further row that has these positions
-    row_drafts: float = 0.0  # and of the draft
 
-    def cost(self, positions: int, rows: int = 1, drafts: bool = True) -> float:
+    def cost(self, positions: int, drafts: bool = True) -> float:
         """Return the seconds of a round whose target pass computes this many positions, all rows together: interpolated
         between measurements, and extrapolated linearly beyond them."""
         i = min(max(1, bisect_left(self.positions, positions)), len(self.positions) - 1)
         left, right = self.positions[i - 1], self.positions[i]
         slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
-        seconds = self.seconds[i - 1] + slope * (positions - left) + self.row * (rows - 1)
-        return seconds + (self.other + self.row_drafts * (rows - 1) if drafts else 0.0)
-
-
-@dataclass(frozen=True)
-class BudgetPlan:
-    """What rounds do until costs are looked at again."""
-
-    best: int  # place of the best size of a tree
-    rate: float  # tokens a second that a row commits
-    drafts: bool  # better than drafting nothing
-    patience: float  # rounds between two of the kind that seems slower
+        return self.seconds[i - 1] + slope * (positions - left) + (self.other if drafts else 0.0)
 
 
 class Budget:
@@ -77,7 +63,7 @@ class Budget:
     def __init__(self, most: int) -> None:
         self.most = self.last = most  # nodes of a row's tree at most; and of the last round
 
-    def most_nodes(self, rows: int, most: int, full: int | None = None) -> int:
+    def most_nodes(self, rows: int, most: int) -> int:
         return most
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
@@ -102,31 +88,28 @@ class BudgetController(Budget):
     of a tree that is there, the next nodes are worth their time where they commit more than rounds do in that time on
     average: as many as possible a second over all rounds, not in each by itself.
 
-    Averages are exponential, over about `MEMORY` rows of drafting rounds, costs over 1 / SHARE rounds. Costs are ratios
-    to the rule's, by rows (to the next power of two) and nodes; those of like rows and nodes lean on each other. What
-    follows from them is kept for `REFRESH` rounds.
+    Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and size; those of like
+    rows and sizes lean on each other.
     """
 
     adapts = True
 
     def __init__(self, rule: BudgetRule, most: int) -> None:
         super().__init__(most)
-        self.rule = rule
-        self.sizes = sorted({size for size in SIZES if size < most} | {most})
-        # a size's place is its number, from 1; at 0 there are no nodes
-        self._place = [bisect_right(self.sizes, nodes) for nodes in range(most + 1)]  # of the largest size within
-        # by bits of rows and place (32, S + 1): seconds over the rule's
-        self.ratios = np.ones((32, len(self.sizes) + 1))
+        sizes = [0, *sorted({size for size in SIZES if size < most} | {most})]
+        self.sizes = sizes
+        # of one row of a size's nodes, or none: by rows, so that the rule is asked once
+        self.by_rule = cache(lambda rows: np.array([rule.cost(rows * (n + 1), n > 0) for n in sizes]))
+        apart = np.log2(np.add(sizes, 1))
+        self.near = NEAR ** -abs(apart[:, None] - apart)  # (S, S) weight of a size for another
+        self.ratios = np.ones((32, len(sizes)))  # by bits of rows and size: seconds over the rule's
         self.known = np.zeros_like(self.ratios)  # how many rounds these are of
-        nodes = np.log2([1, *(size + 1 for size in self.sizes)])
-        self._near = float(NEAR) ** -abs(nodes[:, None] - nodes)  # (S + 1, S + 1) weight of a size for another
-        self._costs: dict[int, list[float]] = {}  # rows -> seconds of a round, by place
-        self._plans: dict[tuple[int, int, int], BudgetPlan] = {}  # rows, largest place, rows without drafts
-        self.promised: list[float] = []  # tokens that a row expected of a size's nodes behind the size before, averages
-        self.found: list[float] = []  # rows that these are of
+        self._costs: dict[int, np.ndarray] = {}  # by rows, until the next round is noted
+        self.promised = np.zeros(len(sizes) - 1)  # tokens that a row expected of a size's nodes behind the size before
+        self.found = np.zeros_like(self.promised)  # rows that these are of
         self.kept = self.verified = 0.0  # tokens committed beside bonus tokens, and expected in the same rounds
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
-        self._expected = [0.0]  # of the tree that was chosen last, by nodes: tokens beside the bonus token
+        self.expected = np.zeros(1)  # of the tree that was chosen last, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
 
     @property
@@ -134,51 +117,33 @@ class BudgetController(Budget):
         """What is committed for every token that is expected."""
         return (self.kept + DOUBT) / (self.verified + DOUBT)
 
-    def costs(self, rows: int) -> list[float]:
-        """Return the seconds of a round of so many rows, by place; without nodes nothing is drafted. A known ratio
+    def place(self, nodes: int) -> int:
+        """Return which is the largest size within so many nodes."""
+        return bisect_right(self.sizes, nodes) - 1
+
+    def costs(self, rows: int) -> np.ndarray:
+        """Return the seconds of a round of so many rows, by size, (S,); without nodes nothing is drafted. A known ratio
         of twice the rows or nodes weighs a NEAR-th of one of the same."""
         if rows not in self._costs:
-            near = float(NEAR) ** -abs(np.arange(len(self.known)) - rows.bit_length())  # (32,)
-            weights = near[:, None] * np.minimum(self.known, 1 / SHARE)
-            total = weights.sum(0) @ self._near
-            ratios = np.divide((weights * self.ratios).sum(0) @ self._near, total, np.ones_like(total), where=total > 0)
-            self._costs[rows] = [
-                ratio * self._by_rule(rows, size) for ratio, size in zip(ratios.tolist(), (0, *self.sizes), strict=True)
-            ]
+            weights = NEAR ** -abs(np.arange(32.0) - rows.bit_length())[:, None] * self.known  # (32, S)
+            ratios = (weights * self.ratios).sum(0) @ self.near + NOTHING
+            self._costs[rows] = ratios / (weights.sum(0) @ self.near + NOTHING) * self.by_rule(rows)
         return self._costs[rows]
 
-    def _by_rule(self, rows: int, nodes: int) -> float:
-        return self.rule.cost(rows * (nodes + 1), rows, nodes > 0)
-
-    def most_nodes(self, rows: int, most: int, full: int | None = None) -> int:
-        """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none. `full`:
-        how many rows there would soon be if nothing was drafted, where texts wait and those in work end too soon for
-        prompts to keep up."""
+    def most_nodes(self, rows: int, most: int) -> int:
+        """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none."""
         self.rounds += 1
-        if self.rounds % REFRESH == 0 or self.rounds < REFRESH:
-            self._costs.clear()
-            self._plans.clear()
-        last = self._place[max(1, min(most, POSITIONS // rows - 1))]
-        if self.rounds <= TRIAL or not self.promised:
-            return min(self.sizes[last - 1], FIRST)
-        key = rows, last, full or rows
-        if key not in self._plans:
-            self._plans[key] = self._plan(*key)
-        plan = self._plans[key]
-        self.rate = plan.rate
-        other = self.alike >= plan.patience
+        last = self.place(max(1, min(most, POSITIONS // rows - 1)))
+        if self.rounds <= TRIAL or not self.promised.any():
+            return min(self.sizes[last], FIRST)
+        costs = self.costs(rows)
+        rates = (1 + self.trust * np.append(0.0, self.promised[:last].cumsum())) / costs[: last + 1]
+        best = 1 + int(rates[1:].argmax())
+        gain = rates[best] / rates[0]  # over drafting nothing
+        self.rate = float(max(rates[0], rates[best]))
+        other = self.alike >= self._patience(rows, gain, costs[0] / costs[best])
         self.alike = 0 if other else self.alike + 1
-        return 0 if plan.drafts == other else self.sizes[min(plan.best + self._looks, last) - 1]
-
-    def _plan(self, rows: int, last: int, full: int) -> BudgetPlan:
-        """Return what rounds of so many rows, with trees up to a place, do best."""
-        costs, trust = self.costs(rows), self.trust
-        lengths = accumulate((trust * promised for promised in self.promised[:last]), initial=1.0)
-        plain, *rates = (length / cost for length, cost in zip(lengths, costs, strict=False))
-        drafting = max(rates)
-        best = 1 + rates.index(drafting)
-        gain = rows * drafting * self.costs(full)[0] / full  # over drafting nothing
-        return BudgetPlan(best, max(plain, drafting), gain > 1, self._patience(rows, gain, costs[0] / costs[best]))
+        return 0 if (gain > 1) == other else self.sizes[min(best + self._looks, last)]
 
     @property
     def _looks(self) -> bool:
@@ -190,7 +155,7 @@ class BudgetController(Budget):
         one that drafts; few where nothing is known of it."""
         rounds = max(SOON, OTHER * (cost * (1 - 1 / gain) if gain > 1 else (1 - gain) / cost))
         known = self.known[rows.bit_length()]
-        return rounds if (known[:1] if gain > 1 else known[1:]).any() else min(rounds, REFRESH)
+        return rounds if (known[:1] if gain > 1 else known[1:]).any() else min(rounds, UNKNOWN)
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
         """Return the size, at most so many nodes, that commits most tokens a second over all rounds, for ranked trees
@@ -201,16 +166,15 @@ class BudgetController(Budget):
         return self._best(len(log_probs), most)
 
     def _expect(self, log_probs: list[list[float]]) -> None:
-        """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes, from
-        log-probabilities (B, M)."""
-        ranks = zip(*log_probs, strict=True)  # few numbers: in Python alone
-        next(ranks)
-        self._expected = list(accumulate((sum(map(exp, rank)) / len(rank) for rank in ranks), initial=0.0))
+        """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes."""
+        probabilities = np.exp(log_probs)
+        probabilities[:, 0] = 0.0
+        self.expected = probabilities.mean(0).cumsum()
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
         were those of the last ones."""
-        known = len(self._expected) - 1
+        known = len(self.expected) - 1
         return self._best(rows, min(most, known)) if known else min(most, FIRST)
 
     def grown(self, nodes: int) -> int:
@@ -219,110 +183,78 @@ class BudgetController(Budget):
 
     def _best(self, rows: int, most: int) -> int:
         """Return the best size of at most so many nodes by what is expected of each."""
-        last = self._place[min(most, len(self._expected) - 1)]
+        last = self.place(min(most, len(self.expected) - 1))
         if self._looks:
-            return self.sizes[last - 1]
-        costs, trust = self.costs(rows), self.trust
-        worth = [trust * self._expected[size] - self.rate * costs[i] for i, size in enumerate(self.sizes[:last], 1)]
-        return self.sizes[worth.index(max(worth))]
+            return self.sizes[last]
+        worth = self.trust * self.expected[self.sizes[: last + 1]] - self.rate * self.costs(rows)[: last + 1]
+        return self.sizes[1 + int(worth[1:].argmax())]
 
     def note(
         self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
     ) -> None:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out;
         `promised`: the log-probabilities of all nodes found, where `nodes` was not told them."""
-        self.last = nodes
+        self.last, rows, place = nodes, len(paths), self.place(nodes)
+        seconds = min(seconds, PAUSE * self.costs(rows)[place])  # a pause is not the machine's pace
+        key = rows.bit_length(), place
+        self.known[key] = min(self.known[key] + 1, 1 / SHARE)
+        self.ratios[key] += (seconds / self.by_rule(rows)[place] - self.ratios[key]) / self.known[key]
+        self._costs.clear()
         if promised and len(promised[0]) > 1:
             self._expect(promised)
-        rows = len(paths)
-        self._note_cost(rows, self._place[nodes], seconds)
         if not nodes:
             return
-        found = self._place[min(len(self._expected) - 1, self.most)]
-        more = [0.0] * (found - len(self.found))
-        self.promised, self.found = self.promised + more, self.found + more
         keep = MEMORY / (rows + MEMORY)
-        for i, (before, size) in enumerate(pairwise((0, *self.sizes[:found]))):
-            self.found[i] = keep * self.found[i] + rows
-            self.promised[i] += (
-                rows / self.found[i] * (self._expected[size] - self._expected[before] - self.promised[i])
-            )
+        sizes = self.sizes[: 1 + self.place(min(len(self.expected) - 1, self.most))]
+        here = slice(len(sizes) - 1)
+        self.found[here] = keep * self.found[here] + rows
+        self.promised[here] += rows / self.found[here] * (np.diff(self.expected[sizes]) - self.promised[here])
         self.kept = keep * self.kept + sum(map(len, paths))
-        self.verified = keep * self.verified + rows * self._expected[min(nodes, len(self._expected) - 1)]
-
-    def _note_cost(self, rows: int, place: int, seconds: float) -> None:
-        """Take note of what a round took."""
-        key, cost = (rows.bit_length(), place), self.costs(rows)[place]
-        # a pause is not the machine's pace
-        ratio = min(seconds, PAUSE * cost) / self._by_rule(rows, ([0] + self.sizes)[place])
-        self.known[key] += 1
-        self.ratios[key] += max(SHARE, 1 / self.known[key]) * (ratio - self.ratios[key])
+        self.verified = keep * self.verified + rows * float(self.expected[min(nodes, len(self.expected) - 1)])
 
 
-def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float], rows: int) -> BudgetRule:
-    """Return what `calibrate` measures, once for a target, a drafter and so many rows: the target keeps it as long as
-    there is the drafter."""
-    rules = target.budget_rules.setdefault(drafter, {})
-    if rows not in rules:
-        rules[rows] = calibrate(target, drafter, clock, rows)
-    return rules[rows]
+def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> BudgetRule:
+    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as long as there is the
+    drafter."""
+    if drafter not in target.budget_rules:
+        target.budget_rules[drafter] = calibrate(target, drafter, clock)
+    return target.budget_rules[drafter]
 
 
 @torch.inference_mode()
-def calibrate(
-    target: Target, drafter: Drafter, clock: Callable[[], float], rows: int = 1, repeats: int = 7
-) -> BudgetRule:
-    """Measure one row's draft and its target passes, size by size until one costs `DEAR` plain ones, and where there
-    may be more `rows` the draft and the plain pass of all of them, in turns: medians of `repeats`. About a second on a
-    laptop."""
-    draft, verify = _scratch(target, drafter, 1)
-    tree = draft(SIZES[-1])
-    trees, seconds = [tree.first(size) for size in sorted({min(size, tree.budget) for size in (0, *SIZES)})], []
-    for tree in trees:
-        verify(tree)  # warms up
-        seconds.append(_timed(clock, partial(verify, tree)))
-        if seconds[-1] > DEAR * seconds[0]:
-            break
-    tasks = [partial(draft, FIRST)] + [partial(verify, tree) for tree in trees[: len(seconds)]]
-    if rows > 1:
-        draft_all, verify_all = _scratch(target, drafter, rows)
-        tasks += [partial(draft_all, FIRST), partial(verify_all, draft_all(1).first(0))]
-        [task() for task in tasks]
-    samples = [[_timed(clock, task) for task in tasks] for _ in range(repeats)]
-    other, *passes = map(statistics.median, zip(*samples, strict=True))
-    row = row_drafts = 0.0
-    if rows > 1:
-        *passes, drafts_all, passes_all = passes
-        row_drafts = max(0.0, drafts_all - other) / (rows - 1)
-    rule = BudgetRule(tuple(tree.budget + 1 for tree in trees[: len(passes)]), tuple(accumulate(passes, max)), other)
-    if rows > 1:  # more nodes never cost less, nor do more rows
-        row = max(0.0, passes_all - rule.cost(rows, drafts=False)) / (rows - 1)
-    return replace(rule, row=row, row_drafts=row_drafts)
-
-
-def _timed(clock: Callable[[], float], task: Callable[[], object]) -> float:
-    """Return the seconds of a task."""
-    mark = clock()
-    task()
-    return clock() - mark
-
-
-def _scratch(target: Target, drafter: Drafter, rows: int) -> tuple[Callable[[int], DraftTree], Callable]:
-    """Return what drafts a tree of so many nodes behind scratch rows of `CONTEXT` positions, and what verifies one."""
-    cache, state = target.cache(rows, CONTEXT + SIZES[-1] + 1), drafter.state(rows, CONTEXT + 2 * DRAFTS)
-    prompts = [[i % target.config.vocab_size for i in range(CONTEXT)]] * rows
-    with cache.add(rows) as new:
-        features = target.extend(prompts, new, drafter.layer_ids)
-    with state.add(rows) as new:
-        tokens = torch.tensor(prompts, device=target.device)
-        drafter.update_context(target, features.context, tokens, [CONTEXT] * rows, new)
-    bonus = torch.zeros(rows, dtype=torch.long, device=target.device)
+def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 7) -> BudgetRule:
+    """Measure one row's draft and its target passes behind `CONTEXT` positions, size by size until one costs `DEAR`
+    plain ones, in turns: medians of `repeats`. About a second on a laptop."""
+    cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1), drafter.state(1, CONTEXT + 2 * DRAFTS)
+    prompt = [i % target.config.vocab_size for i in range(CONTEXT)]
+    with cache.add(1) as new:
+        features = target.extend([prompt], new, drafter.layer_ids)
+    tokens, bonus = (torch.tensor(ids, device=target.device) for ids in ([prompt], [0]))
+    with state.add(1) as new:
+        drafter.update_context(target, features.context, tokens, [CONTEXT], new)
 
     def draft(nodes: int) -> DraftTree:
-        drafter.update_context(target, features.context[:, :2], tokens[:, :2], [2] * rows, state)
+        drafter.update_context(target, features.context[:, :2], tokens[:, :2], [2], state)
         return ddtree(propose(drafter, target, bonus, state, nodes))
 
     def verify(tree: DraftTree) -> None:
         target.head(target.verify(tree, tree.ancestors(), cache, drafter.layer_ids).last).argmax(-1)
 
-    return draft, verify
+    def timed(task: Callable[[], object]) -> float:
+        mark = clock()
+        task()
+        return clock() - mark
+
+    tree = draft(SIZES[-1])
+    tasks, sizes, first = [partial(draft, FIRST)], [], 0.0
+    for size in sorted({min(size, tree.budget) for size in (0, *SIZES)}):
+        tasks.append(partial(verify, tree.first(size)))
+        sizes.append(size)
+        tasks[-1]()  # warms up
+        seconds = timed(tasks[-1])
+        first = first or seconds
+        if seconds > DEAR * first:
+            break
+    samples = [[timed(task) for task in tasks] for _ in range(repeats)]
+    other, *passes = map(statistics.median, zip(*samples, strict=True))
+    return BudgetRule(tuple(size + 1 for size in sizes), tuple(accumulate(passes, max)), other)

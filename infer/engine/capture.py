@@ -5,6 +5,24 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from infer.config import TextOptions
+from infer.engine.sampling import Sampling
+
+
+class Columns:
+    """Device memory for what rows ask: written when other texts come into the rows, read by captured rounds."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the rows hold
+        self.sampling = Sampling.of([TextOptions(temperature=1.0)] * rows, vocabulary, device)
+
+    def write(self, sampling: Sampling, seen: torch.Tensor | None) -> None:
+        """Note what the first rows ask, and the tokens (B, V) that they hold, needed for a penalty only."""
+        if seen is not None:
+            self.seen[: len(seen)] = seen
+        for name, column in sampling.columns.items():
+            self.sampling.columns[name][: len(column)] = column
+
 
 class Graphs:
     """Runs functions of device memory, each known by a key, as CUDA graphs; elsewhere than on CUDA, as they are.

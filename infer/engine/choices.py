@@ -1,4 +1,5 @@
-"""What the target chooses at the nodes of trees, and the log-probabilities of what it chose.
+"""What the target chooses at the nodes of trees, and the walk: the drafted path that it accepts, and the bonus token
+after it (DDTree section 4.4).
 
 B rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary.
 """
@@ -8,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.config import TextOptions
-from infer.engine.sampling import SeenAt, adjust, choose, sampled_rows, seen_tokens
-from infer.engine.sequence import Sequence, TokenLogprob, text_end
+from infer.engine.sampling import Sampling, SeenAt, adjust, choose, round_noise, seen_tokens
+from infer.engine.sequence import Sequence, text_end
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -22,24 +22,29 @@ MANY = 4  # rows
 class RowsAsked:
     """What the rows of a round ask of sampling."""
 
-    options: abc.Sequence[TextOptions]  # empty: all rows are greedy
-    start: torch.Tensor  # (B,) positions of the roots
-    noise: torch.Tensor | None  # (S, > max depth, V) of the sampled rows
+    sampling: Sampling
+    noise: torch.Tensor | None  # (B, > max depth, V), where a row is sampled
     seen: torch.Tensor | None  # (B, V) the tokens that every row holds, where one has a penalty
     texts: abc.Sequence[Sequence] = ()  # none where the host is not asked: no processors, no grammars, no n-grams
+
+
+def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:
+    """Return what texts ask of sampling, and which tokens every row holds, (B, V) bool, where a penalty needs them."""
+    vocabulary = target.head_weight.shape[0]
+    sampling = Sampling.of([text.options for text in texts], vocabulary, target.device)
+    seen = seen_tokens([text.known for text in texts], vocabulary, target.device) if sampling.kind.penalised else None
+    return sampling, seen
+
+
+def texts_ask(target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor, depth: int) -> RowsAsked:
+    """Return what texts ask of a round with trees of so much depth behind roots at positions start (B,)."""
+    sampling, seen = sampling_of(target, texts)
+    return RowsAsked(sampling, round_noise(sampling, start, depth + 1, target.head_weight.shape[0]), seen, texts)
 
 
 def piece(rows: int) -> int:
     """Return how many nodes of so many rows have their logits in memory at a time."""
     return max(1, PIECE * min(rows, MANY) // rows)
-
-
-def held_tokens(target: Target, texts: abc.Sequence[Sequence]) -> torch.Tensor | None:
-    """Return which tokens every row holds, (B, V) bool; None where no repetition penalty needs them."""
-    if all(text.options.repetition_penalty == 1 for text in texts):
-        return None
-    everything = [text.prompt + text.ids for text in texts]
-    return seen_tokens(everything, target.head_weight.shape[0], target.device)
 
 
 def choose_tokens(
@@ -56,15 +61,12 @@ def choose_tokens(
     for first in range(0, last.shape[1], width):
         here = slice(first, first + width)
         logits = target.head(last[:, here])  # (B, n, V)
-        before = within and (lambda rows, nodes, first=first: within(rows, nodes + first))
-        pieces.append(choose(logits, tree.depths[:, here], asked.options, asked.noise, before))
+        before = within and (lambda nodes, first=first: within(slice(nodes.start + first, nodes.stop + first)))
+        pieces.append(choose(logits, tree.depths[:, here], asked.sampling, asked.noise, before))
     chosen = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
-    order = sampled_rows(asked.options)
     for row, text in enumerate(asked.texts):
         if text.judged:
-            own = asked.noise[order.index(row)] if row in order else None  # (> max depth, V)
-            prefix = within if text.options.repetition_penalty != 1 else None
-            chosen[row] = choose_processed(target, tree, row, text, logits, own, prefix)
+            chosen[row] = choose_processed(target, tree, row, asked, logits, within)
     return chosen
 
 
@@ -72,14 +74,14 @@ def choose_processed(
     target: Target,
     tree: DraftTree,
     row: int,
-    text: Sequence,
+    asked: RowsAsked,
     logits: torch.Tensor,
-    noise: torch.Tensor | None,
-    seen: SeenAt | None,
+    within: SeenAt | None,
 ) -> torch.Tensor:
     """Return the same for one row whose logits go through processors or a grammar, (M,). These see the true prefix
     of one node at a time, and so only the nodes on the path that the target takes, as far as the text goes; -1,
     which no child carries, elsewhere. Behind the end of the text the last token stands, which is cut off."""
+    text, sampling = asked.texts[row], asked.sampling.rows(slice(row, row + 1))
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     chosen = torch.full_like(tree.tokens[row], -1)
     ids, node, depth, token = text.ids[:], 0, 0, None
@@ -90,9 +92,9 @@ def choose_processed(
                 scores = processor(torch.tensor([text.prompt + ids], device=scores.device), scores)
             if text.grammar is not None:
                 scores = text.grammar.mask(scores, text.ids, ids[len(text.ids) :])
-            place = (torch.tensor([[i]], device=scores.device) for i in (row, node))
-            scores = adjust(scores[None], [text.options], None if seen is None else seen(*place))[0, 0]  # (V,)
-            token = int((scores if noise is None else scores + noise[depth]).argmax())
+            seen = None if within is None else within(slice(node, node + 1))[row : row + 1]
+            scores = adjust(scores[None], sampling, seen)[0, 0]  # (V,)
+            token = int((scores if asked.noise is None else scores + asked.noise[row, depth]).argmax())
             ids.append(token)
         chosen[node] = token
         children = (i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token)
@@ -100,17 +102,32 @@ def choose_processed(
     return chosen
 
 
-def logprobs_of(target: Target, last: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the target's own log-probabilities at places with final states (B, W, D): of the token that was chosen
-    there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k) float64."""
-    log_probs = target.head(last).float().log_softmax(-1)
-    top, ids = log_probs.topk(most, dim=-1)
-    return torch.cat([log_probs.gather(2, chosen[..., None]), top, ids.double()], -1)
+@dataclass(frozen=True)
+class Accepted:
+    """What a round commits."""
+
+    path: torch.Tensor  # (B, W) node indices from the root down, padded by repeating the last accepted one
+    lengths: torch.Tensor  # (B,) committed nodes, the root included: 1 .. W
+    bonus: torch.Tensor  # (B,) the target's token after the path: the next round's root
 
 
-def note_logprobs(text: Sequence, places: list[list[float]]) -> None:
-    """Give a text that asks for them the `logprobs_of` its committed tokens."""
-    for of_chosen, *likeliest in places if text.options.logprobs is not None else ():
-        half = len(likeliest) // 2
-        ranked = zip(map(int, likeliest[half:]), likeliest[:half], strict=True)
-        text.logprobs.append(TokenLogprob(of_chosen, list(ranked)[: text.options.logprobs]))
+def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None = None) -> Accepted:
+    """Go from the root to a child as long as a child carries the token that the target chose at the node.
+
+    chosen (B, M): the target's token after every node, greedy or sampled: the same rule makes both lossless. Stays on
+    the device: a node is reached if it and all its ancestors carry what was chosen at their parents, and the
+    deepest of these ends the path.
+    """
+    if tree.max_depth == 0:
+        return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])
+    ancestors = tree.ancestors() if ancestors is None else ancestors
+    match = tree.tokens == chosen.gather(1, tree.parents)  # (B, M)
+    match[:, 0] = True
+    reached = (match[:, None] | ~ancestors).all(-1)  # (B, M)
+    last = (reached * (tree.depths + 1)).argmax(1, keepdim=True)  # (B, 1)
+    on_path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0]  # (B, M)
+    depths = torch.where(on_path, tree.depths, tree.max_depth + 1)
+    nodes = torch.arange(depths.shape[1], device=depths.device).expand_as(depths)
+    # node i goes to column depths[i], nodes off the path to a last column, which is dropped
+    path = last.expand(-1, tree.max_depth + 2).clone().scatter_(1, depths, nodes)[:, :-1]
+    return Accepted(path, tree.depths.gather(1, last)[:, 0] + 1, chosen.gather(1, last)[:, 0])

@@ -48,22 +48,10 @@ class Engine:
         self.runner.reset()
 
     @property
-    def waiting(self) -> abc.Sequence[Sequence]:
-        return self.scheduler.waiting
-
-    @property
-    def entering(self) -> list[Sequence]:
-        """Texts whose prompts are being computed."""
-        return self.scheduler.entering
-
-    @property
-    def writing(self) -> list[Sequence]:
-        return self.scheduler.writing
-
-    @property
     def busy(self) -> bool:
         """Whether a text is being written or waits."""
-        return bool(self.waiting or self.entering or self.writing)
+        scheduler = self.scheduler
+        return bool(scheduler.waiting or scheduler.entering or scheduler.writing)
 
     def check_text(self, options: TextOptions) -> None:
         """Raise ValueError for options of a text that cannot be followed."""
@@ -101,8 +89,7 @@ class Engine:
             self._prefill(width)
         if texts := scheduler.writing:
             most = scheduler.tree_positions(texts, scheduler.computed) - 1
-            full = min(scheduler.most, len(texts) + len(scheduler.entering) + len(scheduler.waiting))
-            runner.round(texts, most, full)
+            runner.round(texts, most)
             self._release()
         return [text for text, length in before.items() if text.finish is not None or len(text.ids) > length]
 

@@ -103,8 +103,6 @@ class Prefill:
         blocks, text.kept = text.kept, []
         if not blocks:
             return
-        if self.memory.target.recurrent:
-            self.cache.states.restore(row, blocks[-1].states)
         self.cache.restore(row, [block.target for block in blocks])
         if self.state is not None:
             self.state.restore(row, text.known[: text.reused], [block.drafter for block in blocks])
@@ -120,10 +118,7 @@ class Prefill:
             tokens, counts = pad_ids(parts, features.context.device), [len(part) for part in parts]
             memory.drafter.update_context(memory.target, features.context, tokens, counts, self.state)
         for row, (text, part) in enumerate(zip(texts, parts, strict=True)):
-            reached = begun[row] + len(part)
-            if part and reached in text.borders:
-                text.states[reached] = self.cache.states.read(row)
-            if part and reached == len(text.known):
+            if part and begun[row] + len(part) == len(text.known):
                 self.last[row] = features.last[row, len(part) - 1]
         return len(parts) * max(map(len, parts))
 

@@ -3,15 +3,12 @@
 B rows, M tree nodes, W = max depth + 1.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from infer.config import TextOptions
-from infer.engine.choices import logprobs_of
-from infer.engine.controls import most_logprobs
 from infer.engine.round import RoundResult
+from infer.engine.sequence import Sequence, TokenLogprob
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
@@ -26,15 +23,14 @@ class Told:
     logprobs: list[list[float]]  # of every committed token, see `logprobs_of`, if a row asks for them
 
 
-def pack(target: Target, found: RoundResult, options: Sequence[TextOptions], promises: bool) -> torch.Tensor:
+def pack(target: Target, found: RoundResult, most: int | None, promises: bool) -> torch.Tensor:
     """Return a round as numbers (B, n) float64, which holds token ids as they are: lengths, bonus tokens, tokens and
-    nodes of the paths; `promises`: log-probabilities of all nodes found; the target's, where a text asks for them."""
+    nodes of the paths; `promises`: log-probabilities of all nodes found; unless `most` is None, `logprobs_of`."""
     accepted = found.accepted
     drafted = found.tree.tokens.gather(1, accepted.path)  # (B, W)
     columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path]
     if promises:
         columns.append(found.whole.log_probs)
-    most = most_logprobs(options)
     if most is not None:
         last = found.features.last
         along = last.gather(1, accepted.path[..., None].expand(-1, -1, last.shape[-1]))
@@ -50,6 +46,22 @@ def unpack(numbers: list[float], width: int, promised: int) -> Told:
     each = (len(numbers) - end) // width
     logprobs = [numbers[end + each * place :][:each] for place in range(length)] if each else []
     return Told([*ids[1:length], bonus], ids[width + 1 : width + length], numbers[2 + 2 * width : end], logprobs)
+
+
+def logprobs_of(target: Target, last: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the target's own log-probabilities at places with final states (B, W, D): of the token that was chosen
+    there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k) float64."""
+    log_probs = target.head(last).float().log_softmax(-1)
+    top, ids = log_probs.topk(most, dim=-1)
+    return torch.cat([log_probs.gather(2, chosen[..., None]), top, ids.double()], -1)
+
+
+def note_logprobs(text: Sequence, places: list[list[float]]) -> None:
+    """Give a text that asks for them the `logprobs_of` its committed tokens."""
+    for of_chosen, *likeliest in places if text.options.logprobs is not None else ():
+        half = len(likeliest) // 2
+        ranked = zip(map(int, likeliest[half:]), likeliest[:half], strict=True)
+        text.logprobs.append(TokenLogprob(of_chosen, list(ranked)[: text.options.logprobs]))
 
 
 def rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:

@@ -7,7 +7,6 @@ item may hold the token after its position (`infer.drafters.dart`). Copies are k
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -24,24 +23,11 @@ class PrefixBlock:
     number: int
     target: Part
     drafter: Part
-    states: Part | None = None  # of a recurrent target's layers behind it
 
     @property
     def bytes(self) -> int:
         """Return the memory that it takes."""
-        return sum(part.nbytes for part in (*self.target, *self.drafter, *(self.states or ())))
-
-
-class Found(NamedTuple):
-    """What is kept of a text."""
-
-    blocks: list[PrefixBlock]
-    next_key: Key | None  # of the first block that is not kept; None: it has no further whole one
-
-    def with_states(self) -> list[PrefixBlock]:
-        """Return the blocks up to the last that has the states of a recurrent target."""
-        ends = [i + 1 for i, block in enumerate(self.blocks) if block.states is not None]
-        return self.blocks[: max(ends, default=0)]
+        return sum(part.nbytes for part in (*self.target, *self.drafter))
 
 
 class Prefixes:
@@ -52,24 +38,23 @@ class Prefixes:
         self.memory, self.bytes, self.made = memory, 0, 0
         self.blocks: OrderedDict[Key, PrefixBlock] = OrderedDict()  # no block stands behind the one that it follows
 
-    def find(self, ids: list[int]) -> Found:
-        """Return the blocks that a text begins with; a token at least is left to be computed."""
+    def find(self, ids: list[int]) -> tuple[list[PrefixBlock], Key | None]:
+        """Return the blocks that a text begins with, of which a token at least is left to be computed; and the key of
+        the first that is not kept, None where there is no further whole one."""
         path = self._path(ids)
         blocks = [self.blocks[key] for key in path]
-        return Found(blocks, self._key(ids, len(path), blocks[-1].number if blocks else 0))
+        return blocks, self._key(ids, len(path), blocks[-1].number if blocks else 0)
 
-    def keep(self, ids: list[int], read: Callable[[int], tuple[Part, Part]], states: dict[int, Part]) -> None:
+    def keep(self, ids: list[int], read: Callable[[int], tuple[Part, Part]]) -> None:
         """Keep the blocks of a text that are not kept yet, as far as the memory goes. `read` returns what target and
-        drafter have of BLOCK positions from a position on; `states` what a recurrent target has behind others."""
+        drafter have of BLOCK positions from a position on."""
         path = self._path(ids)
         for key in reversed(path):
             self.blocks.move_to_end(key)
         own, number = set(path), self.blocks[path[-1]].number if path else 0
-        for at, key in enumerate(path):
-            self._add_states(self.blocks[key], states.get((at + 1) * BLOCK), own)
         while (key := self._key(ids, len(path), number)) is not None:
             self.made += 1
-            block = PrefixBlock(self.made, *read(len(path) * BLOCK), states.get((len(path) + 1) * BLOCK))
+            block = PrefixBlock(self.made, *read(len(path) * BLOCK))
             if not self._make_room(block.bytes, own):
                 break
             self.blocks[key], number = block, block.number
@@ -78,13 +63,6 @@ class Prefixes:
             own.add(key)
         for key in reversed(path):
             self.blocks.move_to_end(key)
-
-    def _add_states(self, block: PrefixBlock, states: Part | None, own: set[Key]) -> None:
-        if block.states is None and states is not None:
-            size = sum(part.nbytes for part in states)
-            if self._make_room(size, own):
-                block.states = states
-                self.bytes += size
 
     def _make_room(self, size: int, own: set[Key]) -> bool:
         """Let old blocks go until `size` bytes fit; return whether they do without letting any of `own` go."""

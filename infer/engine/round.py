@@ -12,11 +12,9 @@ from functools import partial
 
 import torch
 
-from infer.engine.choices import RowsAsked, choose_tokens
+from infer.engine.choices import Accepted, RowsAsked, choose_tokens, walk
 from infer.engine.memory import Committed, Memory
-from infer.engine.rejection import decide
 from infer.engine.sampling import seen_at_nodes
-from infer.engine.verify import Accepted, walk
 from infer.targets.target import Features, Target
 from infer.trees.tree import DraftTree, Proposal
 
@@ -62,8 +60,6 @@ def follow_target(
 ) -> tuple[Accepted, torch.Tensor]:
     """Return the path that the target takes by final states (B, M, D), and its token after every node, (B, M)."""
     within = None if asked.seen is None else partial(seen_at_nodes, asked.seen, tree.tokens, ancestors)
-    if tree.draws is not None and tree.draws.q is not None:  # children drawn from the drafter's distribution
-        return decide(tree, target.head(last), asked.options, asked.start, asked.noise, within)
     chosen = choose_tokens(target, tree, within, last, asked)
     return walk(tree, chosen, ancestors), chosen
 

@@ -5,7 +5,7 @@ B rows, M tree nodes, W = max depth + 1, V vocabulary.
 
 from collections import abc
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,23 +14,27 @@ from torch import nn
 
 from infer.config import TEXT_NGRAMS, EngineConfig, TextOptions
 from infer.drafters.base import Drafter
+from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.budget import SIZES, Budget, BudgetController, rule_of
-from infer.engine.capture import Graphs
-from infer.engine.choices import RowsAsked, held_tokens, note_logprobs
-from infer.engine.controls import Columns, FixedRows, Kind
-from infer.engine.grammar import asked_grammar
+from infer.engine.capture import Columns, Graphs
+from infer.engine.choices import RowsAsked, sampling_of, texts_ask
 from infer.engine.memory import Memory, Prefill
-from infer.engine.packet import pack, rejected_path, unpack
+from infer.engine.packet import note_logprobs, pack, rejected_path, unpack
 from infer.engine.prefixes import BLOCK, Prefixes
-from infer.engine.proposal import follow_grammars, forced_tokens, propose
 from infer.engine.round import Method, RoundResult, commit, follow_target, run_round
-from infer.engine.sampling import round_noise
+from infer.engine.sampling import Kind, condition_on_noise, judge_on_noise, round_noise
 from infer.engine.sequence import Processor, Sequence, Stopwatch
 from infer.ngrams.model import NGram
 from infer.targets.target import Features, Target
 from infer.targets.watch import Watch
-from infer.trees.constrained import forced_chains
+from infer.trees.constrained import Rule, constrain
+from infer.trees.methods import TreeMethod
 from infer.trees.tree import DraftTree, Proposal, plain, root_only
+
+SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
+NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
+CANDIDATES = 32  # tokens of every position that a tree considers at most, with a conditional head
+FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
 
 
 class Size(NamedTuple):
@@ -39,15 +43,6 @@ class Size(NamedTuple):
     rows: int
     nodes: int
     kind: Kind
-
-
-@dataclass(frozen=True)
-class Done:
-    """A round that was run."""
-
-    found: RoundResult
-    packet: torch.Tensor  # (B, n) for the host, see `pack`
-    forced: bool = False  # by grammars: nothing was drafted
 
 
 class Runner:
@@ -67,7 +62,6 @@ class Runner:
         self.changes = target.follow_weights()
         self.weights = Watch(drafter or nn.Module())
         self.build = self.method.load()
-        self.shares = not self.method.draws  # a sampled text of drawn trees depends on them: not on the rows beside it
         self.ngram = ngrams_of(target, options, asked) if self.method.ngrams else None
         self.length, nodes = 0, 0  # L drafted positions
         if self.drafter is not None:
@@ -77,7 +71,7 @@ class Runner:
                 nodes = min(nodes, self.method.most_nodes(drafter.block_size))
         self.budget = Budget(nodes)
         if self.drafter is not None and auto:
-            self.budget = BudgetController(rule_of(target, drafter, watch.clock, options.rows), nodes)
+            self.budget = BudgetController(rule_of(target, drafter, watch.clock), nodes)
         # a round of texts without processors asks the host for nothing between its start and its end
         on_device = self.drafter is None or drafter.family.on_device
         on_device = on_device and not self.method.ngrams and target.lean
@@ -94,16 +88,11 @@ class Runner:
         self.columns = Columns(rows, self.vocabulary, device)
         self.noted: list[tuple[Sequence, int]] = []  # texts, and how long they were, that the device knows as they are
         megabytes = self.options.prefix_memory
-        self.prefixes = Prefixes(megabytes * 2**20) if megabytes else None
+        # of recurrent layers there would be states to keep, behind every block
+        self.prefixes = Prefixes(megabytes * 2**20) if megabytes and not self.target.recurrent else None
 
     def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
-        """Return a text to be queued. Raises ValueError for what it cannot follow."""
-        judged = processors or asked_grammar(options) is not None
-        if judged and self.method.draws and options.temperature > 0:
-            raise ValueError(
-                f"logits processors and grammars: a sampled {self.method.label} tree needs whole distributions; use "
-                "another method"
-            )
+        """Return a text to be queued."""
         return Sequence(prompt, options, processors)
 
     def weights_changed(self, enters: bool) -> bool:
@@ -118,13 +107,9 @@ class Runner:
         """Note what is kept of a text's prompt, see `Scheduler`."""
         if self.prefixes is None:
             return None
-        known, found = text.known, self.prefixes.find(text.known)
-        text.kept = found.with_states() if self.target.recurrent else found.blocks
+        text.kept, next_key = self.prefixes.find(text.known)
         text.reused = BLOCK * len(text.kept)
-        if self.target.recurrent:  # where its own blocks end, and where it leaves what others share
-            shared, whole = BLOCK * len(found.blocks), (len(known) - 1) // BLOCK * BLOCK
-            text.borders = frozenset({shared, whole} - set(range(text.reused + 1)))
-        return found.next_key
+        return next_key
 
     def prefill(self, texts: list[Sequence], done: int, width: int) -> int:
         """Compute the next `width` positions of prompts; return how many there were, padding included."""
@@ -140,30 +125,30 @@ class Runner:
             text.stats.reused = min(text.reused, len(text.prompt))
         start = torch.tensor([len(text.known) - 1 for text in texts], device=last.device)
         tree = root_only(torch.tensor([text.known[-1] for text in texts], device=last.device))
-        options, seen = [text.options for text in texts], held_tokens(self.target, texts)
-        asked = RowsAsked(options, start, round_noise(options, start, 1, self.vocabulary), seen, texts)
+        asked = texts_ask(self.target, texts, start, 0)
         accepted, chosen = follow_target(self.target, tree, tree.ancestors(), last, asked)
         memory.bonuses[rows.start : rows.stop] = accepted.bonus
         found = RoundResult(tree, tree, Features(None, last), chosen, accepted)
-        for text, row in zip(texts, pack(self.target, found, options, promises=False).tolist(), strict=True):
+        packet = pack(self.target, found, asked.sampling.kind.logprobs, promises=False)
+        for text, row in zip(texts, packet.tolist(), strict=True):
             told = unpack(row, 1, 0)
             note_logprobs(text, told.logprobs)
             text.append(told.tokens, self.target)
             if len(text.commits) > 1:  # entered before, and waited after a step that raised
                 text.commits[0] += text.commits.pop()
 
-    def round(self, texts: list[Sequence], most: int, full: int) -> None:
-        """Run a round with trees of `most` nodes at most; `full`: see `BudgetController.most_nodes`."""
+    def round(self, texts: list[Sequence], most: int) -> None:
+        """Run a round with trees of `most` nodes at most."""
         began, memory = self.watch.start(), self.memory
-        nodes = self.budget.most_nodes(len(texts), most, full)
+        nodes = self.budget.most_nodes(len(texts), most)
         captured = self.captures and not any(text.judged for text in texts)
         if nodes or captured:
             memory.tell_drafter()
-        done = self._replay(texts, nodes) if captured else self._launch(texts, nodes, most)
+        found, packet = self._replay(texts, nodes) if captured else self._launch(texts, nodes)
         self.watch.lap("verify")
-        found, path = done.found, done.found.accepted.path
+        path = found.accepted.path
         promised = found.whole.budget + 1 if captured and self.budget.adapts else 0
-        told = [unpack(row, path.shape[1], promised) for row in self._to_host(done.packet[: len(texts)])]
+        told = [unpack(row, path.shape[1], promised) for row in self._to_host(packet[: len(texts)])]
         lengths = [len(row.tokens) for row in told]
         if captured:
             memory.count(lengths)
@@ -178,37 +163,30 @@ class Runner:
             if text.options.trace:
                 text.rejected.append(rejected_path(found.tree, number, [0, *row.path][-1]))
         self.noted = [(text, len(text.ids)) for text in texts] if captured else []
-        if not done.forced:
-            seconds, paths = self.watch.clock() - began, [row.path for row in told]
-            self.budget.note(seconds, found.tree.budget, paths, [row.log_probs for row in told])
+        seconds, paths = self.watch.clock() - began, [row.path for row in told]
+        self.budget.note(seconds, found.tree.budget, paths, [row.log_probs for row in told])
         self.watch.lap("commit")
 
     def _to_host(self, packet: torch.Tensor) -> list[list[float]]:
         return packet.tolist()
 
-    def _launch(self, texts: list[Sequence], nodes: int, most: int) -> Done:
-        """Run a round that nothing of is committed yet."""
-        memory, options = self.memory, [text.options for text in texts]
-        forced = forced_tokens(texts, most, self.length) if self.method.ranked and most else []
-        depth = max(self.length, *map(len, forced), 0)
-        start, seen = memory.cache.ends_of(len(texts)), held_tokens(self.target, texts)
-        asked = RowsAsked(options, start, round_noise(options, start, depth + 1, self.vocabulary), seen, texts)
+    def _launch(self, texts: list[Sequence], nodes: int) -> tuple[RoundResult, torch.Tensor]:
+        """Run a round that nothing of is committed yet; return it and its `pack`."""
+        asked = texts_ask(self.target, texts, self.memory.cache.ends_of(len(texts)), self.length)
         method = self._method(asked, nodes, nodes, lambda tree: self.budget.nodes(tree.log_probs, nodes))
-        if forced:
-            method = Method(partial(Proposal, memory.bonus, None), partial(forced_chains, forced))
-        found = run_round(memory, asked, method, self.watch.lap)
-        return Done(found, pack(self.target, found, options, promises=False), bool(forced))
+        found = run_round(self.memory, asked, method, self.watch.lap)
+        return found, pack(self.target, found, asked.sampling.kind.logprobs, promises=False)
 
-    def _replay(self, texts: list[Sequence], nodes: int) -> Done:
+    def _replay(self, texts: list[Sequence], nodes: int) -> tuple[RoundResult, torch.Tensor]:
         """Run a round that is committed on the device already, in a graph of the next larger size."""
         rows = min(1 << (len(texts) - 1).bit_length(), self.options.rows)
         kind = Kind.of([text.options for text in texts], self.vocabulary)
         size = Size(rows, self._graph_size(self.budget.nodes_ahead(len(texts), nodes) if nodes else 0), kind)
         if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:
-            self.columns.write([text.options for text in texts], held_tokens(self.target, texts))
+            self.columns.write(*sampling_of(self.target, texts))
         return self.graphs.run(size, partial(self._captured, size))
 
-    def _captured(self, size: Size) -> Done:
+    def _captured(self, size: Size) -> tuple[RoundResult, torch.Tensor]:
         """Compute and commit a round on the device alone, in shapes that depend on nothing but its size, of whose rows
         the used ones are the first: what a CUDA graph can hold."""
         memory = self.memory
@@ -216,19 +194,19 @@ class Runner:
             fixed.enter_context(memory.cache.fixed(size.rows))
             if memory.state is not None:
                 fixed.enter_context(memory.state.cache.fixed(size.rows))
-            options = [] if size.kind == Kind() else FixedRows(size.rows, size.kind, self.columns)
-            seen = self.columns.seen[: size.rows] if size.kind.penalised else None
-            start = memory.cache.ends_of(size.rows)
-            asked = RowsAsked(options, start, round_noise(options, start, self.length + 1, self.vocabulary), seen)
+            rows, start = slice(size.rows), memory.cache.ends_of(size.rows)
+            sampling = self.columns.sampling.rows(rows, size.kind)
+            seen = self.columns.seen[rows] if size.kind.penalised else None
+            asked = RowsAsked(sampling, round_noise(sampling, start, self.length + 1, self.vocabulary), seen)
             method = self._method(asked, size.nodes, self.budget.grown(size.nodes), lambda tree: size.nodes)
             found = run_round(memory, asked, method)
-            accepted, packet = found.accepted, pack(self.target, found, options, self.budget.adapts)
+            accepted, packet = found.accepted, pack(self.target, found, size.kind.logprobs, self.budget.adapts)
             if seen is not None:
                 seen.scatter_(1, found.tree.tokens.gather(1, accepted.path), True)
                 seen.scatter_(1, accepted.bonus[:, None], True)
             commit(memory, found, accepted.path, None)
             memory.tell_drafter()
-        return Done(replace(found, features=None, chosen=None), packet)  # a graph keeps the memory of its results
+        return replace(found, features=None, chosen=None), packet  # a graph keeps the memory of its results
 
     def _method(self, asked: RowsAsked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
         """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to `size`."""
@@ -266,7 +244,7 @@ class Runner:
 
     def _sizes(self, rows: int) -> list[int]:
         """Return the node counts that rounds of so many rows, a power of two, may have, the largest first."""
-        most, limited = self.budget.most, self.options.positions is not None and not self.method.draws
+        most, limited = self.budget.most, self.options.positions is not None
         if not most or not (limited or self.budget.adapts):
             return [most]
         if limited:
@@ -296,8 +274,7 @@ class Runner:
         if self.prefixes is not None:
             # the last token's position may be there or not, and a drafter's item there waits for the next one
             ids = text.known[: self.memory.cache.lengths[row]]
-            self.prefixes.keep(ids, partial(self.memory.read, row), text.states)
-            text.states = {}
+            self.prefixes.keep(ids, partial(self.memory.read, row))
 
 
 def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig) -> None:
@@ -316,3 +293,40 @@ def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram
         return NGram.uniform(target.head_weight.shape[0])
     # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
     return NGram.open(options.continuity, target.tokenizer_digest if asked else None)
+
+
+def propose(
+    memory: Memory, asked: RowsAsked, nodes: int, method: TreeMethod, options: EngineConfig, ngram: NGram | None
+) -> Proposal:
+    """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at most."""
+    target, drafter = memory.target, memory.drafter
+    told = asked.sampling, asked.noise, None if asked.seen is None else asked.seen[:, None]
+    block, steps = drafter.draft_block(target, memory.bonus, memory.state), None
+    if drafter.head_row is not None:  # tokens depend on the ones drafted before them
+        considered = min(CANDIDATES, max(FEW, 2 * nodes)) if method.by_budget else CANDIDATES
+        steps = ConditionalDraft(drafter, target, memory.bonus, block, judge_on_noise(*told), considered)
+    return Proposal(
+        memory.bonus,
+        condition_on_noise(block.marginals, *told),  # (B, L, V)
+        nodes,
+        ngram,
+        [text.end(SEARCHED) for text in asked.texts] if ngram else (),
+        NGRAM_WEIGHT,
+        options.width,
+        target.end_ids,
+        steps,
+    )
+
+
+def follow_grammars(
+    tree: DraftTree, proposal: Proposal, texts: abc.Sequence[Sequence], method: TreeMethod
+) -> DraftTree:
+    """Return the tree with the rows built anew whose texts follow a grammar."""
+    if not method.ranked or not tree.budget:
+        return tree
+    rows = {
+        row: Rule(partial(text.grammar.drafted, text.ids), text.grammar.forced(text.ids))
+        for row, text in enumerate(texts)
+        if text.grammar is not None
+    }
+    return constrain(tree, proposal, rows, method.by_budget) if rows else tree

@@ -1,6 +1,6 @@
 """How the target chooses a token: greedily, or by position-keyed Gumbel noise.
 
-B rows, of which S are sampled, Q nodes, L drafted positions, V vocabulary; b rows and q nodes of a part.
+B rows, Q nodes, q of them in a part, L drafted positions, V vocabulary.
 
 The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard Gumbel noise G. That
 is an exact sample from softmax(logits / temperature), and since the noise depends on nothing but seed, position and
@@ -9,19 +9,88 @@ token, every method, tree, budget and batch gives the same text for the same see
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from infer.config import TextOptions
-from infer.engine.controls import FixedRows, column, index, pick, sampled_rows, to_device
 
 SLAB = 1 << 18  # numbers that one step of sampling works on at least
 ON_DEVICE = 1 << 24  # the same elsewhere than on the CPU, where the number of steps is what takes time
 NOISE = 1 << 22  # the same for noise, whose bits take eight bytes a number, and several copies of them
-NUCLEUS = 1024  # likeliest tokens that top-p puts in order first
 
-# (rows (b, 1), nodes (b or 1, q)) -> which tokens their true prefixes hold, (b, q, V) bool
-SeenAt = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+SeenAt = Callable[[slice], torch.Tensor]  # nodes -> which tokens their true prefixes hold, (B, q, V) bool
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which options some row uses; each kind of captured rounds is a graph of its own."""
+
+    sampled: bool = False
+    most_k: int = 0  # the largest top_k, up to the next power of two
+    top_p: bool = False
+    min_p: bool = False
+    penalised: bool = False
+    logprobs: int | None = None  # alternatives that are told, up to the next power of two; None: none, nor the token's
+
+    @classmethod
+    def of(cls, rows: Sequence[TextOptions], vocabulary: int) -> "Kind":
+        """Return the kind of these rows."""
+        drawn = [row for row in rows if row.temperature > 0]
+        most = max((row.top_k for row in drawn if row.top_k < vocabulary), default=0)
+        told = max((row.logprobs for row in rows if row.logprobs is not None), default=None)
+        return cls(
+            bool(drawn),
+            min(_bucket(most), vocabulary - 1),
+            any(row.top_p < 1 for row in drawn),
+            any(row.min_p > 0 for row in drawn),
+            any(row.repetition_penalty != 1 for row in rows),
+            None if told is None else min(_bucket(told), vocabulary),
+        )
+
+
+def _bucket(count: int) -> int:
+    """Return the next power of two, of 0 itself."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What B rows ask of sampling: columns (B,) on the device, where options that a row does not use change nothing."""
+
+    kind: Kind
+    columns: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, rows: Sequence[TextOptions], vocabulary: int, device: torch.device) -> "Sampling":
+        """Return what texts with these options ask: no columns where none is sampled or penalised."""
+        kind = Kind.of(rows, vocabulary)
+        if not (kind.sampled or kind.penalised):
+            return cls(kind, {})
+        columns = {
+            "sampled": [row.temperature > 0 for row in rows],
+            "temperature": [row.temperature or 1.0 for row in rows],
+            "top_k": [row.top_k if row.temperature and row.top_k < vocabulary else 0 for row in rows],
+            "top_p": [row.top_p if row.temperature else 1.0 for row in rows],
+            "log_min_p": [math.log(row.min_p) if row.temperature and row.min_p else -math.inf for row in rows],
+            "repetition_penalty": [row.repetition_penalty for row in rows],
+            "seed": [row.seed for row in rows],
+        }
+        return cls(kind, {name: to_device(column, device) for name, column in columns.items()})
+
+    def rows(self, which: slice, kind: Kind | None = None) -> "Sampling":
+        """Return the same of some rows, as if they used no more than `kind`."""
+        return Sampling(kind or self.kind, {name: column[which] for name, column in self.columns.items()})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a column, (B, 1, 1)."""
+        return self.columns[name][:, None, None]
+
+
+def to_device(values: Sequence, device: torch.device) -> torch.Tensor:
+    """Return values of the host as a tensor on a device, without waiting for the device."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _signed(value: int) -> int:
@@ -72,176 +141,104 @@ def slabs(count: int, width: int, device: torch.device, on_device: int = ON_DEVI
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
-def round_noise(rows: Sequence[TextOptions], start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
-    """Return the noise of one round's positions start + 1 .. start + steps, start (B,), for the S sampled rows
-    in their order: (S, steps, V); None when there are none. It belongs to positions, not to nodes."""
-    return rows_noise(gumbel_noise, rows, start, steps, vocabulary)
-
-
-def rows_noise(
-    noise: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
-    rows: Sequence[TextOptions],
-    start: torch.Tensor,
-    steps: int,
-    vocabulary: int,
-) -> torch.Tensor | None:
-    """Return a stream of noise as `round_noise` does; in a captured round of all rows, 0 for greedy ones."""
-    sampled = sampled_rows(rows)
-    if not sampled:
+def round_noise(asked: Sampling, start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
+    """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V), 0 for greedy
+    rows; None where no row is sampled. It belongs to positions, not to nodes."""
+    if not asked.kind.sampled:
         return None
-    drawn, device = pick(rows, sampled), start.device
-    places = start[index(rows, sampled, device), None] + 1 + torch.arange(steps, device=device)
-    found = noise(column(drawn, "seed", device).flatten(), places, vocabulary)
-    return found * column(drawn, "sampled", device) if isinstance(rows, FixedRows) else found
+    places = start[:, None] + 1 + torch.arange(steps, device=start.device)
+    return gumbel_noise(asked.columns["seed"], places, vocabulary).mul_(asked["sampled"])
 
 
-def adjust(logits: torch.Tensor, rows: Sequence[TextOptions], seen: torch.Tensor | None = None) -> torch.Tensor:
+def adjust(logits: torch.Tensor, asked: Sampling, seen: torch.Tensor | None = None) -> torch.Tensor:
     """Return logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging Face's processors
     would leave them: float32, tokens that may not be chosen at minus infinity. `seen` (B, Q, V) bool marks the tokens
-    in a node's true prefix. Temperature and filters are skipped for greedy rows: neither changes the likeliest
-    token."""
-    logits = logits.float()
-
+    in a node's true prefix."""
+    logits, kind = logits.float(), asked.kind
     if seen is not None:
-        penalty = column(rows, "repetition_penalty", logits.device)
+        penalty = asked["repetition_penalty"]
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-    sampled = sampled_rows(rows)
-    if not sampled:
+    if not kind.sampled:
         return logits
-    logits = logits / column(rows, "temperature", logits.device)
-    for asked, lowest in (
-        ([i for i in sampled if 0 < rows[i].top_k < logits.shape[-1]], lowest_of_top_k),
-        ([i for i in sampled if rows[i].top_p < 1], lowest_of_top_p),
-        ([i for i in sampled if rows[i].min_p > 0], lowest_of_min_p),
-    ):
-        if asked:
-            every = len(asked) == len(rows)
-            which = None if every else to_device(asked, logits.device)
-            part = logits if every else logits[which]
-            filtered = part.masked_fill_(part < lowest(part, pick(rows, asked)), -math.inf)
-            if not every:
-                logits[which] = filtered
+    logits = logits / asked["temperature"]
+    if kind.most_k:
+        k, highest = asked["top_k"], logits.topk(kind.most_k).values
+        lowest = highest.gather(-1, (k - 1).clamp(min=0).expand(*logits.shape[:2], 1)).masked_fill(k == 0, -math.inf)
+        logits.masked_fill_(logits < lowest, -math.inf)
+    if kind.top_p:
+        logits.masked_fill_(logits < lowest_of_top_p(logits, asked["top_p"]), -math.inf)
+    if kind.min_p:
+        logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + asked["log_min_p"], -math.inf)
     return logits
 
 
-def lowest_of_top_k(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
-    """Return the k-th highest logit, (B, Q, 1): what is lower is not among the row's k likeliest; for k = 0 minus
-    infinity."""
-    k = column(rows, "top_k", logits.device)
-    highest = logits.topk(max(row.top_k for row in rows)).values
-    return highest.gather(-1, (k - 1).clamp(min=0).expand(*logits.shape[:2], 1)).masked_fill(k == 0, -math.inf)
-
-
-def lowest_of_top_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
-    """Return the lowest logit that is kept, (B, Q, 1): all likelier tokens together have less than the row's top_p.
-
-    The NUCLEUS likeliest tokens are put in order. Where their mass does not reach top_p the edge is searched for among
-    the others; no more of them is put in order. What comes out for one place is the same whatever stands beside it.
-    For a top_p of 1 it is minus infinity.
-    """
-    p = column(rows, "top_p", logits.device).expand(*logits.shape[:2], 1)
-    p, flat = p.reshape(-1, 1), logits.flatten(0, 1)  # (B Q, 1), (B Q, V)
-    shares = flat.softmax(-1)
-    order, ids = flat.topk(min(NUCLEUS, flat.shape[-1]))
-    likely = shares.gather(-1, ids)
-    inside = likely.cumsum(-1) - likely < p  # where all likelier tokens together have less than top_p
-    lowest = order.gather(-1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
-    if order.shape[-1] < flat.shape[-1] and flat.device.type != "cpu":  # to ask which they are would take a wait
-        lowest = torch.where(inside[:, -1:], search_edge(flat, shares, p, order), lowest)
-    elif order.shape[-1] < flat.shape[-1]:
-        left = inside[:, -1].nonzero()[:, 0]
-        if len(left):
-            lowest[left] = search_edge(flat[left], shares[left], p[left], order[left])
-    return lowest.masked_fill(p >= 1, -math.inf).view(*logits.shape[:2], 1)
-
-
-def search_edge(logits: torch.Tensor, shares: torch.Tensor, p: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the lowest number (n, 1) above which logits (n, V) have less than the mass p (n, 1), by bisection down to
-    neighbouring floats. `order` (n, k) are the highest logits, which do not reach that mass."""
-    high, low = order[:, -1:], order[:, :1] - 110  # e^-110 is no float32: all mass lies above `low`
-    above = torch.empty_like(logits)
+def lowest_of_top_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return the lowest logit that is kept, (B, Q, 1), of logits (B, Q, V) and top_p (B, 1, 1): all likelier tokens
+    together have less than top_p, and with it they have as much; minus infinity for 1. By bisection down to
+    neighbouring floats: what comes out for one place is the same whatever stands beside it."""
+    shares, above = logits.softmax(-1), torch.empty_like(logits)
+    high = logits.amax(-1, keepdim=True)
+    low = high - 110  # e^-110 is no float32: all mass lies above `low`
     for _ in range(40):
         middle = (low + high) / 2
-        enough = torch.linalg.vecdot(torch.gt(logits, middle, out=above), shares)[:, None] >= p
+        enough = torch.linalg.vecdot(torch.gt(logits, middle, out=above), shares)[..., None] >= p
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return high
-
-
-def lowest_of_min_p(logits: torch.Tensor, rows: Sequence[TextOptions]) -> torch.Tensor:
-    """Return the lowest logit that is kept, (B, Q, 1): min_p of the likeliest token's probability."""
-    return logits.amax(-1, keepdim=True) + column(rows, "log_min_p", logits.device)
+    return high.masked_fill(p >= 1, -math.inf)
 
 
 def choose(
     logits: torch.Tensor,
     depths: torch.Tensor,
-    rows: Sequence[TextOptions],
+    asked: Sampling,
     noise: torch.Tensor | None,
     seen: SeenAt | None = None,
 ) -> torch.Tensor:
     """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the
-    round's noise (S, > max depth, V), and the tokens of every node's prefix, needed for a penalty only.
-
-    Rows that are neither sampled nor penalised cost nothing more than their argmax; the others are adjusted a few nodes
-    at a time, so that no second tensor of all logits comes about.
-    """
-    chosen = logits.argmax(-1)
-    sampled = sampled_rows(rows)
-    penalised = [i for i, row in enumerate(rows) if row.temperature == 0 and row.repetition_penalty != 1]
-    for group in filter(None, (sampled, penalised)):
-        which = index(rows, group, logits.device)[:, None]  # (b, 1)
-        options = pick(rows, group)
-        prefixes = seen if any(row.repetition_penalty != 1 for row in options) else None
-        for part in slabs(logits.shape[1], len(group) * logits.shape[2], logits.device):
-            nodes = torch.arange(part.start, part.stop, device=logits.device)[None]  # (1, q)
-            within = None if prefixes is None else prefixes(which, nodes)
-            scores = adjust(logits[which, nodes], options, within)  # (b, q, V)
-            if group is sampled:
-                scores += noise[torch.arange(len(group), device=logits.device)[:, None], depths[which, nodes]]
-            chosen[which, nodes] = scores.argmax(-1)
-    return chosen
-
-
-def condition_on_noise(
-    marginals: torch.Tensor, rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None
-) -> torch.Tensor:
-    """Return marginals (B, L, V), log space, with the target's noise added: the target's draw at a position is a known
-    function of its distribution and of the noise there, so that a drafter with the same noise guesses the draw itself
-    (DECODING.md). Lossless in any case, since a tree only proposes. `seen` (B, 1, V) is for the repetition penalty."""
+    round's noise (B, > max depth, V), and the tokens of every node's prefix, needed for a penalty only. Where a row is
+    sampled or penalised, a few nodes at a time, so that no second tensor of all logits comes about."""
     if noise is None and seen is None:
-        return marginals
-    judged = torch.empty_like(marginals)
-    for part in slabs(marginals.shape[1], marginals[:, 0].numel(), marginals.device):
-        judged[:, part] = with_noise(marginals[:, part], rows, noise, seen, part).log_softmax(-1)
-    return judged
+        return logits.argmax(-1)
+    chosen, rows = torch.empty_like(depths), torch.arange(len(logits), device=logits.device)[:, None]
+    for part in slabs(logits.shape[1], logits[:, 0].numel(), logits.device):
+        scores = adjust(logits[:, part], asked, None if seen is None else seen(part))  # (B, q, V)
+        if noise is not None:
+            scores += noise[rows, depths[:, part]]
+        chosen[:, part] = scores.argmax(-1)
+    return chosen
 
 
 def with_noise(
     scores: torch.Tensor,
-    rows: Sequence[TextOptions],
+    slots: slice | torch.Tensor,
+    asked: Sampling,
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
-    slots: slice | torch.Tensor,
 ) -> torch.Tensor:
-    """Return the adjusted scores (B, c, V) of `slots`, the target's noise there added where a row is sampled."""
-    scores = adjust(scores, rows, seen)
-    if noise is not None and len(noise) == len(rows):
-        scores += noise[:, slots]
-    elif noise is not None:
-        scores[index(rows, sampled_rows(rows), scores.device)] += noise[:, slots]
-    return scores
+    """Return the adjusted scores (B, c, V) of `slots` with the target's noise there: the target's draw at a position is
+    a known function of its distribution and of the noise there, so that a drafter with the same noise guesses the draw
+    itself (DECODING.md). Lossless in any case, since a tree only proposes. `seen` (B, 1, V) is for the penalty."""
+    scores = adjust(scores, asked, seen)
+    return scores if noise is None else scores.add_(noise[:, slots])
 
 
-def judge_on_noise(rows: Sequence[TextOptions], noise: torch.Tensor | None, seen: torch.Tensor | None):
+def condition_on_noise(
+    marginals: torch.Tensor, asked: Sampling, noise: torch.Tensor | None, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """Return marginals (B, L, V), log space, with the target's noise added."""
+    if noise is None and seen is None:
+        return marginals
+    judged = torch.empty_like(marginals)
+    for part in slabs(marginals.shape[1], marginals[:, 0].numel(), marginals.device):
+        judged[:, part] = with_noise(marginals[:, part], part, asked, noise, seen).log_softmax(-1)
+    return judged
+
+
+def judge_on_noise(asked: Sampling, noise: torch.Tensor | None, seen: torch.Tensor | None):
     """Return what `condition_on_noise` does to marginals as a function of scores (B, c, V) and their slots (c,), not
     normalised; None where it does nothing."""
     if noise is None and seen is None:
         return None
-
-    def judge(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return with_noise(scores.log_softmax(-1), rows, noise, seen, slots)
-
-    return judge
+    return lambda scores, slots: with_noise(scores.log_softmax(-1), slots, asked, noise, seen)
 
 
 def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.device) -> torch.Tensor:
@@ -252,12 +249,8 @@ def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.d
     return seen
 
 
-def seen_at_nodes(
-    seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, rows: torch.Tensor, nodes: torch.Tensor
-) -> torch.Tensor:
-    """Return which tokens the true prefix of a node holds, itself included: (b, q, V) bool for rows (b, 1) and nodes (b
-    or 1, q), from the trees' tokens (B, M) and ancestors (B, M, M), and from the committed tokens' `seen` (B, V), which
-    holds the root."""
-    path = ancestors[rows, nodes]  # (b, q, M)
-    carried = torch.where(path, tokens[rows], tokens[rows, :1])
-    return seen[rows].repeat(1, path.shape[1], 1).scatter_(2, carried, True)
+def seen_at_nodes(seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, nodes: slice) -> torch.Tensor:
+    """Return which tokens the true prefix of a node holds, itself included: (B, q, V) bool, from the trees' tokens
+    (B, M) and ancestors (B, M, M), and from the committed tokens' `seen` (B, V), which holds the root."""
+    carried = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])  # (B, q, M)
+    return seen[:, None].repeat(1, carried.shape[1], 1).scatter_(2, carried, True)

@@ -20,9 +20,8 @@ class Scheduler:
     of the prompts that enter: many rows get small trees each, which is also where a target that is short of arithmetic
     writes most. A position behind a long context counts more, see `_weight`. None: no limit.
 
-    The runner's `budget` says how many nodes trees have; `shares`: how many they have depends on the rows. Its
-    `find_prefix` notes in `text.reused` how many positions of a text need not be computed; it returns what the text is
-    the first to compute for others too, None for nothing.
+    The runner's `budget` says how many nodes trees have. Its `find_prefix` notes in `text.reused` how many positions of
+    a text need not be computed; it returns what the text is the first to compute for others too, None for nothing.
     """
 
     def __init__(self, runner: "Runner") -> None:
@@ -75,8 +74,7 @@ class Scheduler:
         width = min(PREFILL_CHUNK, room)
         if room < math.inf:
             width /= self._weight(self._reached + int(width))
-        ahead = [at - text.reused - self.done for text in self.entering for at in text.borders]
-        return min([max(1, int(width)), *(steps for steps in ahead if steps > 0)])
+        return max(1, int(width))
 
     def note_piece(self, width: int, computed: int) -> bool:
         """Take note of a piece for which so many positions were computed, padding included; return whether the prompts
@@ -91,7 +89,7 @@ class Scheduler:
         cost are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of two: rounds
         have few sizes."""
         full = self.budget.most + 1
-        if self.positions is None or not self.runner.shares:
+        if self.positions is None:
             return full
         weight = self._weight(_context(writing))
         limit = max(self.positions, full * weight)
@@ -119,7 +117,6 @@ class Scheduler:
         self.writing, self.entering = [], []
         for text in texts:
             del text.logprobs[len(text.ids) :]  # of tokens that were not committed any more
-            text.states = {}
         return texts
 
     def retry(self) -> Sequence | None:

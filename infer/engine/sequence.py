@@ -94,8 +94,6 @@ class Sequence:
     kept: list[PrefixBlock] = field(default_factory=list)  # what is there of them, until it is given to the text's row
     searched: np.ndarray | None = None  # the end of prompt and ids, int64, once a tree has asked for it
     noted: int = 0  # tokens of ids that are in it
-    borders: frozenset[int] = frozenset()  # positions of the prompt behind which a recurrent target's states are kept
-    states: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # which were, until the text is written
 
     def __post_init__(self) -> None:
         self.stats = DecodeStats(prompt_tokens=len(self.prompt))

@@ -8,13 +8,12 @@ V vocabulary, Q positions of a pass.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from infer.config import TextOptions
 from infer.engine.grammar import follow
-from infer.engine.sampling import choose, round_noise, seen_tokens
+from infer.engine.sampling import Sampling, choose, round_noise, seen_tokens
 from infer.targets.target import Target
 
 CHUNK = 64  # positions of one checking pass
@@ -66,9 +65,11 @@ class TargetChoice:
 
     def __init__(self, logits: torch.Tensor, position: int, prefix: list[int], options: TextOptions) -> None:
         vocabulary, device = logits.shape[-1], logits.device
-        self.logits, self.options = logits, options
-        self.noise = round_noise([options], torch.tensor([position], device=device), 1, vocabulary)
-        self.seen = partial(seen_along, prefix, len(prefix) - 1, vocabulary)
+        self.logits, self.options, self.asked = logits, options, Sampling.of([options], vocabulary, device)
+        self.noise = round_noise(self.asked, torch.tensor([position], device=device), 1, vocabulary)
+        self.seen = None
+        if self.asked.kind.penalised:
+            self.seen = lambda nodes: seen_tokens([prefix], vocabulary, device)[None]  # (1, 1, V)
 
     def score(self, token: int) -> float:
         """Return the value by which tokens are compared, filters aside: the logit, or tempered logit plus noise."""
@@ -80,7 +81,7 @@ class TargetChoice:
     def token(self, shift: torch.Tensor | float = 0.0) -> int:
         """Return the chosen token with `shift` added to the logits."""
         depth = torch.zeros(1, 1, dtype=torch.long, device=self.logits.device)
-        return int(choose(self.logits + shift, depth, [self.options], self.noise, self.seen))
+        return int(choose(self.logits + shift, depth, self.asked, self.noise, self.seen))
 
     def possible(self, token: int, rounding: float) -> bool:
         """Return whether the token could be chosen if no logit moved by more than `rounding`. Tried are this token up
@@ -91,11 +92,6 @@ class TargetChoice:
         edge[..., self.token()] = -rounding
         edge[..., token] = rounding
         return token in (self.token(alone), self.token(edge))
-
-
-def seen_along(ids: list[int], start: int, vocabulary: int, rows: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """Return which tokens a text holds up to position start + i, for nodes i (1, q): (1, q, V) bool. `rows` is 0."""
-    return seen_tokens([ids[: start + i + 1] for i in nodes[0].tolist()], vocabulary, nodes.device)[None]
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ class MaskedRunner:
 
     def __init__(self, model: MaskedModel, options: MaskedConfig, capacity: int, watch: Stopwatch) -> None:
         self.target, self.options, self.capacity, self.watch = model, options, capacity, watch
-        self.budget, self.shares = Budget(0), True
+        self.budget = Budget(0)
         self.reset()
 
     def reset(self) -> None:
@@ -91,7 +91,7 @@ class MaskedRunner:
             text.slot = self.free_rows.pop()
             text.begin(self.target, self.options.room(text.options.max_new_tokens))
 
-    def round(self, texts: list[MaskedSequence], most: int, full: int) -> None:
+    def round(self, texts: list[MaskedSequence], most: int) -> None:
         """Run one pass over the states of all texts, or one for each kind of step."""
         options, tasks = self.options, []
         for text in texts:

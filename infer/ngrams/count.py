@@ -1,17 +1,19 @@
-"""Count the n-grams of a corpus, out of core, into a file for `infer.ngrams.model`.
+"""Count the n-grams of a corpus into a file for `infer.ngrams.model`.
 
 Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each plus 1, the first in
-the highest bits; positions behind the document's end are 0. Chunks of keys are sorted and counted: `infer.ngrams.write`
-merges them.
+the highest bits; positions behind the document's end are 0. Sorted distinct keys with counts hold the nodes of all
+levels, as their prefixes. Rare n-grams are left out: one is never rarer than those that begin with it. The counts that
+stay are those of the corpus: Pr(token | context) is what it was, or 0. All of it is in memory, some 40 bytes a token.
+
+N nodes, V ids, O order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from infer.ngrams.model import NGram
-from infer.ngrams.write import Run, Shape, build, first_of_each
+from infer.ngrams.model import NGram, write
 
 
 def usual_order(vocabulary: int) -> int:
@@ -25,70 +27,75 @@ def count_ngrams(
     order: int,
     out: Path,
     digest: str,
-    chunk_tokens: int = 8_000_000,
     progress: Callable[[int], None] = lambda tokens: None,
     threshold: int = 1,
 ) -> NGram:
     """Count all n-grams of 1 to `order` ids within the documents into the file `out`, and open it.
 
-    documents: sequences of ids below `vocabulary`, read once, each of them in memory only for its turn. digest: of the
-    tokenizer, 64 hexadecimal digits. chunk_tokens: positions that are sorted at once, some 40 bytes each. progress is
-    told how many tokens are counted. threshold: n-grams seen fewer times are left out.
+    documents: sequences of ids below `vocabulary`. digest: of the tokenizer, 64 hexadecimal digits. progress is told
+    how many tokens were read. threshold: n-grams seen fewer times are left out.
 
-    `out` appears whole or not at all. Temporary files are in a hidden folder beside it, gone at the end: at most 12
-    bytes for each position of the corpus and 12 for each node. Raises ValueError for an order that does not fit, ids
-    outside the vocabulary, and a corpus without tokens.
+    `out` appears whole or not at all. Raises ValueError for an order that does not fit, ids outside the vocabulary, and
+    a corpus without tokens.
     """
-    shape = Shape(vocabulary, order, digest, threshold, chunk_tokens)
-    chunks = _chunks(documents, vocabulary, order, chunk_tokens)
-    return build(out, shape, (sorted_run(*chunk, shape) for chunk in chunks), progress)
-
-
-def _chunks(
-    documents: Iterable[Sequence[int]], vocabulary: int, order: int, chunk_tokens: int
-) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Cut the corpus into chunks: tokens (n,) uint32 of whole documents, long ones cut; the documents' lengths; how
-    many positions are the chunk's own: up to order - 1 tokens behind a cut belong to the next chunk."""
-    pieces, own = [], 0
+    bits = vocabulary.bit_length()
+    if not 1 <= order <= 64 // bits:
+        raise ValueError(
+            f"n-grams of order {order} over {vocabulary} ids: {64 // bits} is the largest order possible for this "
+            f"vocabulary, whose ids take {bits} of 64 bits each, and 1 the smallest"
+        )
+    pieces, total = [], 0
     for number, document in enumerate(documents):
-        tokens = _ids(document, number, vocabulary)
-        position = 0
-        while position < len(tokens):
-            taken = min(chunk_tokens - own, len(tokens) - position)
-            pieces.append(tokens[position : position + taken + order - 1])
-            own += taken
-            position += taken
-            if own == chunk_tokens:
-                yield np.concatenate(pieces), np.array([len(piece) for piece in pieces]), own
-                pieces, own = [], 0
-    if pieces:
-        yield np.concatenate(pieces), np.array([len(piece) for piece in pieces]), own
+        pieces.append(document_keys(np.asarray(document, np.int64), number, vocabulary, order))
+        total += len(pieces[-1])
+        progress(total)
+    if not total:
+        raise ValueError("there is nothing to count: no document has a token")
+    keys = np.concatenate(pieces)
+    pieces.clear()
+    keys.sort()
+    return _build(Path(out), keys, vocabulary, order, digest, threshold)
 
 
-def _ids(document: Sequence[int], number: int, vocabulary: int) -> np.ndarray:
-    """Return a document as uint32. Raises ValueError for ids outside the vocabulary."""
-    tokens = np.asarray(document)
-    if tokens.size == 0:
-        return np.empty(0, np.uint32)
-    for token in (int(tokens.min()), int(tokens.max())):
+def document_keys(tokens: np.ndarray, number: int, vocabulary: int, order: int) -> np.ndarray:
+    """Return the keys of a document's positions, (n,) uint64. Raises ValueError for ids outside the vocabulary."""
+    for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
         if not 0 <= token < vocabulary:
             raise ValueError(f"document {number} has token id {token}, outside the vocabulary of {vocabulary} ids")
-    return tokens.astype(np.uint32)
+    codes = np.pad((tokens + 1).astype(np.uint64), (0, order - 1))
+    keys = np.zeros(len(tokens), np.uint64)
+    for j in range(order):
+        keys = keys << np.uint64(vocabulary.bit_length()) | codes[j : j + len(tokens)]
+    return keys
 
 
-def sorted_run(tokens: np.ndarray, lengths: np.ndarray, own: int, shape: Shape) -> Run:
-    """Sort and count the keys of one chunk's own positions."""
-    order, bits = shape.order, shape.bits
-    codes = tokens.astype(np.uint64) + np.uint64(1)
-    keys = codes.copy()
-    for j in range(1, order):
-        keys <<= np.uint64(bits)
-        keys[: max(len(keys) - j, 0)] |= codes[j:]
-    ends = np.cumsum(lengths)
-    for j in range(1, order):  # positions with j tokens left: clear what the next document filled in
-        keys[(ends - j)[lengths >= j]] &= np.uint64(((1 << 64) - 1) << (order - j) * bits & ((1 << 64) - 1))
-    del codes
-    keys = keys[:own]
-    keys.sort()
-    first = first_of_each(keys)
-    return Run(keys[first], np.diff(first, append=own), own)
+def first_of_each(values: np.ndarray) -> np.ndarray:
+    """Return where each distinct value starts in a sorted, non-empty array."""
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+
+
+def _build(out: Path, keys: np.ndarray, vocabulary: int, order: int, digest: str, threshold: int) -> NGram:
+    """Write the file of sorted keys, one a position, and open it."""
+    bits, levels, starts = np.uint64(vocabulary.bit_length()), [], None
+    positions, first = len(keys), first_of_each(keys)
+    keys, counts = keys[first], np.diff(first, append=positions).astype(np.uint64)
+    for _ in range(order):  # the longest n-grams first
+        tokens = keys & ((np.uint64(1) << bits) - np.uint64(1))
+        kept = (tokens > 0) & (counts >= threshold)  # no token: the n-gram would end behind its document
+        before = np.cumsum(kept) - kept  # where the parents' children start
+        levels.insert(0, [tokens[kept] - np.uint64(1), counts[kept], starts if starts is None else starts[kept]])
+        keys = keys >> bits
+        first = first_of_each(keys)
+        keys, counts, starts = keys[first], np.add.reduceat(counts, first), before[first]
+    seen, times, starts = levels[0]  # level 1 has all tokens: an unseen one's children are where the next one's are
+    levels[0] = [np.arange(vocabulary, dtype=np.uint64), np.zeros(vocabulary, np.uint64), None]
+    levels[0][1][seen.astype(np.int64)] = times
+    if starts is not None:
+        ahead = np.searchsorted(seen, levels[0][0])
+        levels[0][2] = np.append(starts, len(levels[1][0]))[ahead]
+    nodes = [len(level[0]) for level in levels]
+    ends = np.cumsum(nodes)
+    children = [level[2] + end for level, end in zip(levels[:-1], ends, strict=False)]
+    tokens, counts = (np.concatenate([level[i] for level in levels]) for i in range(2))
+    write(out, tokens, counts, np.concatenate([*children, ends[-1:]]), nodes, positions, digest)
+    return NGram.open(out)

@@ -18,13 +18,14 @@ by token. Node numbers run over all levels. The file, little endian, sections al
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from infer.utils.files import replacing
 from infer.utils.jit import njit
 
 MAGIC, VERSION = b"ngrams\r\n", 1  # a transfer in text mode changes the line ending
@@ -32,7 +33,6 @@ ALIGNMENT = 64  # bytes, of sections
 BLOCK = 1 << 20  # bytes that share a checksum
 GROUP_BITS = 16
 MAX_ORDER = 64
-FEW = 6  # children of a node that are searched one by one
 HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -81,12 +81,9 @@ def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
     return np.array(sections, np.uint64)
 
 
-def checksums(file: BinaryIO, sections: np.ndarray) -> Iterator[int]:
-    """Compute the CRC32 of each MiB of a file's body."""
-    end = int(sections[-1, 0])
-    file.seek(HEADER.itemsize)
-    for start in range(HEADER.itemsize, end, BLOCK):
-        yield zlib.crc32(file.read(min(BLOCK, end - start)))
+def checksums(body: np.ndarray) -> np.ndarray:
+    """Compute the CRC32 of each MiB of a file's body, between the header and the table of these."""
+    return np.array([zlib.crc32(body[start : start + BLOCK]) for start in range(0, len(body), BLOCK)], "<u4")
 
 
 def header_checksum(header: np.void) -> int:
@@ -94,30 +91,43 @@ def header_checksum(header: np.void) -> int:
     return zlib.crc32(header.tobytes()[: HEADER.fields["checksum"][1]])
 
 
-def seal(
-    file: BinaryIO, order: int, vocabulary: int, tokens: int, digest: str, nodes: Sequence[int], overflow: int
+def write(
+    out: Path, tokens: np.ndarray, counts: np.ndarray, starts: np.ndarray, nodes: list[int], counted: int, digest: str
 ) -> None:
-    """Write the checksums and the header of a file whose body is written, from the end of the header to here."""
-    sections = layout(nodes, overflow)
-    assert file.tell() == sections[-1, 0], "the body is not as long as the header will say"
-    table = np.array(list(checksums(file, sections)), "<u4").tobytes()
-    file.write(table)
-    header = np.zeros((), HEADER)
-    header["magic"], header["version"], header["order"] = MAGIC, VERSION, order
-    header["vocabulary"], header["tokens"], header["digest"] = vocabulary, tokens, digest
-    header["nodes"][:order], header["sections"], header["checksums"] = nodes, sections, zlib.crc32(table)
+    """Write the file of nodes (N,) uint64, of which there are so many in each level, whole or not at all: `starts`
+    (inner + 1,) says where the children of the inner nodes start, and at last how many nodes there are."""
+    vocabulary, size = nodes[0], 1 << GROUP_BITS
+    largest = (1 << count_bits(vocabulary)) - 1
+    overflow, base = np.flatnonzero(counts >= largest), starts[::size]
+    entries = tokens << np.uint64(count_bits(vocabulary)) | np.minimum(counts, np.uint64(largest))
+    low = starts - np.repeat(base, size)[: len(starts)]
+    assert low.max() < 1 << 32, "too many continuations of neighbouring n-grams for this format"
+    sections = layout(nodes, len(overflow))
+    body = np.zeros(int(sections[-1, 0]) - HEADER.itemsize, np.uint8)
+    for (at, length), part, dtype in zip(
+        sections[:-1].astype(np.int64) - [HEADER.itemsize, 0],
+        (entries, low, base, overflow, counts[overflow]),
+        DTYPES,
+        strict=False,
+    ):
+        body[at : at + length] = part.astype(dtype).view(np.uint8)
+    table, header = checksums(body), np.zeros((), HEADER)
+    header["magic"], header["version"], header["order"] = MAGIC, VERSION, len(nodes)
+    header["vocabulary"], header["tokens"], header["digest"] = vocabulary, counted, digest
+    header["nodes"][: len(nodes)], header["sections"] = nodes, sections
+    header["checksums"] = zlib.crc32(table)
     header["checksum"] = header_checksum(header)
-    file.seek(0)
-    file.write(header.tobytes())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as fresh, fresh.open("wb") as file:
+        for part in (header.tobytes(), body, table):
+            file.write(part)
 
 
 def _read_header(path: Path, file: BinaryIO) -> np.void:
     """Read a file's header; ValueError where it contradicts itself, its checksum or the file's size."""
     start = file.read(HEADER.itemsize)
-    if start[: len(MAGIC)] != MAGIC:
+    if start[: len(MAGIC)] != MAGIC or len(start) < HEADER.itemsize:
         raise ValueError(f"{path}: not an n-gram file of this program")
-    if len(start) < HEADER.itemsize:
-        raise ValueError(f"{path}: truncated, it ends within its header; copy it or count it again")
     header = np.frombuffer(start, HEADER)[0]
     if header["version"] != VERSION:
         raise ValueError(f"{path}: version {header['version']} of the n-gram format, this program reads {VERSION}")
@@ -133,8 +143,7 @@ def _read_header(path: Path, file: BinaryIO) -> np.void:
         raise ValueError(f"{path}: its header is altered or damaged; copy it or count it again")
     size, expected = file.seek(0, os.SEEK_END), int(sections[-1].sum())
     if size != expected:
-        wrong = "truncated" if size < expected else "too long"
-        raise ValueError(f"{path}: {wrong}, {size} bytes instead of {expected}; copy it or count it again")
+        raise ValueError(f"{path}: {size} bytes instead of {expected}; copy it or count it again")
     return header
 
 
@@ -153,13 +162,12 @@ class NGram:
     arrays: Arrays
 
     @classmethod
-    def open(cls, path: Path | str, digest: str | None = None, check: bool = False) -> "NGram":
+    def open(cls, path: Path | str, digest: str | None = None) -> "NGram":
         """Map a file that `infer.ngrams.count` wrote, in milliseconds; entries are read when they are looked up.
 
-        `digest`: the tokenizer's, which must be the one that the file was counted with. `check` reads the whole file
-        and compares its checksums. Raises FileNotFoundError, and ValueError, naming the file, if it is another kind of
-        file, of another version or tokenizer, truncated, too long, or (its header always, the rest with `check`)
-        altered.
+        `digest`: the tokenizer's, which must be the one that the file was counted with. Raises FileNotFoundError, and
+        ValueError, naming the file, if it is another kind of file, of another version or tokenizer, truncated, too
+        long, or its header altered; lookups in a damaged body are wrong and do no harm.
         """
         path = Path(path)
         if not path.is_file():
@@ -169,10 +177,6 @@ class NGram:
             counted, sections = header["digest"].decode(errors="replace"), header["sections"].astype(np.int64)
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             views = [memory[at : at + size].view(dtype) for (at, size), dtype in zip(sections, DTYPES, strict=True)]
-            if check:
-                same = zlib.crc32(views[-1].tobytes()) == header["checksums"]
-                if not same or list(checksums(file, sections)) != views[-1].tolist():
-                    raise ValueError(f"{path}: altered or damaged, its checksums differ; copy it or count it again")
         vocabulary, nodes = int(header["vocabulary"]), tuple(map(int, header["nodes"][: header["order"]]))
         arrays = Arrays(*views[:-1], count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
         tokens = int(header["tokens"])
@@ -199,11 +203,6 @@ class NGram:
                 "count it again with this tokenizer"
             )
 
-    def count(self, ids: Sequence[int]) -> int:
-        """Return how often an n-gram of 1 .. order ids was seen; 0 for others."""
-        ids = np.asarray(ids, np.int64)
-        return int(count_of(self.arrays, find(self.arrays, ids, 0, len(ids))))
-
     def continuations(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1 ids, and how often
         (C,) int64; none after a longer one."""
@@ -214,23 +213,6 @@ class NGram:
         tokens, counts = self.decode(first, last)
         seen = counts > 0
         return tokens[seen], counts[seen]
-
-    def probabilities(self, context: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Return Pr(token | context) of each of tokens (T,): (T,) float64, see `extend`. Only the last order - 1 ids of
-        the context matter."""
-        ids, order = np.asarray(context, np.int64), np.argsort(tokens)
-        tokens = np.asarray(tokens, np.int64)[order]
-        suffixes, shares = np.empty(max(self.order - 1, 1), np.int64), np.empty(len(tokens))
-        found, grown = np.empty_like(shares), np.empty((len(suffixes) + 1, len(tokens)), np.int64)
-        begin(self.arrays, ids, suffixes)
-        unigrams(self.arrays, self.tokens, tokens, shares)
-        extend(self.arrays, suffixes, tokens, shares, grown, found)
-        return found[np.argsort(order)]
-
-    def child_starts(self, first: int, last: int) -> np.ndarray:
-        """Where the children of the inner nodes first .. last - 1 (or of the one behind the last) start: int64."""
-        low = self.arrays.low[first:last].astype(np.int64)
-        return self.arrays.base[np.arange(first, last) >> GROUP_BITS] + low
 
     def decode(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and counts of the nodes first .. last - 1, (C,) int64 each."""
@@ -316,28 +298,12 @@ def find_children(arrays, node, sorted_tokens, out):
     """Fill out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
     return how many children the node has in all.
 
-    One traversal (DART appendix C.2). Of at most FEW children, each is searched among the tokens. Of more, the tokens
-    are searched among the children: by a merge if these are few, else by searches that start where the last ended."""
-    out[:] = -1
+    One traversal (DART appendix C.2): every search starts where the last ended."""
     at, last = children(arrays, node)
     total = last - at
-    if total <= FEW:
-        for child in range(at, last):
-            token = token_of(arrays, child)
-            i = np.searchsorted(sorted_tokens, token)
-            while i < len(sorted_tokens) and sorted_tokens[i] == token:
-                out[i] = child
-                i += 1
-        return total
     for i in range(len(sorted_tokens)):
-        token = sorted_tokens[i]
-        if total <= 4 * len(sorted_tokens):
-            while at < last and token_of(arrays, at) < token:
-                at += 1
-        else:
-            at = lower_bound(arrays, at, last, token)
-        if at < last and token_of(arrays, at) == token:
-            out[i] = at
+        at = lower_bound(arrays, at, last, sorted_tokens[i])
+        out[i] = at if at < last and token_of(arrays, at) == sorted_tokens[i] else -1
     return total
 
 

@@ -168,8 +168,8 @@ class Worker(threading.Thread):
             except Exception as error:
                 log.exception("a text could not be told")
                 self._give_up(ticket, end_of(error))
-        self.metrics.writing.set(len(self.engine.writing))
-        self.metrics.waiting.set(len(self.engine.waiting) + len(self.engine.entering))
+        self.metrics.writing.set(len(self.engine.scheduler.writing))
+        self.metrics.waiting.set(len(self.engine.scheduler.waiting) + len(self.engine.scheduler.entering))
         return wrong
 
     def _recover(self, wrong: TextPiece) -> None:

@@ -211,15 +211,6 @@ class States:
         part = ({layer: kept[first:].zero_() for layer, kept in kind.items()} for kind in (self.inputs, self.memory))
         return States(*part)
 
-    def read(self, row: int) -> list[torch.Tensor]:
-        """Return copies of a row's states."""
-        return [kept[row].clone() for kept in (*self.inputs.values(), *self.memory.values())]
-
-    def restore(self, row: int, parts: list[torch.Tensor]) -> None:
-        """Give a row the states that were read."""
-        for kept, part in zip((*self.inputs.values(), *self.memory.values()), parts, strict=True):
-            kept[row] = part
-
     def move(self, source: int, to: int) -> None:
         """Copy a row's states to another row."""
         self.restore(to, self.read(source))

@@ -95,7 +95,7 @@ class Target:
         self.body, self.embedding = decoder_of(self.model), self.model.get_input_embeddings()
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
-        self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> rows -> what passes take (budget=auto)
+        self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> what passes take (budget=auto)
         self._stream = self.config.to_dict().get("altup_active_idx")
 
     @property

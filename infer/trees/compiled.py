@@ -1,6 +1,6 @@
-"""Tree loops compiled by numba, for the CPU; elsewhere callers have tensor versions.
+"""The best-first search, compiled by numba for the CPU; elsewhere callers have tensor versions.
 
-B rows, L drafted positions, M tokens a position or nodes with the root, N drafted nodes.
+B rows, L drafted positions, M tokens a position, N drafted nodes.
 """
 
 import numpy as np
@@ -24,12 +24,11 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
     others behind each candidate of the one before; with before = 1 behind any, likeliest first. With a guide
     (`ngram_factor.Guide`) both are (N, M) and hold a row for each node, filled when the node is opened; before is 0.
 
-    A heap entry is the best child of a node that is not in the tree yet: its next sibling takes its place when it is
-    taken, and its own first child is added."""
+    Entry n is the best child of node n that is not in the tree yet: its next sibling takes its place when it is taken.
+    Of equal entries that of the shallowest, then the first node goes first."""
     budget = len(scores)
-    key, heap, size = np.empty(budget, scores.dtype), np.empty(budget, np.int64), 0  # entry n: a child of node n
-    which, row = np.empty(budget, np.int64), np.empty(budget, np.int64)  # that child; where node n's children are
-    line = np.empty(budget, np.int64)  # ... and where their tokens are
+    key, which = np.empty(budget, scores.dtype), np.full(budget, -1)  # of entry n: its score, which child; -1: none
+    row, line = np.zeros(budget, np.int64), np.zeros(budget, np.int64)  # where node n's children are, and their tokens
     score, depth = np.zeros(budget + 1, scores.dtype), np.zeros(budget + 1, np.int64)  # of node n
     parent, last = 0, np.zeros(budget + 1, np.int64)  # which of its siblings node n is
     ranked = before == 1
@@ -42,22 +41,26 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
                 judge_children(guide, node, level, parent, last[node], log_q, tokens)
             children = log_q[row[node]]
             which[node] = next_best(score[node], children, np.inf, -1, ranked)
-            key[node], heap[size] = score[node] + children[which[node]], node
-            sift_up(key, depth, heap, size)
-            size += 1
-        parent = heap[0]
+            key[node] = score[node] + children[which[node]]
+        parent = best_entry(key, which, depth, node)
         child, level = which[parent], depth[parent] + 1
         nodes[0, node], nodes[1, node], nodes[2, node] = tokens[line[parent], child], parent, level
         scores[node] = score[node + 1] = key[parent]
         depth[node + 1], last[node + 1] = level, child
         siblings = log_q[row[parent]]
-        sibling = next_best(score[parent], siblings, np.float64(key[parent]), child, ranked)
-        if sibling >= 0:
-            which[parent], key[parent] = sibling, score[parent] + siblings[sibling]
-        else:
-            size -= 1
-            heap[0] = heap[size]
-        sift_down(key, depth, heap, size)
+        which[parent] = next_best(score[parent], siblings, np.float64(key[parent]), child, ranked)
+        key[parent] = score[parent] + siblings[which[parent]]
+
+
+@njit
+def best_entry(key, which, depth, newest):
+    """Return which of the entries 0 .. newest goes first."""
+    best = 0
+    for n in range(1, newest + 1):
+        ahead = key[n] > key[best] or (key[n] == key[best] and depth[n] < depth[best])
+        if which[n] >= 0 and (which[best] < 0 or ahead):
+            best = n
+    return best
 
 
 @njit
@@ -74,81 +77,3 @@ def next_best(above, row, score, index, ranked):
         if (found < score or (found == score and i > index)) and (best < 0 or found > highest):
             best, highest = i, found
     return best
-
-
-@njit
-def ahead(key, depth, a, b):
-    """Return whether entry a goes before entry b: two children of one parent are never in the heap together."""
-    if key[a] != key[b]:
-        return key[a] > key[b]
-    if depth[a] != depth[b]:
-        return depth[a] < depth[b]
-    return a < b
-
-
-@njit
-def sift_down(key, depth, heap, size):
-    """Put the top of a heap of `size` entries where it belongs."""
-    hole, moving = 0, heap[0]
-    while True:
-        child = 2 * hole + 1
-        if child >= size:
-            break
-        if child + 1 < size and ahead(key, depth, heap[child + 1], heap[child]):
-            child += 1
-        if not ahead(key, depth, heap[child], moving):
-            break
-        heap[hole] = heap[child]
-        hole = child
-    heap[hole] = moving
-
-
-@njit
-def sift_up(key, depth, heap, hole):
-    """Put the entry at `hole`, the last one of a heap, where it belongs."""
-    moving = heap[hole]
-    while hole > 0 and ahead(key, depth, moving, heap[(hole - 1) // 2]):
-        heap[hole] = heap[(hole - 1) // 2]
-        hole = (hole - 1) // 2
-    heap[hole] = moving
-
-
-@njit
-def parent_before(parents, row, node):
-    """Return the parent of a node, one before it whatever parents (R, M) hold; the root's is itself."""
-    return max(0, min(parents[row, node], node - 1))
-
-
-@njit
-def ancestors(parents, mask):
-    """Fill mask (R, M, M) bool: a node sees what its parent sees, and itself. parents (R, M), the root first."""
-    rows, nodes = parents.shape
-    for row in range(rows):
-        for node in range(nodes):
-            of_node, of_parent = mask[row, node], mask[row, parent_before(parents, row, node)]
-            for above in range(node):  # one by one: assigning whole rows takes seconds to compile
-                of_node[above] = of_parent[above]
-            of_node[node] = True
-            of_node[node + 1 :] = False
-
-
-@njit
-def walk(tokens, parents, depths, chosen, accepted):
-    """Follow what the target chose at the nodes down every row's tree, tokens, parents, depths and chosen (R, M) int64.
-    Fill accepted (R, 2 + W) int64: how many nodes the path has, the token after it, and its nodes from the root down,
-    the last one repeated."""
-    rows, nodes = tokens.shape
-    reached = np.empty(nodes, np.bool_)
-    for row in range(rows):
-        reached[0], last = True, 0
-        for node in range(1, nodes):
-            parent = parent_before(parents, row, node)
-            reached[node] = reached[parent] and tokens[row, node] == chosen[row, parent]
-            if reached[node] and depths[row, node] > depths[row, last]:
-                last = node
-        length = depths[row, last] + 1
-        accepted[row, 0], accepted[row, 1] = length, chosen[row, last]
-        for depth in range(accepted.shape[1] - 3, -1, -1):
-            accepted[row, 2 + depth] = last
-            if depth < length:
-                last = parent_before(parents, row, last)

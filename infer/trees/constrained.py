@@ -10,6 +10,7 @@ L drafted positions, V vocabulary, M nodes, C candidates of a position.
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -33,37 +34,20 @@ def constrain(tree: DraftTree, proposal: Proposal, rows: dict[int, Rule], branch
     first, or the likeliest path alone if not `branches`."""
     parts = [part.clone() for part in (tree.tokens, tree.parents, tree.depths, tree.log_probs)]
     for row, rule in rows.items():
-        fill(parts, row, proposal.bonus[row], search(proposal, row, tree.budget, rule, branches))
+        nodes = search(proposal, row, tree.budget, rule, branches)
+        for part, new, left_over in zip(parts, nodes, (proposal.bonus[row], 0, 1, -torch.inf), strict=True):
+            part[row, 1:] = left_over  # an unlikely child
+            part[row, 1 : len(new) + 1] = new.to(part)
     return DraftTree(*parts, max_depth=tree.max_depth)
-
-
-def forced_chains(forced: list[list[int]], proposal: Proposal) -> DraftTree:
-    """Return chains of what grammars force behind every root: nothing is drafted."""
-    rows, longest = len(forced), max(map(len, forced))
-    empty = torch.zeros(rows, longest + 1, dtype=torch.long, device=proposal.bonus.device)
-    parts = [empty.clone(), empty.clone(), empty.clone(), empty.float()]
-    for row, tokens in enumerate(forced):
-        steps = torch.arange(len(tokens))
-        fill(parts, row, proposal.bonus[row], Nodes(torch.tensor(tokens), steps, steps + 1, torch.zeros(len(tokens))))
-    return DraftTree(*parts, max_depth=longest)
-
-
-def fill(parts: list[torch.Tensor], row: int, bonus: torch.Tensor, nodes: Nodes) -> None:
-    """Write a row's nodes behind its root into the parts of a tree, (B, M) each."""
-    count = nodes.tokens.shape[0]
-    parts[0][row], parts[1][row], parts[2][row] = bonus, 0, 1  # what is left over: an unlikely child
-    parts[2][row, 0], parts[3][row] = 0, -torch.inf
-    for part, new in zip(parts, nodes, strict=True):
-        part[row, 1 : count + 1] = new.to(part)
-    parts[3][row, 0] = 0.0
 
 
 class RowScores:
     """A row's distributions, narrowed to what may follow."""
 
     def __init__(self, proposal: Proposal, row: int) -> None:
-        self.many, self.slots = 4 * proposal.budget, {}
+        self.many = 4 * proposal.budget
         self.log_q = proposal.marginals[row].float().cpu().numpy()  # (L, V)
+        self.likely = cache(self._likely)
         steps, self.tokens = proposal.steps, None
         if steps is not None and not steps.recurrent:
             self.tokens = steps.tokens[row].cpu().numpy()  # (L, C)
@@ -72,40 +56,31 @@ class RowScores:
     def children(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs:
         """Return the `most` likeliest tokens behind a path, and their log q among those that are allowed."""
         slot, allowed = len(path), allowed[: self.log_q.shape[1]]
-        found = self._candidates(path, allowed, most) or self._likeliest(slot, allowed, most)
-        if found is None:
-            tokens = np.flatnonzero(allowed & (self.log_q[slot] > -np.inf))
-            found = normalised(self.log_q[slot, tokens], tokens, most)
-        return found
-
-    def _candidates(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs | None:
-        """Return the same for the candidates of a head's table; None where it has none for the path, or hardly any that
-        is allowed."""
-        if self.tokens is None:
-            return None
-        slot = len(path)
-        log_q, tokens = self.first, self.tokens[slot]
-        if slot:
-            which = np.flatnonzero(self.tokens[slot - 1] == path[-1])
-            if not len(which):
-                return None
-            log_q = self.table[slot - 1, which[0]]
+        log_q, tokens = self._candidates(path)
         may = allowed[tokens] & (log_q > -np.inf)
-        log_q, tokens = log_q[may], tokens[may]
-        return normalised(log_q, tokens, most) if np.exp(log_q).sum() > TRUST else None
-
-    def _likeliest(self, slot: int, allowed: np.ndarray, most: int) -> Pairs | None:
-        """Return the same for a slot's marginals, where enough of its likeliest tokens are allowed; else None."""
-        log_q = self.log_q[slot]
-        if slot not in self.slots:
-            count = min(self.many, len(log_q) - 1)
-            top = np.argpartition(-log_q, count)[:count]
-            self.slots[slot] = top[np.argsort(-log_q[top], kind="stable")], np.exp(log_q)
-        top, q = self.slots[slot]  # likeliest tokens first; (V,)
+        if np.exp(log_q[may]).sum() > TRUST:
+            return normalised(log_q[may], tokens[may], most)
+        log_q, (top, q) = self.log_q[slot], self.likely(slot)
         tokens = top[allowed[top]][:most]
-        if len(tokens) < most or log_q[tokens[-1]] == -np.inf:
-            return None
-        return log_q[tokens] - np.log(q @ allowed.astype(np.float32)), tokens
+        if len(tokens) == most and log_q[tokens[-1]] > -np.inf:
+            return log_q[tokens] - np.log(q @ allowed.astype(np.float32)), tokens
+        tokens = np.flatnonzero(allowed & (log_q > -np.inf))
+        return normalised(log_q[tokens], tokens, most)
+
+    def _candidates(self, path: list[int]) -> Pairs:
+        """Return a head's table behind a path; nothing where it has no row for that."""
+        slot = len(path)
+        which = [] if self.tokens is None or not slot else np.flatnonzero(self.tokens[slot - 1] == path[-1])
+        if self.tokens is None or (slot and not len(which)):
+            return np.empty(0), np.empty(0, np.int64)
+        return self.table[slot - 1, which[0]] if slot else self.first, self.tokens[slot]
+
+    def _likely(self, slot: int) -> Pairs:
+        """Return the likeliest tokens of a slot's marginals, likeliest first, and all probabilities (V,)."""
+        log_q = self.log_q[slot]
+        count = min(self.many, len(log_q) - 1)
+        top = np.argpartition(-log_q, count)[:count]
+        return top[np.argsort(-log_q[top], kind="stable")], np.exp(log_q)
 
 
 def normalised(log_q: np.ndarray, tokens: np.ndarray, most: int) -> Pairs:

@@ -13,17 +13,11 @@ itself: the first of two equal candidates.
 B rows, L drafted positions, M candidates a position, N nodes, P prefixes, S entries of a memory, V vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from infer.attention.attend import has_kernel
 from infer.trees import compiled
-from infer.trees.tree import DraftTree, Nodes, Proposal, Steps, behind, comparable, node_count
-
-# (slot, prefix (B, P), which (B, P), log q (B, P, M)) -> log q: kept prefix p grew out of prefix[p] of the depth above,
-# by its candidate which[p]
-Judge = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from infer.trees.tree import Conditionals, DraftTree, Nodes, Proposal, behind, comparable, node_count
 
 
 class Marginals:
@@ -46,7 +40,7 @@ def ddtree(proposal: Proposal) -> DraftTree:
     return behind(proposal.bonus, search(steps, proposal.budget), steps.tokens.shape[1])
 
 
-def best_first(steps: Steps, budget: int) -> Nodes:
+def best_first(steps: Conditionals, budget: int) -> Nodes:
     """Search best first: the drafted nodes, best first. For steps that are not recurrent."""
     rows, length, count = steps.tokens.shape
     table, before, number = comparable(one_table(steps)), steps.table[1].shape[2], node_count(length, count, budget)
@@ -62,30 +56,24 @@ def best_first(steps: Steps, budget: int) -> Nodes:
     return Nodes(*nodes.unbind(1), scores)
 
 
-def one_table(steps: Steps) -> torch.Tensor:
+def one_table(steps: Conditionals) -> torch.Tensor:
     """Return log q (B, 1 + (L - 1) R, M) float32 of the first slot's candidates, and of the others' behind each of the
     R of the one before."""
     first, others = steps.table
     return torch.cat([first[:, None], others.flatten(1, 2)], 1).float()
 
 
-def by_depth(steps: Steps, budget: int, judge: Judge | None = None) -> Nodes:
+def by_depth(steps: Conditionals, budget: int) -> Nodes:
     """Find the same nodes depth by depth on the candidates' device: extend the best prefixes of a depth by all
     candidates, keep the best of these, and at the end take the best of all depths.
 
     Exact: a prefix among the best B has its parent among them. Sorting is stable, so that equal scores stay in order.
-    `judge` may change log q behind the kept prefixes, step by step.
     """
     rows, length, count = steps.tokens.shape
     scores, levels, first, memory = torch.zeros(rows, 1, device=steps.tokens.device), [], 0, None
-    prefix = which = torch.zeros_like(scores, dtype=torch.long)  # (B, P) of the depth above; the last candidate
+    which = torch.zeros_like(scores, dtype=torch.long)  # (B, P) the last candidate of every prefix
     for slot in range(length):
-        if steps.recurrent:
-            log_q, memory = steps.extend(slot, which, memory) if slot else steps.begin()
-        else:
-            log_q = behind_candidates(steps, slot, which)
-        if judge is not None:
-            log_q = judge(slot, prefix, which, log_q)
+        log_q, memory = behind_candidates(steps, slot, which, memory)
         extended = (scores[:, :, None] + comparable(log_q)).flatten(1)  # (B, P M)
         scores, order = extended.sort(dim=1, descending=True, stable=True)
         scores, order = scores[:, :budget], order[:, :budget]  # (B, P)
@@ -99,13 +87,18 @@ def by_depth(steps: Steps, budget: int, judge: Judge | None = None) -> Nodes:
     return best_of_levels(levels, budget)
 
 
-def behind_candidates(steps: Steps, slot: int, which: torch.Tensor) -> torch.Tensor:
-    """Return log q (B, P, M) of a slot behind candidates `which` (B, P) of the one before, by the table."""
+def behind_candidates(
+    steps: Conditionals, slot: int, which: torch.Tensor, memory: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log q (B, P, M) of a slot behind candidates `which` (B, P) of the one before; and a recurrent head's
+    memory."""
+    if steps.recurrent:
+        return steps.extend(slot, which, memory) if slot else steps.begin()
     first, others = steps.table
     if slot == 0:
-        return first[:, None]
+        return first[:, None], None
     rows = which.clamp(max=others.shape[2] - 1)[..., None]  # of marginals there is one
-    return others[:, slot - 1].gather(1, rows.expand(-1, -1, others.shape[3]))
+    return others[:, slot - 1].gather(1, rows.expand(-1, -1, others.shape[3])), None
 
 
 def best_of_levels(levels: list[tuple[torch.Tensor, ...]], budget: int) -> Nodes:

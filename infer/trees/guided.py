@@ -9,11 +9,10 @@ B rows, L drafted positions, M candidates a position, P prefixes, V vocabulary.
 import numpy as np
 import torch
 
-from infer.ngrams.model import begin, unigrams
-from infer.trees import compiled, ngram_factor
-from infer.trees.ddtree import Marginals, by_depth, one_table
-from infer.trees.ngram_factor import LOWEST, MORE, REACH, Guide
-from infer.trees.tree import DraftTree, Nodes, Proposal, Steps, behind, comparable, node_count
+from infer.trees import compiled
+from infer.trees.ddtree import Marginals, one_table
+from infer.trees.ngram_factor import MORE, REACH, Guide
+from infer.trees.tree import Conditionals, DraftTree, Nodes, Proposal, behind, node_count
 
 RANKS = 25  # tokens of the marginals considered at a position, as in DART appendix D
 
@@ -22,10 +21,10 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
     its n-gram probability to the power of `weight`; the n-gram model's counts are corrected by those of the text
     itself. The first n nodes are the tree of budget n; log_probs are these path-conditioned ones. With a conditional
-    head a token's probability behind its path takes its marginal's place."""
-    steps = proposal.steps or Marginals(proposal.marginals, RANKS)
-    if steps.recurrent:
-        return guided_by_depth(proposal)
+    head a token's probability behind its path takes its marginal's place, unless the head is recurrent."""
+    steps = proposal.steps
+    if steps is None or steps.recurrent:
+        steps = Marginals(proposal.marginals, RANKS)
     rows, length, ranks = steps.tokens.shape
     nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
@@ -35,7 +34,7 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     return behind(proposal.bonus, Nodes(*nodes.unbind(1), scores.float()), length)
 
 
-def guides(proposal: Proposal, steps: Marginals | Steps, budget: int) -> list[Guide]:
+def guides(proposal: Proposal, steps: Marginals | Conditionals, budget: int) -> list[Guide]:
     """Return what every row's search chooses from: the likeliest tokens of the marginals, or a conditional head's
     candidates. What n-grams add has its marginal, on the host; elsewhere the vocabulary stays where it is, and what is
     not listed counts as the last that is."""
@@ -56,41 +55,6 @@ def guides(proposal: Proposal, steps: Marginals | Steps, budget: int) -> list[Gu
         )
         for row in zip(contexts(proposal), *listed, *log_q, strict=True)
     ]
-
-
-def guided_by_depth(proposal: Proposal) -> DraftTree:
-    """Do as `guided_ddtree` does for a head whose answer depends on all tokens before: depth by depth, the best
-    prefixes kept."""
-    ngram, steps = proposal.ngram, proposal.steps
-    rows, length, count = steps.tokens.shape
-    ascending = steps.tokens.cpu().sort(-1)  # (B, L, M)
-    shares, longest = np.empty(ascending.values.shape), max(ngram.order - 1, 1)
-    unigrams(ngram.arrays, ngram.tokens, ascending.values.numpy().reshape(-1), shares.reshape(-1))
-    suffixes, grown, texts = np.empty((rows, 1, longest), np.int64), None, contexts(proposal)
-    recent = np.empty((rows, 1, REACH), np.int64)
-    for row, text in enumerate(texts):
-        begin(ngram.arrays, text, suffixes[row, 0])
-        ngram_factor.newest(text, recent[row, 0])
-
-    def judge(slot: int, prefix: torch.Tensor, which: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        nonlocal suffixes, grown, recent
-        if slot:
-            place = ascending.indices[:, slot - 1].argsort(-1).gather(1, which.cpu())  # of the candidate
-            paths = np.arange(rows)[:, None], prefix.cpu().numpy()
-            suffixes = grown[(*paths, slice(0, longest), place.numpy())]
-            last = ascending.values[:, slot - 1].gather(1, place).numpy()[..., None]  # (B, P, 1)
-            recent = np.concatenate([last, recent[paths][..., :-1]], -1)
-        order = ascending.indices[:, slot, None].expand(-1, log_q.shape[1], -1)  # (B, P, M)
-        judged = comparable(log_q.cpu().double()).clamp(min=LOWEST).gather(2, order)
-        grown = np.empty((*judged.shape[:2], longest + 1, count), np.int64)
-        for row in range(rows):
-            tokens = ascending.values[row, slot].numpy()
-            alike = ngram.arrays, proposal.weight, texts[row], tokens, shares[row, slot]
-            paths = np.ascontiguousarray(suffixes[row]), recent[row]
-            ngram_factor.judge_level(*alike, judged[row].numpy(), *paths, grown[row])
-        return torch.empty_like(judged).scatter_(2, order, judged).to(log_q)
-
-    return behind(proposal.bonus, by_depth(steps, proposal.budget, judge), length)
 
 
 def contexts(proposal: Proposal) -> list[np.ndarray]:

@@ -22,7 +22,6 @@ class TreeMethod:
     ngrams: bool = False  # needs an n-gram file
     recalls: bool = False  # asks the text's own n-grams too, which are enough where there is no file
     with_ngrams: str | None = None  # the method that takes its place where an n-gram file is given
-    draws: bool = False  # children are drawn from the drafter for sampled texts: same distribution, another text
     evaluated: bool = True  # measured by every evaluation that can (with an n-gram file, if it needs one)
 
     @property
@@ -64,7 +63,7 @@ _ROWS = (
         ngrams=True,
         recalls=True,
     ),
-    TreeMethod("static", "static", "infer.trees.fixed:static", draws=True, evaluated=False),
+    TreeMethod("static", "static", "infer.trees.fixed:static", evaluated=False),
 )
 # plain decoding first, wherever a row is added: evaluations compare with the first
 TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts)}

@@ -153,18 +153,6 @@ def judge(log_q, probabilities, weight):
 
 
 @njit
-def judge_level(arrays, weight, text, tokens, alone, log_q, suffixes, recent, grown):
-    """Judge the candidates tokens (K,) behind P paths with `suffixes` (P, O - 1) and `recent` tokens (P, REACH) in a
-    text (T,): change log_q (P, K), float64, in place, and fill grown (P, O, K) as `extend` does."""
-    probabilities = np.empty(len(tokens))
-    ends, lengths = np.empty(len(text), np.int64), np.empty(len(text), np.int64)
-    for p in range(len(log_q)):
-        extend(arrays, suffixes[p], tokens, alone, grown[p], probabilities)
-        recall(text, ends, lengths, meet(text, recent[p], ends, lengths), tokens, probabilities)
-        judge(log_q[p], probabilities, weight)
-
-
-@njit
 def row_of(level, before, which):
     """Return where a table (1 + (L - 1) before, K) has a level's tokens behind candidate `which` of the one before."""
     return max(0, 1 + (level - 1) * before + min(which, before - 1))

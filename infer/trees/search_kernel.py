@@ -2,7 +2,7 @@
 the CPU, in Triton.
 
 One program searches one row's tree. Entry n is the best child of node n that is not in the tree yet; each step takes
-the best entry, as all of them fit into registers, where the CPU keeps a heap.
+the best entry.
 
 B rows, L drafted positions, M candidates a position, N nodes.
 """

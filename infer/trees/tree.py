@@ -1,23 +1,18 @@
 """The draft tree, what a round asks the target to verify, and the proposal that it is built from.
 
-B rows, M nodes with the root, L drafted positions, V vocabulary; of full trees (infer/trees/fixed.py): W children of a
-node, D depth, I inner nodes, R rows of draft distributions.
+B rows, M nodes with the root, L drafted positions, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from infer.ngrams.model import NGram
-from infer.trees import compiled
-
-# (depth, tokens (B, n) of the nodes at that depth) -> log q of their children: (B, n, V), or (B, 1, V) for all alike
-Conditional = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-class Steps(Protocol):
+class Conditionals(Protocol):
     """Conditional distributions over M candidates a position (`infer.drafters.heads.draft.ConditionalDraft`)."""
 
     recurrent: bool  # all tokens before count, not the last one alone: there is no table
@@ -47,20 +42,8 @@ class Proposal:
     contexts: Sequence[Sequence[int]] = ()  # with an n-gram model: every row's text, the bonus token included
     weight: float = 1.0  # of the n-gram model against the drafter
     width: int = 1  # children of every node of a full tree
-    conditional: Conditional | None = None  # of a drafter that knows q(token | token before)
-    noise: Callable[[int], torch.Tensor] | None = None  # methods that draw, sampled texts: depth D -> Gumbel (B, D, V)
     ends: Collection[int] = ()  # tokens that end a text
-    steps: "Steps | None" = None  # of a drafter with a conditional head
-
-
-@dataclass(frozen=True)
-class Draws:
-    """The distributions that a full tree's children were drawn from; node k's children are k * W + 1 .. k * W + W, in
-    the order they were drawn. Rejection sampling needs them (infer/engine/rejection.py)."""
-
-    width: int
-    q: torch.Tensor | None  # (B, R, V) log-probabilities; None: the children are the likeliest tokens, not drawn
-    row: torch.Tensor  # (I,) int64, the row of q that belongs to an inner node
+    steps: Conditionals | None = None  # of a drafter with a conditional head
 
 
 class Nodes(NamedTuple):
@@ -84,7 +67,6 @@ class DraftTree:
     depths: torch.Tensor  # (B, M) int64, the root's is 0
     log_probs: torch.Tensor  # (B, M) of the whole prefix under the drafter, the root's is 0
     max_depth: int  # no node is deeper: L of the marginals, 0 for a root alone
-    draws: Draws | None = None  # of a full tree
 
     @property
     def budget(self) -> int:
@@ -98,10 +80,6 @@ class DraftTree:
     def ancestors(self) -> torch.Tensor:
         """Return (B, M, M) bool: [q, k] is true where k is q or an ancestor of q, the nodes that q attends to."""
         rows, nodes = self.parents.shape
-        if compiled.available(self.parents):
-            mask = torch.empty(rows, nodes, nodes, dtype=torch.bool)
-            compiled.ancestors(self.parents.contiguous().numpy(), mask.numpy())
-            return mask
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
         above, reach = self.parents, 1  # (B, M): the ancestor so many steps up, the root where there is none
         while reach <= self.max_depth:  # doubling: what a node sees within `reach` steps, and what that one sees

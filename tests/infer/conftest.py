@@ -17,7 +17,7 @@ import torch
 from infer import Engine
 from infer.drafters.base import DraftedBlock
 from infer.drafters.lookup import Lookup
-from infer.ngrams.model import NGram
+from infer.ngrams.model import NGram, begin, extend, unigrams
 from infer.targets.target import Target
 from infer.trees import ngram_factor
 
@@ -208,6 +208,23 @@ def recalled() -> Callable:
         return probabilities
 
     return correct
+
+
+@pytest.fixture(scope="session")
+def probabilities() -> Callable:
+    """(model, context, tokens ascending) -> Pr(token | context) of each, see `extend`."""
+
+    def look_up(model: NGram, context: list[int], tokens: list[int]) -> np.ndarray:
+        order = np.argsort(tokens, kind="stable")
+        ids, tokens = np.asarray(context, np.int64), np.asarray(tokens, np.int64)[order]
+        suffixes, shares = np.empty(max(model.order - 1, 1), np.int64), np.empty(len(tokens))
+        found, grown = np.empty_like(shares), np.empty((len(suffixes) + 1, len(tokens)), np.int64)
+        begin(model.arrays, ids, suffixes)
+        unigrams(model.arrays, model.tokens, tokens, shares)
+        extend(model.arrays, suffixes, tokens, shares, grown, found)
+        return found[np.argsort(order)]
+
+    return look_up
 
 
 @pytest.fixture(scope="session")

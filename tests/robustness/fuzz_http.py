@@ -399,7 +399,7 @@ async def fuzz(requests: int, clients: int, seed: int, margin: float) -> list[st
     while server.server_state.connections and time.monotonic() < ended:
         await asyncio.sleep(0.1)
     faults += [fault for client in everyone for fault in client.faults] + logs.messages + loop_faults
-    if engine.runner.memory.cache.lengths or engine.waiting or engine.writing:
+    if engine.runner.memory.cache.lengths or engine.scheduler.waiting or engine.scheduler.writing:
         faults.append("the engine still holds rows")
     if server.server_state.connections or server.server_state.tasks or len(asyncio.all_tasks()) > tasks_before:
         faults.append(f"left over: {len(server.server_state.connections)} connections, {asyncio.all_tasks()}")

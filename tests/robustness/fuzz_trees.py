@@ -68,7 +68,7 @@ def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
     method = "plain" if kind == "none" else dice.choice(["chain", "ddtree", "ddtree", "ddtree", "continuity", "static"])
     files = {"continuity": [str(NGRAMS)], "ddtree": ["none", "text", str(NGRAMS), str(NGRAMS)]}
     filters = {
-        "temperature": dice.choice([0.0, 0.3, 1.0, 1.0, 5.0]) if method != "static" else 0.0,
+        "temperature": dice.choice([0.0, 0.3, 1.0, 1.0, 5.0]),
         "top_k": dice.choice([0, 0, 1, 2, 50]),
         "top_p": dice.choice([1.0, 1.0, 0.9, 0.1, 1e-6]),
         "min_p": dice.choice([0.0, 0.0, 0.1, 1.0]),
@@ -77,7 +77,7 @@ def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
     }
     ends = {"logprobs": dice.choice([None, None, 0, 3]), "loop_period": dice.choice([0, 0, 8])}
     ends |= {"trace": dice.random() < 0.2, "stop": dice.choice([[], [], ["\n"], ["e", "self."]])}
-    if dice.random() < 0.1 and method != "static":
+    if dice.random() < 0.1:
         ends |= dice.choice(GRAMMARS)
     ranked = method in ("chain", "ddtree")
     engine = {

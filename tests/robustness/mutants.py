@@ -177,18 +177,6 @@ MUTANTS = [
         CONTINUITY,
     ),
     (
-        "what was rejected can still be drawn",
-        "infer/engine/rejection.py",
-        ("left = (p - q).clamp(min=0)", "left = p"),
-        "tests/infer/engine/test_rejection.py",
-    ),
-    (
-        "drafts and target draw with the same noise",
-        "infer/engine/rejection.py",
-        ("gumbel_noise(seed ^ _DRAFT", "gumbel_noise(seed"),
-        "tests/infer/engine/test_rejection.py",
-    ),
-    (
         "a window is one position too long",
         "infer/attention/masks.py",
         ("else positions - width + 1", "else positions - width"),
@@ -275,7 +263,7 @@ MUTANTS = [
         "a sampled round adjusts all nodes at once",
         "infer/engine/sampling.py",
         (
-            "for part in slabs(logits.shape[1], len(group) * logits.shape[2], logits.device):",
+            "for part in slabs(logits.shape[1], logits[:, 0].numel(), logits.device):",
             "for part in [slice(0, logits.shape[1])]:",
         ),
         SAMPLING + " -k little_more",

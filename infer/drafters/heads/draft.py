@@ -172,12 +172,6 @@ class ConditionalDraft:
         tokens = self.tokens[:, :length].gather(2, torch.stack(picked, 1)[..., None])[..., 0]
         return tokens, torch.stack(steps, 1)
 
-    def __call__(self, slot: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities (B, n, V) behind tokens (B, n) of the slot before, of a head that is not
-        recurrent (`infer.trees.tree.Conditional`)."""
-        scores, _ = self.scores(torch.full_like(tokens[0], slot), tokens, None)
-        return scores.log_softmax(-1)
-
 
 def propose(drafter: Drafter, target: Target, bonus: torch.Tensor, state: DraftState, nodes: int) -> Proposal:
     """Draft behind bonus tokens (B,) for greedy trees of so many nodes."""

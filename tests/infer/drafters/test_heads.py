@@ -12,7 +12,7 @@ from infer.drafters.base import DraftedBlock, drop_copies
 from infer.drafters.heads import draft
 from infer.drafters.heads.draft import ConditionalDraft, behind, teach
 from infer.drafters.heads.table import HEADS, head_options
-from infer.engine.sampling import judge_on_noise
+from infer.engine.sampling import Sampling, judge_on_noise
 from infer.formats.checkpoint import save_drafter
 from infer.formats.compatibility import check_folder
 from infer.formats.export import export_drafter
@@ -95,8 +95,8 @@ def test_candidates_keep_the_whole_vocabularys_normalisation(with_head, kind, mo
     """Under noise too: each candidate's probability is the one among all tokens; a true prefix teaches the same."""
     target, drafter = with_head(kind, 5)
     bonus, block = drafted(target, drafter)
-    noise = torch.randn(1, 5, 97, generator=torch.Generator().manual_seed(2))
-    options = [DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()]
+    noise = torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(2)) * torch.tensor([1.0, 0.0])[:, None, None]
+    options = Sampling.of([DecodeOptions(temperature=0.7, top_k=20), DecodeOptions()], 97, bonus.device)
     for judge in (None, judge_on_noise(options, noise, None)):
         few = ConditionalDraft(drafter, target, bonus, block, judge, 5)
         many = ConditionalDraft(drafter, target, bonus, block, judge, 97)
@@ -132,7 +132,7 @@ def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kin
     target, drafter = with_head(kind, 6)
     bonus, block = drafted(target, drafter)
     judged, noise = [], torch.randn(2, 6, 97, generator=torch.Generator().manual_seed(2))
-    judge = judge_on_noise([DecodeOptions(temperature=0.7)] * 2, noise, None)
+    judge = judge_on_noise(Sampling.of([DecodeOptions(temperature=0.7)] * 2, 97, bonus.device), noise, None)
 
     def noted(scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         judged.append(scores.numel())
@@ -156,7 +156,7 @@ def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head,
     prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
     for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
         wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))]
-        ways = [("chain", 3), ("ddtree", 1), ("ddtree", 40)] + [("static", 6)] * (not sampled)
+        ways = [("chain", 3), ("ddtree", 1), ("ddtree", 40)] + [("static", 6)]
         ways += [("ddtree", "auto")] * (kind == "rnn" and not sampled)
         for method, budget in ways:
             options = DecodeOptions(12, method=method, budget=budget, **sampled)

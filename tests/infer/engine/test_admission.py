@@ -67,8 +67,8 @@ def test_a_stream_waits_for_few_positions(tiny, costs):
         before = [text for text in texts if not text.ids]
         grown = engine.step()
         assert stream in grown and stream.finish is None
-        weight = 1 + max(len(text.known) for text in (*engine.writing, *grown)) / target.context_reach
-        assert sum(counted) <= 1.25 * max(32, 3 * weight * len({*engine.writing, *grown}), 8 * weight)
+        weight = 1 + max(len(text.known) for text in (*engine.scheduler.writing, *grown)) / target.context_reach
+        assert sum(counted) <= 1.25 * max(32, 3 * weight * len({*engine.scheduler.writing, *grown}), 8 * weight)
         together = max(together, len([text for text in before if text.ids]))
     assert together >= 2  # short prompts enter together
     for text, prompt, each in zip(texts, prompts, options, strict=True):
@@ -93,9 +93,9 @@ def test_a_text_that_is_given_up_while_it_enters_leaves_nothing(tiny):
     engine.step()
     entering = engine.submit(list(range(60)), TextOptions(max_new_tokens=9))
     engine.step()
-    assert engine.entering == [entering] and not entering.ids
+    assert engine.scheduler.entering == [entering] and not entering.ids
     entering.cancelled = True
-    assert entering in engine.step() and entering.finish == "cancelled" and not engine.entering
+    assert entering in engine.step() and entering.finish == "cancelled" and not engine.scheduler.entering
     prompts = [list(range(20, 60)), list(range(10, 33))]
     texts = [engine.submit(prompt, TextOptions(max_new_tokens=12)) for prompt in prompts]
     while engine.busy:
@@ -115,7 +115,7 @@ def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
     prompts = [[7] * 45, list(range(44))]
     given_up, text = (engine.submit(prompt, TextOptions(max_new_tokens=9)) for prompt in prompts)
     engine.step()
-    assert engine.entering == [given_up, text] and not text.ids
+    assert engine.scheduler.entering == [given_up, text] and not text.ids
     given_up.cancelled = True
     while engine.busy:
         engine.step()
@@ -131,7 +131,9 @@ def test_an_engine_that_starts_again_keeps_what_waits(tiny):
     waiting = engine.submit([7, 8], TextOptions(max_new_tokens=9))
     engine.step()
     engine.reset()
-    assert list(engine.waiting) == [waiting] and not engine.entering and not engine.writing
+    assert (
+        list(engine.scheduler.waiting) == [waiting] and not engine.scheduler.entering and not engine.scheduler.writing
+    )
     while engine.busy:
         engine.step()
     assert waiting.ids == alone(target, [7, 8], TextOptions(max_new_tokens=9))
@@ -154,7 +156,7 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny, room):
     to_host, failures, given_up = engine.runner._to_host, 0, []
 
     def tight(*args):
-        if sum(map(cost, engine.writing)) > room:
+        if sum(map(cost, engine.scheduler.writing)) > room:
             raise RuntimeError("out of memory")
         return to_host(*args)
 
@@ -178,25 +180,19 @@ def test_a_step_that_raised_costs_the_text_that_cannot_fit(tiny, room):
 
 def test_rows_share_what_the_target_computes(tiny):
     """Trees grow smaller with every row and behind longer texts, a lone text's and those of an evaluation have the
-    budget, whatever it is, and a sampled static tree, on which its text depends, too."""
+    budget, whatever it is."""
     target, drafter = tiny
 
-    def widest(rows: int, limit: int | None, budget: int = 14, method: str = "ddtree", prompt: int = 2) -> int:
-        engine = Engine(target, drafter, EngineConfig(method, budget, rows=rows, positions=limit), prompt + 62)
+    def widest(rows: int, limit: int | None, prompt: int = 2) -> int:
+        engine = Engine(target, drafter, EngineConfig("ddtree", 14, rows=rows, positions=limit), prompt + 62)
         texts = [engine.submit([i, *[5] * (prompt - 1)], TextOptions(max_new_tokens=9)) for i in range(rows)]
         engine.step()
         engine.step()
         return max(text.drafted[-1] for text in texts) + 1
 
     assert [widest(rows, 32) for rows in (1, 2, 3, 4, 5, 8, 16, 40)] == [15, 15, 8, 8, 4, 4, 2, 2]
-    assert widest(1, 4) == widest(8, None) == widest(8, 32, method="static") == 15
+    assert widest(1, 4) == widest(8, None) == 15
     assert target.context_reach == (4 * 32 * 32 - 2 * 32 * 16 + 3 * 32 * 48) / (4 * 2 * 8)  # a layer's weights, heads
     assert [widest(rows, 32, prompt=114) for rows in (1, 2, 3, 5)] == [15, 8, 4, 2]  # as if twice as many wrote
     assert widest(3, 32, prompt=260) == 3  # behind twice that context
     assert widest(1, 4, prompt=260) == widest(3, None, prompt=260) == 15
-
-
-def test_positions_of_a_step_are_at_least_one():
-    with pytest.raises(ValueError, match="positions=0"):
-        EngineConfig(positions=0).check()
-    EngineConfig(positions=None).check()

@@ -11,7 +11,7 @@ from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.engine import runner
 from infer.engine.capture import Graphs
-from infer.engine.controls import Kind
+from infer.engine.sampling import Kind
 from infer.trees import compiled
 
 

@@ -80,35 +80,6 @@ def test_rows_with_and_without_a_grammar_share_a_batch(embedded, drafter):
         assert text.ids == alone.ids
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_what_a_grammar_forces_costs_no_draft(embedded, drafter, temperature, monkeypatch):
-    """A stretch longer than a draft is verified whole, without the drafter; the text stays the target's."""
-    forced = "the quick brown fox jumps over the lazy dog"
-    options = {"regex": f"[ab]{forced}[ab]", "max_new_tokens": 50, "temperature": temperature}
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=1), 80)
-    drafts, draft = [], drafter.draft_block
-    monkeypatch.setattr(drafter, "draft_block", lambda *each: drafts.append(1) or draft(*each))
-    ids = embedded.tokenizer(PROMPTS[0])["input_ids"]
-    text = engine.submit(ids, TextOptions(**options))
-    while engine.busy:
-        engine.step()
-    assert len(drafts) < text.stats.rounds == sum(text.stats.histogram) and max(text.commits) > drafter.block_size
-    assert text.ids == generate(embedded, None, ids, method="plain", **options).ids
-
-
-def test_a_forced_stretch_fits_beside_a_row_that_is_nearly_full(embedded, drafter):
-    forced = "the quick brown fox jumps over the lazy dog"
-    ids = embedded.tokenizer(PROMPTS[0] * 8)["input_ids"][:60]
-    asked = [(ids, 14), (ids[:4], 40)]  # together they look at 60 + 40 positions of rows of 74
-    engine = Engine(embedded, drafter, EngineConfig("ddtree", 64, rows=2), 74)
-    texts = [engine.submit(prompt, TextOptions(max_new_tokens=most, regex=forced)) for prompt, most in asked]
-    while engine.busy:
-        engine.step()
-    for text, (prompt, most) in zip(texts, asked, strict=True):
-        alone = generate(embedded, None, prompt, method="plain", max_new_tokens=most, regex=forced)
-        assert text.ids == alone.ids
-
-
 def test_going_on_costs_nothing_for_the_text_before(embedded, drafter):
     """Only what is new is compared with what was consumed: the text may not be looked at again."""
     state = follow(TextOptions(regex="[a-z ]*"), embedded)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from infer import Engine, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
 from infer.drafters.base import new_drafter
 from infer.drafters.lookup import Lookup
 from infer.engine.prefixes import BLOCK, Prefixes
-from infer.targets.target import Target
 
 OPTIONS = TextOptions(max_new_tokens=24, temperature=0.8, seed=3)
 
@@ -90,44 +88,24 @@ def test_what_several_share_is_computed_once(target, drafter, prompts):
     assert computed < len(shared) + 6 * (200 - 3 * BLOCK + 10)
 
 
-def test_recurrent_targets_keep_states_where_prompts_part(embedded, prompts):
-    """Two requests with a shared beginning leave its states to the third; a conversation goes on from its last turn."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-    config = Qwen3_5TextConfig(
-        vocab_size=512, num_hidden_layers=4, head_dim=8, linear_value_head_dim=16, eos_token_id=None, **sizes, **linear
-    )
-    target = Target(Qwen3_5ForCausalLM(config), embedded.tokenizer, "hybrid")
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=6), target)
-    drafter.init_weights(torch.Generator().manual_seed(0))
-    ids = prompts[2]
-    asked = [ids[:180] + ids[5:40], ids[:180] + ids[9:60], ids[:180] + ids[20:50], ids[:180] + ids[20:50] + ids[:70]]
-    without, every = write(target, drafter, asked, 0)
-    found, computed = write(target, drafter, asked, 64)
-    assert [text.ids for text in found] == [text.ids for text in without]
-    assert [text.commits for text in found] == [text.commits for text in without]
-    assert [text.stats.reused for text in found] == [0, 0, 2 * BLOCK, 3 * BLOCK] and computed == every - 5 * BLOCK
-
-
 def test_the_least_recently_used_leaves_first_and_an_end_before_its_beginning():
     size = 4 * BLOCK  # bytes of a block below
     store = Prefixes(6 * size)
 
     def keep(ids):
-        store.keep(ids, lambda start: ([torch.full((1, BLOCK, 1), float(ids[start]))], []), {})
+        store.keep(ids, lambda start: ([torch.full((1, BLOCK, 1), float(ids[start]))], []))
 
     a, b, c = (list(range(start, start + 4 * BLOCK + 1)) for start in (0, 1000, 2000))
     keep(a)
     keep(b[: 2 * BLOCK + 1])
-    assert [len(store.find(ids).blocks) for ids in (a, b)] == [4, 2] and store.bytes == 6 * size
+    assert [len(store.find(ids)[0]) for ids in (a, b)] == [4, 2] and store.bytes == 6 * size
     keep(a[: BLOCK + 1])  # its beginning is used again
     keep(c[: 3 * BLOCK + 1])
-    assert [len(store.find(ids).blocks) for ids in (a, b, c)] == [1, 2, 3] and store.bytes == 6 * size
+    assert [len(store.find(ids)[0]) for ids in (a, b, c)] == [1, 2, 3] and store.bytes == 6 * size
     long = list(range(3000, 3000 + 9 * BLOCK + 1))
     keep(long)  # more than the memory: its beginning
-    assert len(store.find(long).blocks) == 6 == len(store.blocks)
-    assert [float(block.target[0][0, 0, 0]) for block in store.find(long).blocks] == [
+    assert len(store.find(long)[0]) == 6 == len(store.blocks)
+    assert [float(block.target[0][0, 0, 0]) for block in store.find(long)[0]] == [
         float(long[i * BLOCK]) for i in range(6)
     ]
-    assert store.find(long[: 2 * BLOCK]).blocks == store.find(long).blocks[:1]  # the token behind a block belongs to it
+    assert store.find(long[: 2 * BLOCK])[0] == store.find(long)[0][:1]  # the token behind a block belongs to it

@@ -9,8 +9,17 @@ import torch
 from infer import generate
 from infer.config import TextOptions
 from infer.engine.choices import MANY, PIECE, piece
-from infer.engine.controls import sampled_rows
-from infer.engine.sampling import adjust, choose, condition_on_noise, gumbel_noise, lowest_of_top_p, round_noise
+from infer.engine.sampling import (
+    Sampling,
+    adjust,
+    choose,
+    condition_on_noise,
+    gumbel_noise,
+    lowest_of_top_p,
+    round_noise,
+)
+
+CPU = torch.device("cpu")
 
 
 def sorted_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
@@ -25,19 +34,19 @@ def sorted_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
 @pytest.mark.parametrize("p", [1e-6, 0.3, 0.9, 0.995])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bfloat16: hundreds of equal logits
 def test_top_p_of_a_large_vocabulary_keeps_what_sorting_keeps(spread, p, dtype):
-    """Flat distributions need many more tokens than are put in order at first, peaked ones a few."""
+    """Flat distributions need many tokens, peaked ones a few."""
     logits = spread * torch.randn(2, 3, 9000, generator=torch.Generator().manual_seed(0))
     logits[1] *= 3
     logits = logits.to(dtype)
-    rows = [TextOptions(temperature=1.0, top_p=p)] * 2
+    rows = Sampling.of([TextOptions(temperature=1.0, top_p=p)] * 2, 9000, CPU)
     ours, expected = adjust(logits, rows), sorted_top_p(logits.float(), p)
     differ = ours.isinf() != expected.isinf()
     assert differ.sum(-1).max() <= (1 if dtype == torch.float32 and spread < 1 else 0)  # rounding at the edge of 0.995
     assert torch.equal(ours.isinf(), adjust(logits[..., torch.arange(9000)], rows).isinf())
     for b in range(2):
         for q in range(3):
-            alone = lowest_of_top_p(logits[b : b + 1, q : q + 1].float(), rows[:1])
-            assert torch.equal(alone[0, 0], lowest_of_top_p(logits.float(), rows)[b, q])
+            alone = lowest_of_top_p(logits[b : b + 1, q : q + 1].float(), rows["top_p"][:1])
+            assert torch.equal(alone[0, 0], lowest_of_top_p(logits.float(), rows["top_p"])[b, q])
 
 
 def test_choosing_in_parts_is_choosing_at_once(monkeypatch):
@@ -52,22 +61,24 @@ def test_choosing_in_parts_is_choosing_at_once(monkeypatch):
         TextOptions(temperature=1.3, top_k=4, repetition_penalty=1.2, seed=2),
         TextOptions(temperature=1.0, min_p=0.1, seed=3),
     ]
+    drawn, rows = [row.temperature > 0 for row in rows], Sampling.of(rows, 60, CPU)
     noise = round_noise(rows, torch.arange(5), 4, 60)
-    assert len(noise) == len(sampled_rows(rows)) == 3  # none is made for greedy rows
+    assert noise.any(-1).all(-1).tolist() == drawn
     scores = adjust(logits, rows, seen)
-    for place, row in enumerate(sampled_rows(rows)):
-        scores[row] += noise[place, depths[row]]
+    for row in range(5):
+        scores[row] += noise[row, depths[row]]
     before = logits.clone()
     for size in (1, 10**9):
         monkeypatch.setattr("infer.engine.sampling.SLAB", size)
-        chosen = choose(logits, depths, rows, noise, lambda rows, nodes: seen[rows, nodes])
+        chosen = choose(logits, depths, rows, noise, lambda nodes: seen[:, nodes])
         assert torch.equal(chosen, scores.argmax(-1)) and torch.equal(logits, before)
 
 
 def test_noise_is_the_same_in_parts(monkeypatch):
     seeds, positions = torch.tensor([1, -2]), torch.arange(80).view(2, 40)
     whole = gumbel_noise(seeds, positions, 33)
-    rows, noise = [TextOptions(temperature=0.8, top_k=9), TextOptions(temperature=1.1, seed=4)], whole.view(2, 40, 33)
+    rows = Sampling.of([TextOptions(temperature=0.8, top_k=9), TextOptions(temperature=1.1, seed=4)], 33, CPU)
+    noise = whole.view(2, 40, 33)
     marginals = torch.randn(2, 7, 33, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     judged = condition_on_noise(marginals, rows, noise, None)
     monkeypatch.setattr("infer.engine.sampling.SLAB", 1)

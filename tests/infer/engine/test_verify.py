@@ -8,9 +8,8 @@ import torch
 
 from infer.config import TextOptions
 from infer.engine import round as round_module
-from infer.engine.sampling import choose, gumbel_noise, round_noise
-from infer.engine.verify import walk
-from infer.trees import compiled
+from infer.engine.choices import walk
+from infer.engine.sampling import Sampling, choose, gumbel_noise, round_noise
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal, root_only
 
@@ -30,10 +29,7 @@ def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
         path += children
 
 
-@pytest.mark.parametrize("loops", [True, False], ids=["compiled", "tensors"])
-def test_walk_equals_a_plain_walk(loops, monkeypatch):
-    if not loops:
-        monkeypatch.setattr(compiled, "available", lambda tensor: False)
+def test_walk_equals_a_plain_walk():
     generator = torch.Generator().manual_seed(0)
     seen = set()
     for budget in (1, 3, 10, 40):
@@ -91,7 +87,9 @@ def test_noise_is_gumbel_and_uncorrelated():
 def test_greedy_is_argmax():
     logits = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0))
     depths = torch.tensor([[0, 1, 1, 2, 2]] * 2)
-    assert torch.equal(choose(logits, depths, [TextOptions()] * 2, None), logits.argmax(-1))
+    assert torch.equal(
+        choose(logits, depths, Sampling.of([TextOptions()] * 2, 30, torch.device("cpu")), None), logits.argmax(-1)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -100,7 +98,7 @@ def test_chosen_tokens_follow_the_softmax(temperature):
     logits = torch.linspace(-2, 2, 12)
     depths = torch.zeros(1, 1, dtype=torch.long)
     draws = 40_000
-    rows = [TextOptions(temperature=temperature, seed=5)] * draws
+    rows = Sampling.of([TextOptions(temperature=temperature, seed=5)] * draws, 12, torch.device("cpu"))
     noise = round_noise(rows, torch.arange(draws), 1, 12)
     chosen = choose(logits.expand(draws, 1, 12), depths.expand(draws, 1), rows, noise)
     expected = (logits.double() / temperature).softmax(-1) * draws
@@ -111,16 +109,11 @@ def test_chosen_tokens_follow_the_softmax(temperature):
 def test_noise_of_a_node_is_that_of_its_position():
     """The token chosen at a node of depth d is the one plain decoding chooses at the same absolute position."""
     logits = torch.randn(1, 1, 40, generator=torch.Generator().manual_seed(1))
-    rows = [TextOptions(temperature=1.0, seed=9)]
+    rows = Sampling.of([TextOptions(temperature=1.0, seed=9)], 40, torch.device("cpu"))
     for depth in range(4):
         tree = choose(logits, torch.tensor([[depth]]), rows, round_noise(rows, torch.tensor([20]), 4, 40))
         plain = choose(logits, torch.tensor([[0]]), rows, round_noise(rows, torch.tensor([20 + depth]), 1, 40))
         assert torch.equal(tree, plain)
-
-
-def test_bad_temperature_is_refused():
-    with pytest.raises(ValueError, match="temperature=-0.5"):
-        TextOptions(temperature=-0.5).check()
 
 
 def test_the_page_quotes_the_round():

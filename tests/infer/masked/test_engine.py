@@ -37,7 +37,7 @@ def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: Maske
         engine.step()
     while engine.busy:
         engine.step()
-    assert not engine.writing and sorted(engine.runner.free_rows) == list(range(engine.options.rows))
+    assert not engine.scheduler.writing and sorted(engine.runner.free_rows) == list(range(engine.options.rows))
     return done
 
 

@@ -1,7 +1,6 @@
 """N-gram files: they count as a plain dictionary does, refuse what is not theirs, and survive damage."""
 
 import random
-import time
 from collections import Counter
 
 import numpy as np
@@ -36,14 +35,6 @@ def plain_counts(documents, order: int) -> Counter:
     return counts
 
 
-def plain_probability(counts: Counter, order: int, context: tuple[int, ...], token: int) -> float:
-    context = context[max(len(context) - order + 1, 0) :]
-    for start in range(len(context) + 1):
-        if seen := counts.get((*context[start:], token), 0):
-            return seen / counts[context[start:]]
-    return 0.0
-
-
 def assert_equal(model: NGram, documents, contexts: int = 100) -> None:
     """A model says what a dictionary of the documents says: all counts, levels, and lookups after some contexts."""
     assert_is(model, plain_counts(documents, model.order), contexts)
@@ -58,7 +49,6 @@ def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
     continuations = {}
     for gram, seen in counts.items():
         if gram:
-            assert model.count(gram) == seen, gram
             continuations.setdefault(gram[:-1], []).append((gram[-1], seen))
     generator = random.Random(0)
     known = [gram for gram in counts if len(gram) < model.order]
@@ -68,52 +58,22 @@ def assert_is(model: NGram, counts: Counter, contexts: int) -> None:
         found = model.continuations(context)
         assert list(zip(*map(np.ndarray.tolist, found), strict=True)) == sorted(continuations.get(context, []))
         assert found[0].dtype == found[1].dtype == np.int64
-    for context in some:
-        longer = (*some[0], *context)
-        tokens = [generator.randrange(model.vocabulary) for _ in range(8)] + [
-            t for t, _ in continuations.get((), [])[:8]
-        ]
-        expected = [plain_probability(counts, model.order, longer, token) for token in tokens]
-        assert model.probabilities(longer, tokens).tolist() == expected
-        unseen = (*context, generator.randrange(model.vocabulary))
-        assert model.count(unseen) == counts[unseen]
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocabulary, tokens", [(1, 40), (2, 300), (5, 900), (60, 1200), (1000, 600)])
 def test_counts_are_a_dictionarys(tmp_path, order, vocabulary, tokens):
-    documents = skewed(tokens, vocabulary, seed=vocabulary + order)
-    for chunk in (1_000_000, tokens // 3 - 1, tokens // 8 + 1):
-        model = count_ngrams(documents, vocabulary, order, tmp_path / "x.ngram", DIGEST, chunk)
-        assert_equal(model, documents, contexts=10)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_ranges_may_begin_anywhere(tmp_path, chunk):
-    """Tiny chunks: ranges of one or two keys, nodes that many ranges share, documents cut at every position."""
-    for seed, vocabulary in ((1, 1), (2, 2), (3, 4)):
-        documents = skewed(24, vocabulary, seed, longest=20)
-        for order in (1, 2, 5):
-            assert_equal(count_ngrams(documents, vocabulary, order, tmp_path / "x", DIGEST, chunk), documents)
-
-
-def test_small_chunks_write_the_same_file(tmp_path):
-    documents = skewed(20_000, 300, seed=9, longest=900)
-    told = []
-    one = count_ngrams(documents, 300, 3, tmp_path / "one", DIGEST, 20_000_000)
-    two = count_ngrams(iter(documents), 300, 3, tmp_path / "deeper" / "two", DIGEST, 3000, told.append)
-    assert one.path.read_bytes() == two.path.read_bytes()
-    assert told == [3000, 6000, 9000, 12_000, 15_000, 18_000, 20_000]
-    assert_equal(two, documents)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deeper", "one"]
-    assert [path.name for path in two.path.parent.iterdir()] == ["two"]
+    documents, told = skewed(tokens, vocabulary, seed=vocabulary + order), []
+    out = tmp_path / "deeper" / "x.ngram"
+    assert_equal(count_ngrams(iter(documents), vocabulary, order, out, DIGEST, told.append), documents, contexts=10)
+    assert told[-1] == tokens and [path.name for path in out.parent.iterdir()] == ["x.ngram"]
 
 
 def test_large_counts_overflow_into_a_table(tmp_path):
     """A vocabulary of a million leaves 12 bits for a count."""
     vocabulary = 1_000_000
     documents = [[7, 999_999] * 2047, [7, 999_999] * 5000 + [7, 3], np.array([3] * 4095, np.uint32), [5] * 4094]
-    model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", DIGEST, 5000)
+    model = count_ngrams(documents, vocabulary, 3, tmp_path / "x", DIGEST)
     assert model.arrays.count_bits == 12
     assert_equal(model, [list(map(int, document)) for document in documents], contexts=10)
     tokens, counts = model.continuations([])
@@ -123,25 +83,15 @@ def test_large_counts_overflow_into_a_table(tmp_path):
     )  # 3, 7, 999,999; 7 999,999, and the other way; the same with a third
 
 
-def test_the_vocabulary_of_a_large_model(tmp_path):
-    documents = [[151_935, 0, 151_935, 0, 1], *skewed(4000, 151_936, seed=4)]
-    model = count_ngrams(documents, 151_936, 3, tmp_path / "x", DIGEST, 1000)
-    assert_equal(model, documents)
-    assert model.probabilities([151_935, 0], [151_935, 1, 151_936, -1]).tolist()[2:] == [0, 0]
-
-
-def test_searches_among_many_children(tmp_path):
+def test_searches_among_many_children(tmp_path, probabilities):
     """A thousand children against few tokens and against many: both ways of gathering; more than one group of nodes."""
     documents = [[1, 70_000 - 3 * child] for child in range(20_000)] + [[1, 70_000]] * 5
     model = count_ngrams(documents, 70_001, 2, tmp_path / "x", DIGEST)
     assert len(model.arrays.base) == 2
     counts = plain_counts(documents, 2)
     for tokens in ([], [70_000], [0, 10_001, 10_002, 10_003, 70_000, 70_000], range(9_000, 13_000)):
-        wanted = [plain_probability(counts, 2, (1,), token) for token in tokens]
-        assert model.probabilities([1], tokens).tolist() == wanted
-        shuffled = random.Random(1).sample(range(len(tokens)), len(tokens))
-        result = model.probabilities([1], [tokens[i] for i in shuffled])
-        assert result.tolist() == [wanted[i] for i in shuffled]
+        wanted = [(counts[1, token] or counts[token,] * 20_005 / 40_010) / 20_005 for token in tokens]
+        assert probabilities(model, [1], tokens) == pytest.approx(wanted)
     assert len(model.continuations([70_000])[0]) == len(model.continuations([2])[0]) == 0
 
 
@@ -151,21 +101,11 @@ def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, tokens):
     documents = skewed(tokens, vocabulary, seed=vocabulary)
     for order, threshold in ((1, 2), (2, 3), (4, 2), (3, 10**6)):
         out = tmp_path / "x.ngram"
-        model = count_ngrams(documents, vocabulary, order, out, DIGEST, tokens // 3 + 1, threshold=threshold)
+        model = count_ngrams(documents, vocabulary, order, out, DIGEST, threshold=threshold)
         counts = plain_counts(documents, order)
         assert_is(model, Counter({gram: seen for gram, seen in counts.items() if seen >= threshold or not gram}), 10)
         assert model.tokens == sum(map(len, documents))
-        NGram.open(out, DIGEST, check=True)
         assert [path.name for path in tmp_path.iterdir()] == ["x.ngram"]
-
-
-def test_large_counts_pass_the_threshold(tmp_path):
-    """Counts beyond what a node's code can say, at a vocabulary of a million."""
-    documents = [[7, 999_999] * 5000, [3, 7], [5] * 4095]
-    model = count_ngrams(documents, 1_000_000, 2, tmp_path / "x", DIGEST, threshold=4095)
-    assert model.count([7]) == 5001 and model.count([7, 999_999]) == 5000
-    assert model.count([5]) == 4095 and model.count([5, 5]) == model.count([3]) == model.count([3, 7]) == 0
-    assert model.nodes == (1_000_000, 2)
 
 
 @pytest.mark.parametrize("documents", [[[3]], [[], [2], []], [[1, 2, 3], [], [0]]])
@@ -173,7 +113,6 @@ def test_large_counts_pass_the_threshold(tmp_path):
 def test_short_documents(tmp_path, documents, order):
     model = count_ngrams(documents, 4, order, tmp_path / "x", DIGEST)
     assert_equal(model, documents)
-    assert_equal(NGram.open(tmp_path / "x", DIGEST, check=True), documents)
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path):
@@ -184,29 +123,16 @@ def test_what_cannot_be_counted_is_refused(tmp_path):
 
     refused("no document has a token", documents=[])
     refused("no document has a token", documents=[[], []])
-    refused("document 1 has token id 100, outside the vocabulary of 100", documents=[[5], [1, 100]], chunk_tokens=1)
+    refused("document 1 has token id 100, outside the vocabulary of 100", documents=[[5], [1, 100]])
     refused("document 0 has token id -1", documents=[[-1, 3]])
     refused("3 is the largest order possible", vocabulary=151_936, order=4)
     refused("9 is the largest order possible", order=0)
 
 
-def test_a_failure_leaves_nothing(tmp_path):
-    def documents():
-        yield from ([1, 2, 3] for _ in range(100))
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        count_ngrams(documents(), 4, 2, tmp_path / "x", DIGEST, chunk_tokens=20)
-    assert not list(tmp_path.iterdir())
-
-
-def test_lookups_of_impossible_lengths(tmp_path):
+def test_lookups_of_impossible_lengths(tmp_path, probabilities):
     model = count_ngrams([[1, 2, 3, 1, 2]], 4, 2, tmp_path / "x", DIGEST)
     assert len(model.continuations([1, 2])[0]) == 0
-    assert (
-        model.count([]) == model.count([1, 2, 3]) == model.count([4]) == model.count([1, -1]) == model.count([-1]) == 0
-    )
-    assert model.probabilities([9, 9, 9, 1], [2, 3]).tolist() == [1.0, 0.2]
+    assert probabilities(model, [9, 9, 9, 1], [2, 3]).tolist() == [1.0, 0.2]
 
 
 @pytest.fixture
@@ -228,25 +154,24 @@ def test_files_that_are_none_of_ours_are_refused_by_name(small, tmp_path):
     refused(b"", "not an n-gram file")
     refused(b"GGUF" + whole[4:], "not an n-gram file")
     refused(whole[:8] + b"\2" + whole[9:], "version 2 of the n-gram format, this program reads 1")
-    refused(whole[:100], "truncated, it ends within its header")
+    refused(whole[:100], "not an n-gram file")
     for size in (HEADER.itemsize, len(whole) // 2, len(whole) - 1):
-        refused(whole[:size], f"truncated, {size} bytes instead of {len(whole)}")
-    refused(whole + b"\0", "too long")
+        refused(whole[:size], f"{size} bytes instead of {len(whole)}")
+    refused(whole + b"\0", f"{len(whole) + 1} bytes instead of {len(whole)}")
     refused(whole, "counted with another tokenizer", digest="f" * 64)
     small.write_bytes(whole)
-    assert NGram.open(str(small), DIGEST, check=True).digest == DIGEST
+    assert NGram.open(str(small), DIGEST).digest == DIGEST
 
 
-def test_every_altered_byte_is_noticed(small):
+def test_every_altered_byte_of_the_header_is_noticed(small):
     whole = small.read_bytes()
-    places = random.Random(3).sample(range(HEADER.itemsize, len(whole)), 150)
-    for at in [*range(0, HEADER.itemsize, 16), *places, len(whole) - 1]:
+    for at in range(0, HEADER.itemsize, 16):
         small.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
         with pytest.raises(ValueError, match="small.ngram: "):
-            NGram.open(small, check=at >= HEADER.itemsize)
+            NGram.open(small)
 
 
-def test_lookups_in_damaged_files_do_no_harm(tmp_path):
+def test_lookups_in_damaged_files_do_no_harm(tmp_path, probabilities):
     """Whatever the body holds, lookups answer something; a vocabulary of a million, so that there is an overflow."""
     documents = [[5, 6] * 3000, *skewed(300, 40, seed=8)]
     path = count_ngrams(documents, 1 << 20, 3, tmp_path / "x", DIGEST).path
@@ -265,24 +190,13 @@ def test_lookups_in_damaged_files_do_no_harm(tmp_path):
         path.write_bytes(damaged)
         model = NGram.open(path, DIGEST)
         for context in ([], [5], [5, 6], [6, 5], [1, 2], [39, 5]):
-            model.probabilities(context, tokens)
+            probabilities(model, context, tokens)
             model.continuations(context)
-            model.count([*context, 5])
-        with pytest.raises(ValueError, match="altered or damaged"):
-            NGram.open(path, check=True)
 
 
 def test_two_may_read_one_file(small):
     one, two = NGram.open(small), NGram.open(small)
     assert not any(array.flags.writeable for array in one.arrays[:5])
     assert all(type(array) is np.ndarray for array in one.arrays[:5])
-    assert one.count([1]) == two.count([1])
     small.unlink()
     assert one.continuations([1])[0].tolist() == two.continuations([1])[0].tolist()
-
-
-def test_opening_reads_next_to_nothing(tmp_path):
-    model = count_ngrams(skewed(2000, 1 << 20, seed=1), 1 << 20, 3, tmp_path / "x", DIGEST)
-    start = time.perf_counter()
-    NGram.open(model.path)
-    assert time.perf_counter() - start < 0.1

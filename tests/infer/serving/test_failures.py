@@ -112,7 +112,7 @@ def test_a_stream_goes_on_after_a_round_that_failed(running, engine, monkeypatch
         calls, to_host = [], engine.runner._to_host
 
         def fails(*args):
-            both = len(engine.writing) == 2  # one that fails alone would be given up
+            both = len(engine.scheduler.writing) == 2  # one that fails alone would be given up
             calls.append(both)
             if both and calls.count(True) == 3:
                 raise RuntimeError("out of memory")

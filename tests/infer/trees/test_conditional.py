@@ -9,6 +9,7 @@ import torch
 from infer.ngrams.model import NGram
 from infer.trees.chain import chain
 from infer.trees.ddtree import best_first, by_depth, ddtree
+from infer.trees.fixed import static
 from infer.trees.guided import guided_ddtree
 from infer.trees.methods import TREES
 from infer.trees.tree import Nodes, Proposal
@@ -166,6 +167,24 @@ def test_degenerate_distributions_make_whole_trees(ngrams, method, recurrent, le
     assert bounds.all() or left == "nan" or not method.ranked
 
 
+@pytest.mark.parametrize("width, budget, nodes", [(2, 14, 14), (3, 14, 12), (9, 3, 3), (5, 3, 3)])
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_static_tree_has_the_likeliest_children_of_every_node(width, budget, nodes, recurrent):
+    """The deepest full tree of that width within the budget; where not even the root's children fit, fewer of them."""
+    steps = RandomSteps((2, 4, 6), 3, recurrent)
+    tree = static(Proposal(torch.tensor([1, 2]), None, budget, width=width, steps=steps))
+    found = Nodes(tree.tokens[:, 1:], tree.parents[:, 1:], tree.depths[:, 1:], tree.log_probs[:, 1:])
+    assert tree.budget == nodes
+    for row in range(2):
+        scores = dict(steps.ranked(row))
+        paths = prefixes(found, steps, row)
+        assert found.log_probs[row].tolist() == [scores[path] for path in paths]
+        for parent in {path[:-1] for path in paths}:
+            children = [path for path in paths if path[:-1] == parent]
+            others = sorted((path for path in scores if path[:-1] == parent), key=scores.get, reverse=True)
+            assert children == others[: min(width, budget)]
+
+
 def test_a_chain_follows_the_head():
     class Greedy:
         length = 3
@@ -177,13 +196,12 @@ def test_a_chain_follows_the_head():
     assert tree.tokens.tolist() == [[3, 4, 7]] and tree.log_probs.tolist() == [[0, -0.5, -0.75]]
 
 
-@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("shape, budget", [((2, 1, 9), 17), ((3, 3, 4), 17), ((1, 3, 4), 1)])
-def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened, shape, budget, recurrent):
+def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened, probabilities, shape, budget):
     """A candidate's conditional probability times its n-gram probability behind the whole path, the candidates together
     as likely as they are under the head: the best of all prefixes. To a head's table n-grams add candidates, which have
     their marginals, as has what comes behind them."""
-    model, steps = NGram.open(ngrams), RandomSteps(shape, 3, recurrent)
+    model, steps = NGram.open(ngrams), RandomSteps(shape, 3)
     alone = torch.randn(*shape[:2], 97, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
     contexts, weight = [[5, 60, 2], [1], [90, 3]][: shape[0]], 0.7
     contexts[0] = steps.tokens[0].flatten().tolist() * 3 + contexts[0]  # what may come has come before
@@ -203,9 +221,9 @@ def test_with_an_ngram_model_the_products_are_searched(ngrams, recalled, widened
         for depth in range(shape[1]):
             for prefix in [prefix for prefix in score if len(prefix) == depth]:
                 path = context + list(prefix)
-                tokens = listed[depth] + ([] if recurrent else widened(context, path, listed[depth], model))
+                tokens = listed[depth] + widened(context, path, listed[depth], model)
                 drafted = [log_q(prefix, token) for token in tokens]
-                seen = recalled(context, path, tokens, model.probabilities(path, tokens))
+                seen = recalled(context, path, tokens, probabilities(model, path, tokens))
                 product_of = [math.exp(q) * (n + 1e-5) ** weight for q, n in zip(drafted, seen, strict=True)]
                 scale = min(1.0, sum(map(math.exp, drafted))) / sum(product_of)
                 steps_down = zip(tokens, product_of, strict=True)
