@@ -211,7 +211,7 @@ class EngineConfig:
         prompts together, never less than one tree; one behind a long context counts as several. null: no limit.
         More let new texts begin sooner, and texts in work wait longer
     prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that begins as one of them
-        did is computed from there on; 0: nothing is kept
+        did is computed from there on; 0: nothing is kept, nor ever of hybrids
     compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     """
 
