@@ -24,6 +24,7 @@ CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 BUNDLES = ("model", "recipe")  # groups that change others, the second what the first one says
 TYPED = re.compile(r"\+{0,2}(?P<key>[^\W\d][\w.]*)=(?P<value>.*)", re.DOTALL)
 LARGEST = 2**62  # of a number: seeds and counts are 64 bits
+LONGEST_SENTENCE = 480  # characters
 LARGEST_PROMPT = 16 << 20  # bytes of a file that is a prompt
 # What a command whose class says FROM_RUN takes of its checkpoint's own run: not the device, which is this machine's,
 # and not the leave to run a model's own code, which nobody but the user gives.
@@ -55,8 +56,12 @@ def in_one_sentence() -> Iterator[None]:
     except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
         said, _, rest = (str(error).strip() or type(error).__name__).partition("\n    full_key: ")
         key = rest.split("\n")[0]
-        whole = " ".join((f"{key}: {said}" if key and key not in said else said).split())
-        raise ValueError(whole if len(whole) < 500 else f"{whole[:300]} ... {whole[-150:]}") from error
+        if key and key not in said:
+            said = f"{key}: {said}"
+        said = " ".join(said.split())
+        if len(said) > LONGEST_SENTENCE:
+            said = f"{said[:300]} ... {said[-150:]}"
+        raise ValueError(said) from error
 
 
 def merged(name: str, schema: type, arguments: list[str]):
@@ -66,9 +71,11 @@ def merged(name: str, schema: type, arguments: list[str]):
 
     groups, given = typed(schema, arguments)
     prepare(name, schema)
-    chosen = ["+" * (group in BUNDLES) + f"{group}={groups[group]}" for group in sorted(groups, key="recipe".__eq__)]
+    chosen = [f"{group}={option}" for group, option in groups.items() if group not in BUNDLES]
+    chosen += [f"+{group}={groups[group]}" for group in BUNDLES if group in groups]
     with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
-        base = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(hydra.compose(name, chosen)))
+        plain = OmegaConf.to_container(hydra.compose(name, chosen))
+    base = OmegaConf.merge(OmegaConf.structured(schema), plain)
     config = OmegaConf.merge(base, given)
     return OmegaConf.merge(base, of_run(schema, config, groups, given), given)
 
@@ -93,11 +100,14 @@ def typed(schema: type, arguments: list[str]):
             groups[key] = value
         elif field is not None and field.type in (str, str | None):
             null = value == "null" and field.type is not str
-            OmegaConf.update(given, key, None if null else literal(text_of(key, value, FREE_TEXT in field.metadata)))
+            text = None if null else literal(text_of(key, value, FREE_TEXT in field.metadata))
+            OmegaConf.update(given, key, text)
         elif field is not None or (parent is not None and get_origin(parent.type) is dict):
-            given = OmegaConf.merge(given, OmegaConf.from_dotlist([f"{key}={literal(value)}"]))
+            value = OmegaConf.from_dotlist([f"{key}={literal(value)}"])
+            given = OmegaConf.merge(given, value)
         else:
-            raise ValueError(f"{shortened(key)}: no such key{nearest(key, sorted(keys))} --help explains every key")
+            near = nearest(key, sorted(keys))
+            raise ValueError(f"{shortened(key)}: no such key{near} --help explains every key")
     return groups, given
 
 
@@ -190,6 +200,8 @@ def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dic
     run, found = run_of(checkpoints[0]) if sections and checkpoints and checkpoints[0] else {}, {}
     for section in sections:
         deciding = {"path", "source", "parts"} & set(given.get(section, {}))
-        if section in run and section not in groups and not deciding and not (section == "data" and "suite" in groups):
-            found[section] = {key: value for key, value in run[section].items() if key in OF_RUN[section]}
+        instead = {section, "suite"} if section == "data" else {section}
+        if section in run and not deciding and not instead & set(groups):
+            theirs = run[section].items()
+            found[section] = {key: value for key, value in theirs if key in OF_RUN[section]}
     return found
