@@ -1,5 +1,6 @@
 """`serve`: a target and its drafter behind OpenAI's HTTP API."""
 
+import resource
 import sys
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ def run(config: ServeCommand) -> None:
     from infer.serving.server import serve
 
     masked, server = is_masked(config.target.path), config.server
+    if server.memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
     decoding = config.masked if masked else config.decoding
     target, drafter = load(config.target, config.checkpoint if config.decoding.drafts else None)
     spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one

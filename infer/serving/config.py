@@ -28,6 +28,8 @@ class ServerConfig:
     max_length: tokens of a prompt and its answer together; every row has room for as many
     max_texts: texts being written or waiting; further ones are told to try again later (429)
     max_body: bytes of a request
+    memory: MiB of address space that the server may take, what the system reserves for threads among them (not on CUDA,
+        which reserves far more than it uses); None: no limit. A request that does not fit is told 503
     open: listen to other machines without asking for a key
     """
 
@@ -37,13 +39,14 @@ class ServerConfig:
     max_length: int = 4096
     max_texts: int = 256
     max_body: int = 1_000_000
+    memory: int | None = None
     open: bool = False
 
     def check(self) -> None:
         """Raise ValueError for options that no server can follow."""
         if not 1 <= self.port < 65536:
             raise ValueError(f"server.port={self.port}: 1 to 65535")
-        at_least(self, "server.", max_length=2, max_texts=1, max_body=1)
+        at_least(self, "server.", max_length=2, max_texts=1, max_body=1, memory=1024)
         if self.key() is None and not self.open and not loopback(self.host):
             raise ValueError(
                 f"server.host={self.host}: other machines can reach that; set {KEY_VARIABLE} to a key, or say "

@@ -1,4 +1,4 @@
-"""Hostile expressions, schemas and grammars at a server, and a stream beside them.
+"""Hostile expressions, schemas and grammars at a server with little address space, and a stream beside them.
 
     python tests/robustness/hostile_grammars.py --requests 200
 
@@ -54,8 +54,17 @@ def regexes(dice: random.Random) -> Iterator[str]:
         yield "(" + "|".join(f"{letter()}*{letter()}{letter()}" for _ in range(dice.choice([20, 500, 4000]))) + ")*"
         yield f"(.*{letter()}){{{dice.choice([10, 100, 1000, 100000])}}}"
         yield f"[ab]*a[ab]{{{dice.choice([10, 30, 300, 3000])}}}"  # 2^n states
+        yield f"(\\p{{L}}|\\p{{N}}|{letter()}){{{many()}}}"
+        yield f"[\\w&&[^{letter()}]]*\\W{{{dice.choice([5, 500, 100000])}}}"
         yield f"(\\p{{Lu}}\\p{{Ll}}*\\s?){{{many()}}}"
+        yield (
+            "["
+            + "".join(chr(dice.randrange(0x100, 0xD000)) for _ in range(dice.choice([100, 3000])))
+            + "]*"
+            + "é" * 300
+        )
         yield "(" + "a?" * (n := dice.choice([30, 1000, 20_000])) + "a" * n + ")*"
+        yield "".join(f"(?:{letter()}+)+" for _ in range(dice.choice([10, 1000, 8000])))
         yield "x" * dice.choice([1000, 60_000])
 
 
@@ -88,12 +97,28 @@ def schemas(dice: random.Random) -> Iterator[object]:
             "maximum": 10 ** dice.choice([10, 300]),
             "multipleOf": dice.choice([7, 10**9 + 7]),
         }
+        yield {"type": "number", "multipleOf": 1e-300}
         yield {"enum": ["x" * dice.randrange(1, 40) + str(i) for i in range(dice.choice([10, 5000]))]}
         yield {"const": "x" * dice.choice([3000, 50_000])}
         yield {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(dice.choice([50, 1500]))}}
         yield {
+            "type": "object",
+            "properties": {f"p{i}": {"enum": list(range(20))} for i in range(100)},
+            "required": [f"p{i}" for i in range(100)],
+        }
+        yield {
             "$ref": "#/$defs/a",
             "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}},
+        }
+        yield {
+            "$ref": "#/$defs/n",
+            "$defs": {
+                "n": {
+                    "type": "object",
+                    "properties": {"l": {"$ref": "#/$defs/n"}, "r": {"$ref": "#/$defs/n"}},
+                    "required": ["l", "r"],
+                }
+            },
         }
         yield {
             "$ref": "#/$defs/t0",
@@ -116,11 +141,22 @@ def schemas(dice: random.Random) -> Iterator[object]:
             | {"t40": {"const": 1}},
         }
         yield {
+            "anyOf": [
+                {"type": "object", "properties": {f"k{i}": {"const": i}}, "required": [f"k{i}"]}
+                for i in range(dice.choice([30, 400]))
+            ]
+        }
+        yield {
             "allOf": [
                 {"type": "object", "patternProperties": {f"^{c}.*{d}$": {"type": "string", "pattern": f"{d}{{1000}}"}}}
                 for c in "abcde"
                 for d in "xyz"
             ]
+        }
+        yield {
+            "type": "string",
+            "format": dice.choice(["date-time", "email", "ipv6", "uri", "uuid", "nonsense"]),
+            "maxLength": 10**9,
         }
 
 
@@ -133,6 +169,7 @@ def grammars(dice: random.Random) -> Iterator[str]:
         yield "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(n)) + f'A{n}: "a"'
         yield "start: A0\n" + "".join(f"A{i}: (A{i + 1} | /b/)+\n" for i in range(n)) + f'A{n}: "a"'
         yield 'start: s\ns: s s | "a" | ""'
+        yield 'start: s\ns: s s s | s s | "a" | "b" s'
         yield 'start: "(" start ")" | "[" start "]" | start start | ""'
         yield "start: " + "(" * (d := dice.choice([100, 3000, 30_000])) + '"a"' + ")" * d
         yield f'start: "a"{{{dice.choice([1000, 100_000, 3_000_000])}}}'
@@ -141,6 +178,7 @@ def grammars(dice: random.Random) -> Iterator[str]:
         yield "start: start"
         yield "start: A & B\nA: /" + "(a|b)*a(a|b){12}" + "/\nB: ~/" + "(a|b)*b(a|b){12}" + "/"
         yield "start: X\nX: " + " & ".join(f"/.*{c}.{{{k}}}.*/" for k, c in enumerate("abcdefghij"))
+        yield "start: X\nX: ~(" + " | ".join(f"/(.*{c}.*){{{k + 3}}}/" for k, c in enumerate("abcdef")) + ")"
         yield "%llguidance {}\nstart: %json " + json.dumps({"type": "string", "minLength": 3_000_000})
 
 
@@ -231,13 +269,14 @@ def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--memory", type=int, default=4096, help="MiB of address space")
     parser.add_argument("--quiet", type=float, default=20.0, help="seconds of the stream alone")
     parser.add_argument("--pause", type=float, default=0.5)
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = [f"server.port={port}", "server.model_name=small"]
+    settings = [f"server.port={port}", f"server.memory={options.memory}", "server.model_name=small"]
     command = [sys.executable, str(ROOT / "infer" / "main.py"), "serve", *settings]
     server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
     url = f"http://127.0.0.1:{port}"
