@@ -43,9 +43,9 @@ def work(args: argparse.Namespace) -> None:
             inputs = torch.tensor([prompt])
             settings = {}
             if budget == "DFlash":
-                from infer.evaluation.others import OTHERS
+                from assisted import assisted
 
-                theirs = theirs or OTHERS["generate+assistant"].arguments(target, drafter)
+                theirs = theirs or assisted(target, drafter)
                 if theirs is None:
                     raise SystemExit("transformers cannot run this drafter: leave out the way `transformers DFlash`")
                 settings = dict(theirs)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from assisted import assisted
 
 from data.prompts import held_out_prompts
 from data.rows import DataConfig
@@ -22,7 +23,6 @@ from infer.config import EngineConfig, TextOptions
 from infer.engine.sequence import STAGES, Sequence
 from infer.evaluation.evaluate import describe_device, tau
 from infer.evaluation.measuring import synchronised_clock
-from infer.evaluation.others import OTHERS
 
 SHOWN = ("draft", "build", "verify", "commit")
 
@@ -158,8 +158,8 @@ def main() -> None:
             target, drafter, "ddtree", budget, args, 1, args.continuity
         )
     methods["transformers generate"] = by_transformers(target, args)
-    if (assisted := OTHERS["generate+assistant"].arguments(target, drafter)) is not None:
-        methods["transformers DFlash"] = by_transformers(target, args, **assisted)
+    if (theirs := assisted(target, drafter)) is not None:
+        methods["transformers DFlash"] = by_transformers(target, args, **theirs)
     runs = measure(methods, [[prompt] for prompt in prompts[: args.prompts]], args.repeats)
     print(f"\none text at a time: {args.prompts} prompts, {args.new_tokens} new tokens, {args.repeats} repeats")
     print(

@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from assisted import assisted
 
 from data.prompts import evaluation_prompts
 from data.rows import DataConfig
@@ -31,7 +32,6 @@ from infer.doctor.causes import one_key_norm, taps_of
 from infer.doctor.replay import compute, replay
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.others import OTHERS
 from infer.evaluation.results import Acceptance
 from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED
@@ -95,7 +95,7 @@ def transformers_own(target: Target, drafter: Drafter, prompts: list[list[int]],
     on for a block, so that the last round that counts is not cut."""
     from transformers import StoppingCriteriaList
 
-    arguments, texts, committed = OTHERS["generate+assistant"].arguments(target, drafter), [], []
+    arguments, texts, committed = assisted(target, drafter), [], []
     if arguments is None:
         raise ValueError(f"transformers {version('transformers')} has no DFlash drafter of its own")
     for prompt in prompts:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
-from data.chat import normalise
-from data.rows import file_records, files_of
+from data.rows import file_records
 
 Chat = list[list[dict[str, str]]]  # turns of messages: {"role", "content"}
 
-SUITES = ("ddtree", "specbench", "files")
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+SUITES = ("ddtree", "files")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 PROGRAM = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
@@ -91,15 +90,12 @@ SETS = (
 )
 BY_NAME = {one.name: one for one in SETS}
 
-# Spec-Bench has six subtasks; MT-Bench's own eight categories are the first of them.
-MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
 
 @dataclass
 class SuiteConfig:
     """Which question sets are asked instead of held-out prompts.
 
-    name: which suite. ddtree: the ten sets of its Table 1; specbench: by category; files: yours
+    name: which suite. ddtree: the ten sets of its Table 1; files: yours, a set a file
     folder: your copies, a file or folder named as each set; None: ddtree from the hub
     sets: names of the sets that are asked; none named: all
     limit: questions of a set at most; None: as many as in the paper, or all of a file
@@ -118,9 +114,7 @@ class SuiteConfig:
         """Raise ValueError for a suite that cannot be asked, before anything is loaded."""
         if self.name is None:
             if self.folder is not None or self.sets:
-                raise ValueError(
-                    "suite.folder and suite.sets need a suite: suite=ddtree, suite=specbench or suite=files"
-                )
+                raise ValueError("suite.folder and suite.sets need a suite: suite=ddtree or suite=files")
             return
         if self.name not in SUITES:
             raise ValueError(f"suite.name={self.name}: use {', '.join(SUITES)}")
@@ -128,20 +122,23 @@ class SuiteConfig:
             raise ValueError(f"suite.limit={self.limit}: at least 1 question of a set")
         if not self.temperatures or any(not (t == 0 or 0.001 <= t < float("inf")) for t in self.temperatures):
             raise ValueError(f"suite.temperatures={list(self.temperatures)}: 0 for greedy decoding, or at least 0.001")
-        if len(set(self.temperatures)) < len(self.temperatures) or len(set(self.sets)) < len(self.sets):
-            raise ValueError("suite.temperatures and suite.sets name each one once")
-        if self.folder is None and self.name != "ddtree":
-            raise ValueError(
-                f"suite={self.name} needs suite.folder=<a folder of .jsonl or .parquet files, or one file>"
-            )
+        if self.folder is None and self.name == "files":
+            raise ValueError("suite=files needs suite.folder=<a folder of .jsonl or .parquet files, or one file>")
         if self.folder is not None and not Path(self.folder).exists():
             raise ValueError(f"suite.folder={self.folder}: no such file or folder")
+        self.names()
+
+    def names(self) -> list[str]:
+        """Return the sets that are asked. Raises ValueError for one that is not there."""
+        known = list(BY_NAME if self.folder is None else set_files(self.folder))
         if self.name == "ddtree":
-            for name in self.sets:
-                if name not in BY_NAME:
-                    raise ValueError(f"suite.sets: {name} is none of {', '.join(BY_NAME)}")
-            for name in (self.sets or BY_NAME) if self.folder is not None else ():
-                set_files(self.folder, name)
+            known = [name for name in BY_NAME if name in known]
+        missing = [name for name in self.sets or (BY_NAME if self.name == "ddtree" else ()) if name not in known]
+        if missing or not known:
+            there = ", ".join(known) or "no questions"
+            missing, where = ", ".join(missing) or "all", self.folder or "the suite"
+            raise ValueError(f"suite.sets: {missing}: in {where} are {there}; name those by suite.sets=[...]")
+        return [name for name in known if not self.sets or name in self.sets]
 
 
 @dataclass(frozen=True)
@@ -156,38 +153,29 @@ class Questions:
 def load_suite(config: SuiteConfig) -> list[Questions]:
     """Return the sets of a checked configuration. Raises ValueError, naming set, file and line, for what cannot be
     read."""
-    if config.name == "ddtree":
-        chosen = [one for one in SETS if not config.sets or one.name in config.sets]
-        return [public_questions(one, config.folder, config.limit) for one in chosen]
-    groups: dict[str, list[Chat]] = {}
-    for file in files_of(config.folder):
-        for where, row in file_records(file):
-            chat = own_chat(where, row)
-            group = spec_bench_group(where, row) if config.name == "specbench" else file.name.split(".")[0]
-            groups.setdefault(group, []).append(chat)
-    for name in config.sets:
-        if name not in groups:
-            raise ValueError(f"suite.sets: {name} is none of {', '.join(groups)}")
-    chosen = {name: chats for name, chats in groups.items() if not config.sets or name in config.sets}
-    if not chosen:
-        raise ValueError(f"suite.folder={config.folder}: no questions in it")
-    return [Questions(name, name, sample(chats, config.limit)) for name, chats in chosen.items()]
+    suite, files = [], {} if config.folder is None else set_files(config.folder)
+    for name in config.names():
+        one, limit = BY_NAME[name] if config.name == "ddtree" else None, config.limit
+        if one is not None:
+            limit = min(one.count, limit or one.count)
+        rows = (pair for file in files[name] for pair in file_records(file)) if files else hub_rows(one)
+        chats = [asked_chat(one, where, row) for where, row in rows]
+        if not chats:
+            raise ValueError(f"suite.folder={config.folder}: no questions of {name}")
+        suite.append(Questions(name, one.title if one else name, sample(chats, limit)))
+    return suite
 
 
-def public_questions(one: QuestionSet, folder: str | None, limit: int | None) -> Questions:
-    """Return one of the ten sets, from local files or from the hub; at most as many questions as the paper asked."""
-    chats = []
-    for where, row in hub_rows(one) if folder is None else local_rows(folder, one.name):
-        if isinstance(row, dict) and "turns" in row:
-            chats.append(own_chat(where, row))
-            continue
-        missing = [name for name in one.columns if not isinstance(row, dict) or name not in row]
-        if missing:
-            raise ValueError(f"{where}: {one.title} has no column {missing[0]} here; a list of texts in turns would do")
-        chats.append(said(one.turns(row)))
-    if not chats:
-        raise ValueError(f"suite.folder={folder}: no questions of {one.title}")
-    return Questions(one.name, one.title, sample(chats, min(one.count, limit or one.count)))
+def set_files(folder: str) -> dict[str, list[Path]]:
+    """Return the files of a folder by the sets that they belong to, or the one file: <folder>/<set>.jsonl (.jsonl.gz,
+    .json, .parquet, .txt), or all in <folder>/<set>/."""
+    top = Path(folder)
+    sets: dict[str, list[Path]] = {}
+    for file in sorted([*top.glob("*"), *top.glob("*/*")]) if top.is_dir() else [top]:
+        if file.is_file() and file.name.endswith(ENDINGS):
+            part = file.relative_to(top).parts[0] if top.is_dir() else file.name
+            sets.setdefault(part.split(".")[0], []).append(file)
+    return sets
 
 
 def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
@@ -209,68 +197,24 @@ def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
     yield from ((f"{one.hub}, row {number}", row) for number, row in enumerate(rows.select_columns([*one.columns])))
 
 
-def local_rows(folder: str, name: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, row) of a set's local files, in the files' order."""
-    for file in set_files(folder, name):
-        yield from file_records(file)
-
-
-def set_files(folder: str, name: str) -> list[Path]:
-    """Return a set's files: <folder>/<name>.jsonl, .jsonl.gz, .json or .parquet, or those in <folder>/<name>/. Raises
-    ValueError where there are none."""
-    for ending in ENDINGS:
-        if (Path(folder) / f"{name}{ending}").is_file():
-            return [Path(folder) / f"{name}{ending}"]
-    inside = files_of(str(Path(folder) / name)) if (Path(folder) / name).is_dir() else []
-    if not inside:
-        raise ValueError(f"suite.folder={folder}: no {name}.jsonl there; name the sets that are: suite.sets=[...]")
-    return inside
-
-
-def own_chat(where: str, row: object) -> Chat:
-    """Return a row of the user's own as a chat: {"turns": [texts]}, or what data/chat.py takes. Answers in it are not
-    used: the model gives its own. Raises ValueError for any other row."""
-    try:
-        if isinstance(row, ValueError):
-            raise ValueError(f"no JSON ({row})")
-        if isinstance(row, dict) and "turns" in row:
-            turns = row["turns"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
-                raise ValueError("turns is a list of texts")
-            return said(turns)
-        known = normalise(row, answered=False)
-        chat = by_turns(known["chat"]["messages"]) if known["chat"] else said([known["prompt"] or known["text"]])
-        if not chat:
-            raise ValueError("no question of a user in the conversation")
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return chat
+def asked_chat(one: QuestionSet | None, where: str, row: object) -> Chat:
+    """Return what a row of one of the ten sets asks, or a row of the user's own: {"turns": [texts]}. Raises ValueError
+    for a row that asks nothing."""
+    row = row if isinstance(row, dict) else {}
+    if one is not None and "turns" not in row:
+        missing = [name for name in one.columns if name not in row]
+        if missing:
+            raise ValueError(f"{where}: {one.title} has no column {missing[0]} here; a list of texts in turns would do")
+        return said(one.turns(row))
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
+        raise ValueError(f"{where}: a row is a JSON object with turns, a list of texts")
+    return said(turns)
 
 
 def said(texts: Iterable[str]) -> Chat:
     """Return the user's texts, turn by turn, as a chat."""
     return [[{"role": "user", "content": text}] for text in texts]
-
-
-def by_turns(messages: list[dict[str, str]]) -> Chat:
-    """Split messages into turns, each up to a message of the user's, without the assistant's."""
-    turns, turn = [], []
-    for message in messages:
-        if message["role"] != "assistant":
-            turn.append(message)
-        if message["role"] == "user":
-            turns.append(turn)
-            turn = []
-    return turns
-
-
-def spec_bench_group(where: str, row: object) -> str:
-    """Return the subtask of a Spec-Bench row ({"question_id", "category", "turns"}). Raises ValueError where it has
-    none."""
-    category = row.get("category") if isinstance(row, dict) else None
-    if not isinstance(category, str) or "turns" not in row:
-        raise ValueError(f"{where}: a row of Spec-Bench has question_id, category and turns")
-    return "multi-turn" if category in MULTI_TURN else category
 
 
 def sample(chats: list[Chat], limit: int | None) -> list[Chat]:

@@ -298,18 +298,14 @@ class EvaluationConfig:
     prompt_tokens: tokens of a prompt at most
     max_new_tokens: most tokens of an answer
     budgets: node budgets of the trees
-    repeats: how often every prompt is decoded; its fastest time counts
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no sampled texts
     seed: seed of sampling
-    rows: prompts decoded side by side
-    compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
-    samples: decoded texts shown in the report
     minutes: about so long it may take on this machine, by a few rounds of every method; answers are shortened to 64
         tokens, then prompts left out; at checkpoints before the last a quarter of it. null: no limit
-    continuity: n-gram file (./launch.sh ngram): trees that ask it are measured too, with every budget, and with the
-        middle one the n-grams alone, without a drafter. null: with the middle budget the file that lies beside the
-        drafter's weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no n-grams
+    continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured too, and the
+        n-grams alone, without a drafter. null: the file that lies beside the drafter's weights, if there is one, else
+        the texts' own n-grams alone; text: the texts' own; none: no n-grams
     """
 
     prompts: int = 32
@@ -317,20 +313,15 @@ class EvaluationConfig:
     prompt_tokens: int = 96
     max_new_tokens: int = 48
     budgets: list[int] = field(default_factory=lambda: [4, 8, 16])
-    repeats: int = 1
     temperature: float = 0.0
     sampled: float | None = 1.0
     seed: int = 0
-    rows: int = 1
-    compile: bool | None = None
-    samples: int = 3
     minutes: float | None = 10.0
     continuity: str | None = None
 
     def check(self) -> None:
         """Raise ValueError for an evaluation that measures nothing."""
-        at_least(self, "evaluation.", prompts=1, outside=0, prompt_tokens=1, max_new_tokens=1, repeats=1)
-        at_least(self, "evaluation.", rows=1, samples=0)
+        at_least(self, "evaluation.", prompts=1, outside=0, prompt_tokens=1, max_new_tokens=1)
         temperature(self, "evaluation.")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"evaluation.minutes={self.minutes}: above 0, or null for no limit")

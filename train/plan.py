@@ -271,7 +271,7 @@ def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
     parts = parts_of(prompts, options)
     every = [*parts, *[brief(parts[0])] * (config.checkpoints - 1)]
     ways = 4 + len(options.budgets)  # plain, generate, chain, n-grams, and trees
-    return ways * options.max_new_tokens * sum(len(part.prompts) * part.config.repeats for part in every)
+    return ways * options.max_new_tokens * sum(len(part.prompts) for part in every)
 
 
 def time_of(work: Work, steps: int) -> str:

@@ -42,9 +42,8 @@ class CompareCommand(OfData):
 
 def run(config: CompareCommand) -> None:
     from data.prompts import evaluation_prompts
-    from infer.evaluation.drawings import picture
+    from infer.evaluation.charts import budget_charts, picture
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.figures import budget_charts
     from infer.evaluation.results import to_json
     from infer.evaluation.tables import comparison
     from infer.utils.files import atomic_write, write_json
@@ -54,7 +53,7 @@ def run(config: CompareCommand) -> None:
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
         progress = Progress(f"evaluating {name}", "prompts")
-        evaluations[name] = evaluate(target, drafter, prompts, options, progress, True, progress.say)
+        evaluations[name] = evaluate(target, drafter, prompts, options, progress, progress.say)
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "comparison.json", {name: to_json(evaluation) for name, evaluation in evaluations.items()})

@@ -94,8 +94,8 @@ def run_of(config: EvalCommand):
 
 def run_suite(config: EvalCommand) -> None:
     from data.suites import load_suite
+    from infer.evaluation.published import suite_table
     from infer.evaluation.suite import drafter_digest, evaluate_suite
-    from infer.evaluation.tables import suite_table
     from infer.masked.model import is_masked
     from infer.utils.files import atomic_write
 

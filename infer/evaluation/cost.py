@@ -4,25 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from infer.drafters.base import Drafter
-from infer.evaluation.measuring import SLOW, PromptSet, Variant, measure, variants
-from infer.evaluation.others import OTHERS
+from infer.evaluation.measuring import PromptSet, measure, variants
 from infer.targets.target import Target
 from infer.utils.progress import duration
 
 SMALL = 2_000  # tokens of all methods together below which costs are not worth measuring
-FIRST, LATER = 4, 16  # tokens of the two texts that a method's cost is measured by
+FIRST, LATER = 4, 16  # tokens of the two texts that costs are measured by
 SHORTEST = 64  # tokens to which answers are cut before prompts are left out
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that a method takes for prompts side by side."""
-
-    fixed: float
-    token: float  # of an answer
-
-    def of(self, tokens: int) -> float:
-        return self.fixed + tokens * self.token
 
 
 @dataclass(frozen=True)
@@ -34,58 +22,36 @@ class Limits:
     seconds: float  # that all as asked would take
 
 
-def limits_of(
-    target: Target, drafter: Drafter, parts: Sequence[PromptSet], others: bool = False, processes: int = 1
-) -> Limits | None:
+def limits_of(target: Target, drafter: Drafter, parts: Sequence[PromptSet], processes: int = 1) -> Limits | None:
     """Return what fits into `evaluation.minutes`, shorter answers rather than fewer prompts; None for an evaluation so
     small that it is not worth asking. `processes` share the prompts."""
-    config = parts[0].config
-    every = [variants(target, part.drafter or drafter, part.config, others) for part in parts]
-    prompts = [len(part.prompts) * part.config.repeats for part in parts]
-    tokens = sum(count * len(methods) for count, methods in zip(prompts, every, strict=True)) * config.max_new_tokens
-    if tokens < SMALL:
+    config, methods = parts[0].config, variants(drafter, parts[0].config)
+    # transformers' plain decoding is mostly too slow to be measured behind the first part
+    counts = [len(variants(drafter, part.config)) - (part is not parts[0]) for part in parts]
+    answers = sum(len(part.prompts) * count for part, count in zip(parts, counts, strict=True))
+    if answers * config.max_new_tokens < SMALL:
         return None
-    costs = costs_of(target, drafter, every[0], [prompt.ids for prompt in parts[0].prompts[: config.rows]])
-    total = Cost(0.0, 0.0)
-    for i, (count, methods) in enumerate(zip(prompts, every, strict=True)):
-        batches = -(-count // (config.rows * processes))
-        for one in methods:
-            cost = costs.get((one.name, one.budget))
-            if cost is not None and not (i and is_slow(one, cost, costs["plain", 0])):
-                total = Cost(total.fixed + batches * cost.fixed, total.token + batches * cost.token)
-    return within(total, config.max_new_tokens, None if config.minutes is None else 60 * config.minutes)
 
-
-def within(total: Cost, tokens: int, limit: float | None) -> Limits:
-    """Return what of an evaluation of this cost and length of answers fits into so many seconds."""
-    seconds = total.of(tokens)
-    if limit is None or seconds <= limit:
-        return Limits(tokens, 1.0, seconds)
-    fitting = max(min(SHORTEST, tokens), int((limit - total.fixed) / total.token))
-    return Limits(fitting, min(1.0, limit / total.of(fitting)), seconds)
-
-
-def costs_of(
-    target: Target, drafter: Drafter, methods: Sequence[Variant], prompts: Sequence[Sequence[int]]
-) -> dict[tuple[str, int], Cost]:
-    """Return the costs of methods by name and budget, from two short texts behind a warm-up."""
-
-    def seconds(tokens: int) -> list[float]:
+    def seconds(tokens: int) -> float:
         options = {"max_new_tokens": tokens, "ignore_eos": True, "loop_period": 0}
         short = [replace(one, options=replace(one.options, **options)) for one in methods]
-        return [one.seconds for one in measure(target, drafter, short, prompts)]
+        return sum(one.seconds for one in measure(target, drafter, short, [parts[0].prompts[0].ids]))
 
     first, later = seconds(FIRST), seconds(LATER)
-    costs = {}
-    for one, early, late in zip(methods, first, later, strict=True):
-        token = max((late - early) / (LATER - FIRST), late / LATER / 8)  # some, whatever the clock says
-        costs[one.name, one.budget] = Cost(max(0.0, late - LATER * token), token)
-    return costs
+    token = max((later - first) / (LATER - FIRST), later / LATER / 8)  # some, whatever the clock says
+    turns = answers / len(methods) / processes  # of all methods
+    fixed = turns * max(0.0, later - LATER * token)
+    return within(fixed, turns * token, config.max_new_tokens, config.minutes)
 
 
-def is_slow(one: Variant, cost: Cost, plain: Cost) -> bool:
-    """Return whether it is a plain decoder of transformers that evaluations leave out behind their first part."""
-    return one.name in OTHERS and not OTHERS[one.name].row.drafts and cost.token > SLOW * plain.token
+def within(fixed: float, token: float, tokens: int, minutes: float | None) -> Limits:
+    """Return what of an evaluation that takes `fixed` seconds, and `token` for every token of an answer, fits into so
+    many minutes."""
+    seconds = fixed + token * tokens
+    if minutes is None or seconds <= 60 * minutes:
+        return Limits(tokens, 1.0, seconds)
+    fitting = max(min(SHORTEST, tokens), int((60 * minutes - fixed) / token))
+    return Limits(fitting, min(1.0, 60 * minutes / (fixed + token * fitting)), seconds)
 
 
 def fit(parts: Sequence[PromptSet], limits: Limits | None, say: Callable[[str], None]) -> list[PromptSet]:

@@ -30,9 +30,6 @@ class Difference:
     gap: float  # between the scores of the two, in logits (sampled: tempered logits plus noise)
     cause: str  # "tie" or "defect"
 
-    def __str__(self) -> str:
-        return f"token {self.place} is {self.written} instead of {self.expected}, {self.gap:.3g} apart: a {self.cause}"
-
 
 def find_difference(
     target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions

@@ -10,12 +10,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
-from infer.evaluation.others import OTHERS
 from infer.trees.methods import ALONE, OLD_NAMES, TREES, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-OTHER_DRAFTER = "target's own drafter"  # the name of the part decoded with the drafter in the target's folder
+GENERATE = TreeMethod(  # plain decoding by transformers: infer/evaluation/others.py
+    "generate", "transformers", "", "#e69f00", drafts=False, most_nodes=lambda block_size: 0
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,9 @@ class PromptResult:
 
     number: int  # among all prompts of the evaluation
     kind: str
-    batch: int  # prompts that were decoded side by side have the same
     tokens: int
     rounds: int
-    seconds: list[float]  # a repeat each; of prompts side by side, their share of what all took
+    seconds: list[float]  # one; earlier versions measured repeatedly
     looped: int  # tokens of the repetition that ended the text, 0 for one that ended otherwise
 
 
@@ -128,7 +128,6 @@ class MethodResult:
     tokens_per_second: float
     speedup: float  # over the fastest plain decoder: infer/evaluation/ruler.py
     histogram: list[int]  # [i]: rounds that committed i + 1 tokens
-    stage_seconds: dict[str, float]
     identical: bool | None = None  # whether every text equals plain decoding's; None: drawn with other noise
     ties: int | None = None  # prompts that differ from plain decoding at a tie of rounded logits
     defects: int | None = None  # prompts that differ for any other reason
@@ -136,9 +135,7 @@ class MethodResult:
     decoding_speedup: float | None = None  # ratio of seconds a token without the prefill, averaged over texts
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
-    limit: float | None = None  # no speedup can be above it
     prompts: list[PromptResult] | None = None
-    again: int | None = None  # measurements that something disturbed and that were made again
 
     @property
     def acceptance(self) -> Acceptance:
@@ -148,25 +145,12 @@ class MethodResult:
 
     @property
     def finding(self) -> str:
-        """What the speedup shows: faster, slower, undecided (the noise swallows it) or impossible; nothing for figures
-        without an interval."""
-        if self.limit is not None and self.speedup > self.limit:
-            return "impossible"
+        """What the speedup shows: faster, slower or undecided (not significant); nothing for figures of earlier
+        versions, which have no intervals."""
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
         low, high = self.speedup_interval
         return "undecided" if low <= 1 <= high else "faster" if low > 1 else "slower"
-
-    @property
-    def vague(self) -> bool:
-        """Whether the speedup is known to no better than 10 % either way."""
-        low, high = self.speedup_interval or (self.speedup, self.speedup)
-        return high - low > 0.2 * self.speedup
-
-    @property
-    def range(self) -> list[float]:
-        """The interval of the speedup; where there is none, the speedup alone."""
-        return self.speedup_interval or [self.speedup, self.speedup]
 
     @property
     def tree(self) -> TreeMethod:
@@ -181,7 +165,7 @@ class MethodResult:
 
 def tree_of(name: str) -> TreeMethod:
     """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
-    rows = TREES | {ALONE.name: ALONE} | {name: other.row for name, other in OTHERS.items()}
+    rows = TREES | {row.name: row for row in (ALONE, GENERATE)}
     return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
 
 
@@ -194,12 +178,9 @@ class Evaluation:
     device: str
     dtype: str
     prompts: int
-    rows: int  # prompts decoded side by side
-    prompt_tokens: int | None = None
     max_new_tokens: int
     temperature: float
     block_size: int | None = None  # None for a masked model
-    accuracy: list[float]  # share of right guesses by drafted position
     methods: list[MethodResult]
     samples: list[TextSample]
     step: int | None = None  # of the training run
@@ -212,9 +193,14 @@ class Evaluation:
     reference: Reference | None = None  # of the prompts from outside the data
 
     @property
+    def ours(self) -> list[MethodResult]:
+        """The methods of our engine."""
+        return [method for method in self.methods if method.name != GENERATE.name]
+
+    @property
     def drafting(self) -> list[MethodResult]:
         """Our methods that draft, all but plain decoding."""
-        return [method for method in self.methods[1:] if method.name not in OTHERS]
+        return self.ours[1:]
 
     @property
     def of_drafter(self) -> list[MethodResult]:
@@ -232,35 +218,19 @@ class Evaluation:
         return surest(self.of_drafter)
 
     @property
-    def ties(self) -> list[MethodResult]:
-        """The drafter's methods whose intervals reach into that of the fastest one, which is not among them."""
-        fastest = self.fastest
-        if fastest.speedup_interval is None:
-            return []
-        rest = [method for method in self.of_drafter if method is not fastest and method.finding != "impossible"]
-        return [method for method in rest if method.range[1] >= fastest.range[0]]
-
-    @property
     def plain(self) -> MethodResult:
         """The fastest plain decoder, over which speedups are."""
         return next((method for method in self.methods if method.name == self.baseline), self.methods[0])
 
     @property
-    def best_tau(self) -> float:
-        """The highest acceptance length that the drafter reaches by itself."""
-        return max(method.tau for method in self.methods[:1] + self.by_itself)
-
-    @property
     def same_output(self) -> bool:
         """Whether every method of ours wrote what plain decoding wrote, on these prompts and on those beside them."""
-        ours = [method for method in self.methods if method.name not in OTHERS]
-        return all(method.identical for method in ours) and all(one.same_output for one in self.beside or ())
+        return all(method.identical for method in self.ours) and all(one.same_output for one in self.beside or ())
 
 
 def surest(methods: Sequence[MethodResult]) -> MethodResult:
-    """Return the method with the highest lower end of its speedup's interval, impossible figures aside."""
-    possible = [method for method in methods if method.finding != "impossible"]
-    return max(possible or methods, key=lambda method: method.range[0])
+    """Return the method with the highest lower end of its speedup's interval; where there is none, of the speedup."""
+    return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
 
 @dataclass(frozen=True)
@@ -284,10 +254,6 @@ class SuiteResult:
     suite: str
     checkpoint: str
     target: str
-    device: str
-    dtype: str
-    max_new_tokens: int
-    block_size: int
     sets: list[SetResult]
 
 

@@ -4,7 +4,7 @@ A speedup is the median, over prompts, of tokens a second over those of the fast
 100 bootstrap samples of the prompts: https://doi.org/10.1201/9780429246593, chapter 13.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,7 @@ from infer.evaluation.results import Evaluation, PromptResult
 
 SAMPLES = 2000  # of the bootstrap
 LEVEL = 95.0  # per cent
-FEWEST = 5  # batches of prompts below which nothing can be said about other prompts
-DISTURBED = 5  # times a method's median time a token, from which on a measurement is made again
+FEWEST = 5  # prompts below which nothing can be said about other prompts
 ENOUGH = 8  # shared prompts to tell checkpoints apart: an interval of 5 holds the truth 82 times in 100, one of 8 88
 
 
@@ -26,37 +25,25 @@ class Figures:
     tau_interval: list[float] | None
     speedup: float
     speedup_interval: list[float] | None
-    limit: float  # no speedup can be above it, as a round holds a pass of the target: the median of the prompts' τ
 
 
 def figures(prompts: Sequence[PromptResult], baseline: Sequence[PromptResult]) -> Figures:
-    """Return the figures of a method's prompts, over the same prompts by the fastest plain decoder. Prompts that were
-    decoded side by side are one observation of speed, and of all else too."""
-    batches, plain = by_batch(prompts), by_batch(baseline)
-    ratios = np.array([rate(batches[key]) / rate(plain[key]) for key in batches])
-    gains = np.array([sum(one.tokens - 1 for one in batch) for batch in batches.values()], float)
-    rounds = np.array([sum(one.rounds for one in batch) for batch in batches.values()], float)
+    """Return the figures of a method's prompts, over the same prompts by the fastest plain decoder."""
+    plain = {one.number: one for one in baseline}
+    ratios = np.array([rate(one) / rate(plain[one.number]) for one in prompts])
+    gains = np.array([one.tokens - 1 for one in prompts], float)
+    rounds = np.array([one.rounds for one in prompts], float)
     return Figures(
         tau=pooled(gains, rounds).item(),
         tau_interval=interval(lambda drawn: pooled(gains[drawn], rounds[drawn]), len(ratios)),
         speedup=float(np.median(ratios)),
         speedup_interval=interval(lambda drawn: np.median(ratios[drawn], axis=-1), len(ratios)),
-        limit=float(np.median(pooled(gains[:, None], rounds[:, None]))),
     )
 
 
-def by_batch(prompts: Iterable[PromptResult]) -> dict[int, list[PromptResult]]:
-    """Return the prompts that were decoded side by side, by the number of their batch."""
-    batches: dict[int, list[PromptResult]] = {}
-    for one in prompts:
-        batches.setdefault(one.batch, []).append(one)
-    return batches
-
-
-def rate(batch: Sequence[PromptResult]) -> float:
-    """Return tokens a second of prompts that were decoded side by side, in the repeat that was disturbed least."""
-    seconds = min(map(sum, zip(*(one.seconds for one in batch), strict=True)))
-    return sum(one.tokens for one in batch) / max(seconds, 1e-9)
+def rate(prompt: PromptResult) -> float:
+    """Return tokens a second, in the fastest of several repeats."""
+    return prompt.tokens / max(min(prompt.seconds), 1e-9)
 
 
 def pooled(gains: np.ndarray, rounds: np.ndarray) -> np.ndarray:

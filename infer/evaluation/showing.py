@@ -4,7 +4,7 @@ Texts are decoded once more for it, after everything is timed, because noting dr
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from infer.api import open_engine
@@ -15,29 +15,36 @@ from infer.evaluation.results import ExampleRound, RoundNode, TextSample
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
 
+SAMPLES = 3  # texts that are shown
 ROUND_NODES = 8  # of the example: more make no picture
-ROUND_TOKENS = 64  # of the text that the example is chosen from
 MOST_LEAVES = 5  # of its tree: more fit no phone
 REJECTED = 3  # tokens of a rejected draft that a sample shows at most
-
 
 Shown = tuple[list[TextSample], ExampleRound | None]  # of an evaluation's texts: samples, and an example
 
 
-def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options: DecodeOptions, count: int) -> Shown:
-    """Decode the first `count` texts again, which `options` wrote, with what was rejected; look for an example among
-    their rounds."""
-    if target.tokenizer is None or not texts or not count:
+def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options: DecodeOptions) -> Shown:
+    """Decode the first texts again, which `options` wrote, by trees that can be drawn, with what was rejected; look for
+    an example among their rounds."""
+    if target.tokenizer is None:
         return [], None
-    options, samples = replace(options, rows=1), []
-    for text in texts[:count]:
+    options = replace(options, rows=1, budget=min(options.budget, ROUND_NODES))
+    samples, rounds, trees = [], [], []
+    for text in texts[:SAMPLES]:
         engine = open_engine(target, drafter, options, len(text.prompt) + options.max_new_tokens)
+
+        def keep(proposal: object, build: Callable = engine.runner.build) -> DraftTree:
+            trees.append(build(proposal))
+            return trees[-1]
+
+        engine.runner.build = keep
         again = engine.submit(text.prompt, replace(text.options, trace=True))
         while engine.busy:
             engine.step()
+            if trees:
+                rounds.append(last_round(target, trees.pop(), again))
         samples.append(sample(target, again))
-    examples = [example_round(target, drafter, text, options) for text in texts[:count]]
-    return samples, max(filter(None, examples), key=shows, default=None)
+    return samples, max(rounds, key=shows, default=None)
 
 
 def sample(target: Target, text: Text) -> TextSample:
@@ -54,29 +61,7 @@ def sample(target: Target, text: Text) -> TextSample:
             pieces.append([decode(rejected), "rejected"])
         pieces.append([decode(ids[-1:]), "corrected" if rejected else "bonus"])
         at += count
-        assert round or count == 1
     return TextSample(decode(text.prompt), decode(text.ids), text.commits, pieces)
-
-
-def example_round(target: Target, drafter: Drafter, text: Text, options: DecodeOptions) -> ExampleRound | None:
-    """Return the round of a text that shows most: several drafts accepted, a branch taken, others rejected."""
-    budget = min(options.budget, ROUND_NODES)
-    options = replace(options, budget=budget)
-    engine = open_engine(target, drafter, options, len(text.prompt) + options.max_new_tokens)
-    build, trees, rounds = engine.runner.build, [], []
-
-    def keep(proposal):
-        trees.append(build(proposal))
-        return trees[-1]
-
-    engine.runner.build = keep
-    most = min(options.max_new_tokens, ROUND_TOKENS)
-    text = engine.submit(text.prompt, replace(text.options, max_new_tokens=most))
-    while engine.busy:
-        engine.step()
-        if trees:
-            rounds.append(last_round(target, trees.pop(), text))
-    return max(rounds, key=shows, default=None)
 
 
 def last_round(target: Target, tree: DraftTree, text: Text) -> ExampleRound:
@@ -91,17 +76,13 @@ def last_round(target: Target, tree: DraftTree, text: Text) -> ExampleRound:
         RoundNode(decode([tokens[i]]), parents[i], math.exp(logs[i] - logs[parents[i]]), i in accepted)
         for i in range(len(tokens))
     ]
-    before = decode((text.prompt + text.ids)[: len(text.prompt) + len(text.ids) - len(committed) - 1])
+    before = decode((text.prompt + text.ids)[: -len(committed) - 1])
     return ExampleRound(before[-120:], nodes, decode(committed[-1:]))
 
 
-def shows(example: ExampleRound) -> int:
-    """Return how much a round shows, most of all if its leaves are few enough to be drawn, then if a branch beside the
-    likeliest draft was taken, then by the drafts that were accepted."""
-    parents, first = [node.parent for node in example.nodes], {}
-    for i, parent in enumerate(parents[1:], 1):
-        first.setdefault(parent, i)
-    branch = any(node.accepted and first[node.parent] != i for i, node in enumerate(example.nodes[1:], 1))
-    leaves = len(parents) - len(first)
-    accepted = min(9, sum(node.accepted for node in example.nodes))
-    return 100 * (leaves <= MOST_LEAVES) + 10 * branch + accepted
+def shows(example: ExampleRound) -> tuple[bool, int]:
+    """Return how much a round shows: whether its leaves are few enough to be drawn, and how many drafts were
+    accepted."""
+    nodes = example.nodes
+    leaves = len(nodes) - len({node.parent for node in nodes[1:]})
+    return leaves <= MOST_LEAVES, sum(node.accepted for node in nodes)

@@ -10,21 +10,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
-from infer.api import AnyTarget, answer_text, positions_of
-from infer.config import DecodeOptions, EvaluationConfig
+from infer.api import answer_text, positions_of
+from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.evaluation.evaluate import describe_device, summarise_part
-from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, measure, variants
+from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
 from infer.targets.target import Target
 from infer.utils.files import file_digest, json_digest, refuse_other_settings
 
 Chat = list[list[dict[str, str]]]  # turns of messages {"role", "content"}: what is said until the model answers
-Asking = tuple[dict[str, object], Callable[[], SetResult]]  # all that a set's figures depend on, and what measures them
 
 
-class Questions(Protocol):
+class AnyQuestions(Protocol):
     """A question set that is ready to be asked, such as `data.suites.load_suite` returns."""
 
     name: str
@@ -44,7 +43,7 @@ def evaluate_suite(
     target: Target,
     drafter: Drafter,
     checkpoint: str,
-    suite: Sequence[Questions],
+    suite: Sequence[AnyQuestions],
     options: SuiteOptions,
     evaluation: EvaluationConfig,
     out: Path,
@@ -57,45 +56,21 @@ def evaluate_suite(
     Raises ValueError where `out` holds a set that was measured with other settings, and where no question of a set fits
     into the target.
     """
-    weights = drafter_digest(checkpoint)
-
-    def begin(questions: Questions, temperature: float) -> Asking:
-        config = replace(evaluation, temperature=temperature, samples=0)
-        settings = settings_of(target, weights, questions, options.thinking, config)
-        return settings, lambda: evaluate_set(target, drafter, questions, settings, config, progress)
-
-    sets = ask_sets(suite, options, begin, out, say)
-    return write_suite(out, options.name, checkpoint, sets, sets[0].result.block_size)
-
-
-def ask_sets(
-    suite: Sequence[Questions],
-    options: SuiteOptions,
-    begin: Callable[[Questions, float], Asking],
-    out: Path,
-    say: Callable[[str], None],
-) -> list[SetResult]:
-    """Ask every set at every temperature, or read what an earlier run measured. Writes each set to out/sets."""
     (out / "sets").mkdir(parents=True, exist_ok=True)
-    jobs, sets = [(temperature, questions) for temperature in options.temperatures for questions in suite], []
+    weights, sets = drafter_digest(checkpoint), []
+    jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
     for number, (temperature, questions) in enumerate(jobs, 1):
-        settings, evaluate = begin(questions, temperature)
+        config = replace(evaluation, temperature=temperature)
+        settings = settings_of(target, weights, questions, options.thinking, config)
         file = out / "sets" / f"{questions.name}-{temperature:g}.json"
         known = read_finished(file, settings)
         what = f"{questions.title}, temperature {temperature:g} ({number} of {len(jobs)}):"
         say(what if known is None else f"{what} measured before, in {file}")
         if known is None:
-            known = evaluate()
+            known = evaluate_set(target, drafter, questions, settings, config, progress)
             write_result(file, known)
         sets.append(known)
-    return sets
-
-
-def write_suite(out: Path, name: str, checkpoint: str, sets: list[SetResult], block_size: int) -> SuiteResult:
-    """Write all sets together to out/suite.json, and return them."""
-    first = sets[0].result
-    shared = first.target, first.device, first.dtype, first.max_new_tokens, block_size
-    result = SuiteResult(name, checkpoint, *shared, sets)
+    result = SuiteResult(options.name, checkpoint, target.name, sets)
     write_result(out / "suite.json", result)
     return result
 
@@ -103,49 +78,43 @@ def write_suite(out: Path, name: str, checkpoint: str, sets: list[SetResult], bl
 def evaluate_set(
     target: Target,
     drafter: Drafter,
-    questions: Questions,
+    questions: AnyQuestions,
     settings: dict[str, object],
     config: EvaluationConfig,
     progress: Progress,
 ) -> SetResult:
     """Ask one set at one temperature. For every method, also count the answers that are plain decoding's, and take the
     published measure of speed (`seconds_per_token`)."""
-    methods = variants(target, drafter, config)
-    measured, left_out = ask(target, drafter, questions, settings["thinking"], methods, progress)
-    plain = measured[0].texts
+    measured, left_out = ask(target, drafter, questions, settings["thinking"], variants(drafter, config), progress)
+    plain, methods = measured[0], []
     result = summarise_part(target, drafter, PromptSet(None, [], [], config), measured)
-    methods = [
-        replace(
-            method,
-            same=sum(text.ids == other.ids for text, other in zip(one.texts, plain, strict=True)),
-            decoding_speedup=seconds_per_token(measured[0]) / seconds_per_token(one),
-        )
-        for method, one in zip(result.methods, measured, strict=True)
-    ]
+    for method, one in zip(result.methods, measured, strict=True):
+        same = sum(text.ids == other.ids for text, other in zip(one.texts, plain.texts, strict=True))
+        faster = seconds_per_token(plain) / seconds_per_token(one)
+        methods.append(replace(method, same=same, decoding_speedup=faster))
     return SetResult(
         settings=settings,
         set=questions.name,
         title=questions.title,
         temperature=config.temperature,
         questions=len(questions.chats),
-        answers=len(plain),
+        answers=result.prompts,
         left_out=left_out,
         result=replace(result, methods=methods),
     )
 
 
 def ask(
-    target: AnyTarget,
-    drafter: Drafter | None,
-    questions: Questions,
+    target: Target,
+    drafter: Drafter,
+    questions: AnyQuestions,
     thinking: bool,
     methods: Sequence[Variant],
     progress: Progress,
-    turns: int | None = None,
 ) -> tuple[list[Measured], int]:
-    """Return what every method answered to every turn of the chats, or to the first `turns`, and how many turns were
-    left out because they do not fit into the target's positions. Raises ValueError where none does."""
-    chats, tokens = [chat[:turns] for chat in questions.chats], methods[0].options.max_new_tokens
+    """Return what every method answered to every turn of the chats, and how many turns were left out because they do
+    not fit into the target's positions. Raises ValueError where none does."""
+    chats, tokens = questions.chats, methods[0].options.max_new_tokens
     histories: list[list[dict[str, str]]] = [[] for _ in chats]
     going, left_out, shares = list(range(len(chats))), 0, []
     for turn in range(max(map(len, chats))):
@@ -173,10 +142,10 @@ def ask(
             f"{questions.title}: no question and {tokens} new tokens fit into the target's {positions_of(target)} "
             "positions: lower evaluation.max_new_tokens"
         )
-    return [Measured.joined(turns) for turns in zip(*shares, strict=True)], left_out
+    return join(shares), left_out
 
 
-def prompt_ids(target: AnyTarget, messages: list[dict[str, str]], thinking: bool) -> list[int]:
+def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
     """Return a chat's token ids, up to where the model speaks; for a target without a template its texts with an empty
     line between them."""
     tokenizer = target.tokenizer
@@ -194,14 +163,10 @@ def seconds_per_token(measured: Measured) -> float:
 
 
 def settings_of(
-    target: AnyTarget,
-    weights: str | None,
-    questions: Questions,
-    thinking: bool,
-    config: EvaluationConfig | DecodeOptions,
+    target: Target, weights: str, questions: AnyQuestions, thinking: bool, config: EvaluationConfig
 ) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
-    unused = ("prompts", "outside", "prompt_tokens", "repeats", "sampled", "samples", "minutes")
+    unused = ("prompts", "outside", "prompt_tokens", "sampled", "minutes")
     return {
         "target": target.name,
         "dtype": str(target.dtype),
@@ -213,12 +178,13 @@ def settings_of(
 
 
 def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
-    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings."""
+    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings; those that there
+    are no more do not count."""
     if not file.exists():
         return None
     known = read_result(file, SetResult)
     message = f"{file} was measured with another {{keys}}: give another out=, or delete it"
-    refuse_other_settings(known.settings, settings, message)
+    refuse_other_settings({key: known.settings.get(key) for key in settings}, settings, message)
     return known
 
 
@@ -228,7 +194,4 @@ def drafter_digest(checkpoint: str) -> str:
     files = [path] if path.is_file() else sorted(find_folder(checkpoint).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"checkpoint={checkpoint}: no drafter there")
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(bytes.fromhex(file_digest(file)))
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(file_digest(file)) for file in files)).hexdigest()

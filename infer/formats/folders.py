@@ -79,12 +79,6 @@ def find_folder(path: str | Path) -> Path:
         ) from error
 
 
-def drafter_beside(target: str) -> Path | None:
-    """Return the drafter's folder inside a target's folder, such as the embedded target's; None where there is none."""
-    folder = Path(resolve_path(target)) / "drafter"
-    return folder if (folder / "config.json").is_file() else None
-
-
 def open_folder(path: str | Path) -> Folder:
     """Read config.json and the headers of the weight files. Raises FileNotFoundError where there is no folder; faults
     inside one are among its problems."""

@@ -26,7 +26,7 @@ def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> Ma
         seed=evaluation.seed,
         ignore_eos=True,
     )
-    return masked_options(text, replace(masked, rows=evaluation.rows))
+    return masked_options(text, replace(masked, rows=1))
 
 
 def evaluate_masked(
@@ -42,20 +42,17 @@ def evaluate_masked(
         way = replace(options, method="ssd", order=order, draft_length=length)
         variants.append(Variant(f"{order} {length}", length + 1 if order == "greedy" else 2 * length, way))
     measured = measure(model, None, variants, prompts, progress)
-    steps = measured[0].prompt_results({})
     return Evaluation(
         target=model.name,
         device=describe_device(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         prompts=len(prompts),
-        rows=options.rows,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
-        accuracy=[],
         methods=[
             replace(  # all tokens are written by rounds, none by a prefill
-                method_result(one, measured[0], {}, steps),
-                tau=one.total("tokens") / one.total("rounds"),
+                method_result(one, measured[0], measured[0]),
+                tau=sum(text.tokens for text in one.stats) / sum(text.rounds for text in one.stats),
                 tau_interval=None,
             )
             for one in measured

@@ -2,10 +2,11 @@
 
 import gzip
 import json
+from unittest.mock import Mock, call
 
 import pytest
 
-from data.suites import BY_NAME, SETS, SuiteConfig, load_suite, sample
+from data.suites import BY_NAME, SuiteConfig, load_suite, sample
 
 # One made-up row in each set's public format (two of LiveCodeBench's and Alpaca's kinds), and what must be asked.
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -109,46 +110,25 @@ def test_local_rows_become_the_published_prompts(copies):
         assert asked(one.chats) == [turns for _, *turns in ROWS[one.name]]
 
 
-def test_rows_of_the_hub_are_read_by_column(monkeypatch):
-    """`datasets` is asked for the published source, and gives rows with the public columns."""
+CODE = "hf://datasets/livecodebench/code_generation_lite/test"
+HUB = {  # how `datasets` is asked
+    "gsm8k": call("openai/gsm8k", "main", split="test"),
+    "livecodebench": call("json", data_files=[f"{CODE}{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)], split="train"),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_rows_of_the_hub_are_read_by_column(monkeypatch, name):
+    """`datasets` is asked for the published source, data only, and gives rows with the public columns."""
     import datasets
 
-    calls = []
-
-    def load_dataset(*arguments, **options):
-        calls.append((arguments, options))
-        return datasets.Dataset.from_list([row for row, *_ in ROWS["gsm8k"]])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (one,) = load_suite(SuiteConfig("ddtree", sets=["gsm8k"]))
-    assert asked(one.chats) == [[ROWS["gsm8k"][0][1]]]
-    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **o: (_ for _ in ()).throw(ConnectionError("no network")))
-    with pytest.raises(ValueError, match=r"GSM8K \(openai/gsm8k\) could not be read .*suite\.folder="):
-        load_suite(SuiteConfig("ddtree", sets=["gsm8k"]))
-
-
-def test_a_set_that_is_only_files_is_loaded_as_data(monkeypatch):
-    import datasets
-
-    calls = []
-
-    def load_dataset(*arguments, **options):
-        calls.append((arguments, options))
-        return datasets.Dataset.from_list([row for row, *_ in ROWS["livecodebench"]])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (one,) = load_suite(SuiteConfig("ddtree", sets=["livecodebench"]))
-    assert asked(one.chats) == [turns for _, *turns in ROWS["livecodebench"]]
-    ((kind,), options) = calls[0]
-    assert kind == "json" and options["split"] == "train" and len(options["data_files"]) == 6
-    assert options["data_files"][0] == "hf://datasets/livecodebench/code_generation_lite/test.jsonl"
-
-
-def test_counts_are_the_papers():
-    counts = {one.name: one.count for one in SETS}
-    assert counts == dict.fromkeys(counts, 128) | {"aime24": 30, "aime25": 30, "humaneval": 164, "mt-bench": 80}
+    load = Mock(return_value=datasets.Dataset.from_list([row for row, *_ in ROWS[name]]))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (one,) = load_suite(SuiteConfig("ddtree", sets=[name]))
+    assert asked(one.chats) == [turns for _, *turns in ROWS[name]] and load.mock_calls == [HUB[name]]
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
+    with pytest.raises(ValueError, match=r"could not be read .*suite\.folder="):
+        load_suite(SuiteConfig("ddtree", sets=[name]))
 
 
 def test_samples_are_those_that_datasets_would_shuffle_to_the_front(tmp_path):
@@ -164,58 +144,19 @@ def test_samples_are_those_that_datasets_would_shuffle_to_the_front(tmp_path):
     assert len(one.chats) == 3
 
 
-def test_spec_bench_by_category(tmp_path):
-    rows = [
-        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": []},
-        {"question_id": 161, "category": "translation", "turns": ["Translate."]},
-        {"question_id": 90, "category": "coding", "turns": ["Code.", "Again."]},
-    ]
-    (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for folder in (tmp_path, tmp_path / "question.jsonl"):
-        suite = load_suite(SuiteConfig("specbench", str(folder)))
-        assert {one.name: asked(one.chats) for one in suite} == {
-            "multi-turn": [["Write.", "Rewrite."], ["Code.", "Again."]],
-            "translation": [["Translate."]],
-        }
-    (one,) = load_suite(SuiteConfig("specbench", str(tmp_path), ["translation"]))
-    assert one.name == "translation"
-    with pytest.raises(ValueError, match="qa is none of multi-turn, translation"):
-        load_suite(SuiteConfig("specbench", str(tmp_path), ["qa"]))
-    (tmp_path / "question.jsonl").write_text('{"turns": ["x"]}\n')
-    with pytest.raises(ValueError, match=r"question\.jsonl, line 1: a row of Spec-Bench"):
-        load_suite(SuiteConfig("specbench", str(tmp_path)))
-
-
-def test_own_files_are_a_set_each(tmp_path):
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello?"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "user", "content": "Who are you?"},
-        {"role": "assistant", "content": "Nobody."},
-    ]
-    lines = [{"messages": chat}, {"prompt": "Go on: 1, 2,"}, {"turns": ["One.", "Two."]}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "b.jsonl").write_text('{"text": "Once upon a time"}\n')
+def test_own_files_and_folders_are_a_set_each(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, turns in (("a", ["One.", "Two."]), ("b/first", ["Three."]), ("b/second", ["Four."])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"turns": turns}) + "\n")
     first, second = load_suite(SuiteConfig("files", str(tmp_path)))
     assert (first.name, second.name) == ("a", "b")
-    assert first.chats[0] == [chat[:2], chat[3:4]]  # the model gives its own answers
-    assert asked([*first.chats[1:], *second.chats]) == [["Go on: 1, 2,"], ["One.", "Two."], ["Once upon a time"]]
+    assert asked([*first.chats, *second.chats]) == [["One.", "Two."], ["Three."], ["Four."]]
 
 
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("{", "no JSON"),
-        ("[]", "JSON object"),
-        ('{"turns": []}', "turns is a list"),
-        ('{"turns": "x"}', "turns is a list"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', "no question of a user"),
-    ],
-)
-def test_broken_rows_are_named(tmp_path, line, words):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: .*{words}"):
+@pytest.mark.parametrize("line", ["{", "[]", '{"turns": []}', '{"turns": "x"}', '{"text": "x"}'])
+def test_broken_rows_are_named(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"turns": ["x"]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: a row is a JSON object with turns"):
         load_suite(SuiteConfig("files", str(tmp_path)))
 
 
@@ -229,11 +170,10 @@ def test_a_missing_column_is_named(tmp_path):
     "config, words",
     [
         (SuiteConfig("nope"), r"suite\.name=nope"),
-        (SuiteConfig("specbench"), r"suite\.folder="),
+        (SuiteConfig("files"), r"suite\.folder="),
         (SuiteConfig("ddtree", "nowhere"), "no such file or folder"),
-        (SuiteConfig("ddtree", "."), r"no aime24\.jsonl"),
-        (SuiteConfig("ddtree", sets=["gsm9k"]), "gsm9k is none of aime24"),
-        (SuiteConfig("ddtree", sets=["gsm8k", "gsm8k"]), "once"),
+        (SuiteConfig("ddtree", "."), r"aime24, .*: in \. are no questions"),
+        (SuiteConfig("ddtree", sets=["gsm9k"]), "gsm9k: in the suite are aime24"),
         (SuiteConfig("ddtree", limit=0), r"suite\.limit=0"),
         (SuiteConfig("ddtree", temperatures=[]), r"suite\.temperatures"),
         (SuiteConfig("ddtree", temperatures=[-1.0]), r"suite\.temperatures"),

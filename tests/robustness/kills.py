@@ -79,7 +79,7 @@ def left_by(run: Path) -> dict:
     for folder in checkpoints(run):
         found = read_result(folder / "evaluation" / "evaluation.json", Evaluation)
         methods = [(m.label, m.tau, m.rounds, m.histogram, m.identical) for m in found.methods]
-        evaluations[folder.name] = (methods, found.accuracy, found.samples)
+        evaluations[folder.name] = (methods, found.samples)
     return {
         "losses": [[json.loads(line)[key] for key in KEYS] for line in log.read_text().splitlines()],
         "files": {str(file.relative_to(run)): file.read_bytes() for file in files},

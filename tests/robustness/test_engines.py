@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.assisted import assisted
 from infer import generate, load_drafter
 from infer.drafters.dflash.model import DFlash
-from infer.evaluation.others import OTHERS
 from infer.formats.export import export_drafter
 from infer.formats.gguf import CONVERTER, FILE, convert
 from infer.targets.loading import EMBEDDED
@@ -92,7 +92,7 @@ def alone(script: str, *arguments: str) -> dict:
 def test_transformers_reads_its_native_folder_and_drafts_with_it(plain_drafter, embedded, tmp_path):
     prompt = embedded.tokenizer("import os\n\n\nclass Reader:\n")["input_ids"]
     expected = generate(embedded, None, prompt, method="plain", max_new_tokens=40, ignore_eos=True).ids
-    if OTHERS["generate+assistant"].arguments(embedded, plain_drafter) is None:
+    if assisted(embedded, plain_drafter) is None:
         pytest.skip("this transformers has no DFlash drafter of its own")
     export_drafter(plain_drafter, "transformers", embedded, tmp_path)
     asked = {"target": str(EMBEDDED.resolve()), "drafter": str(tmp_path), "ids": prompt}

@@ -107,7 +107,7 @@ def parts_to_decode(
 ) -> list[PromptSet]:
     """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts, of others a
     quarter of the first; as many as `evaluation.minutes` have room for on the first process's machine."""
-    options = replace(config.evaluation, compile=False) if config.target.shard else config.evaluation
+    options = config.evaluation
     outside = options.outside if last else 0
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
     parts = parts_of(prompts, options)

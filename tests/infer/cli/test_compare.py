@@ -13,10 +13,8 @@ from infer.cli.compare import CompareCommand, run_name
 from infer.cli.compare import run as run_compare
 from infer.cli.ngram import NgramCommand
 from infer.cli.ngram import run as run_ngram
-from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig, TextOptions
+from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.base import new_drafter
-from infer.engine.sequence import Sequence
-from infer.evaluation.evaluate import count_right_guesses
 from infer.ngrams.model import NGram
 
 HELD_OUT = "the first row of every ten is kept for evaluation, and not counted"
@@ -83,28 +81,14 @@ def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded,
     assert len(loaded) == 1  # for all drafters
     table = (tmp_path / "out" / "comparison.md").read_text().splitlines()
     assert table[0] in capsys.readouterr().out
-    assert [line.split("|")[1:3] for line in table[2:11]] == [
-        [f" {tree} ", f" {nodes} "]
-        for tree, nodes in [
-            ("plain", "-"),
-            ("transformers", "-"),
-            ("transformers, assisted", "-"),
-            ("chain", "-"),
-            ("DDTree", 4),
-            ("continuity", 4),
-            ("DDTree + n-grams", 4),
-            ("n-grams alone", 4),
-            ("transformers, prompt lookup", "-"),
-        ]
-    ]
-    assert all(line.count("|") == 12 for line in table[:11])
+    methods = ["plain", "transformers", "chain", "DDTree 4", "continuity 4", "DDTree + n-grams 4", "n-grams alone 4"]
+    assert [line.split("|")[1].strip() for line in table[2:9]] == methods
+    assert all(line.count("|") == 11 for line in table[:9])
     assert (tmp_path / "out" / "comparison.svg").read_text().startswith("<svg xmlns")
     results = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert list(results) == ["dflash", "dart", "lookup"]
     for result in results.values():
         assert all(method["identical"] for method in result["methods"])
-        assert len(result["accuracy"]) == result["block_size"] - 1
-        assert all(0 <= share <= 1 for share in result["accuracy"])
 
 
 def test_checkpoints_are_called_by_their_runs():
@@ -114,31 +98,3 @@ def test_checkpoints_are_called_by_their_runs():
         CompareCommand(["runs/a/checkpoints/best", "runs/a/checkpoints/step-1"]).check()
     with pytest.raises(ValueError, match="which drafters"):
         CompareCommand([]).check()
-
-
-def drafted(target, drafter, known: list[int], bonus: int) -> list[int]:
-    """The likeliest block behind a text, with a memory made for it alone."""
-    cache, state = target.cache(1, 40), drafter.state(1, 40)
-    with torch.no_grad(), cache.add(1) as rows, state.add(1) as begun:
-        context = target.extend([known], rows, drafter.layer_ids).context
-        drafter.update_context(target, context, torch.tensor([known]), [len(known)], begun)
-    return drafter.draft_block(target, torch.tensor([bonus]), state).marginals[0].argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("family", ["dflash", "dart"])
-def test_accuracy_is_that_of_blocks_drafted_one_by_one(make_tiny, family):
-    """Texts of several lengths that follow the drafter's first guess two times out of three."""
-    target, drafter = make_tiny(block_size=4, family=family)
-    texts = [Sequence(prompt, TextOptions()) for prompt in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3])]
-    expected = torch.zeros(3, 2, dtype=torch.long)
-    for text, length in zip(texts, (14, 7, 12), strict=True):
-        text.ids = [7]
-        for step in range(1, length):
-            guess = drafted(target, drafter, text.prompt + text.ids[:-1], text.ids[-1])[0]
-            text.ids.append(guess if step % 3 else 50)
-        for step in range(length - 1):
-            guesses = drafted(target, drafter, text.prompt + text.ids[:step], text.ids[step])
-            for t, (guess, truth) in enumerate(zip(guesses, text.ids[step + 1 :], strict=False)):
-                expected[t] += torch.tensor([guess == truth, 1])
-    assert torch.equal(count_right_guesses(target, drafter, texts, 30), expected)
-    assert 0 < expected[0, 0] < expected[0, 1] == 30

@@ -35,7 +35,7 @@ def checkpoint(make_tiny, tmp_path_factory):
     save_drafter(drafter.config, drafter.state_dict(), step / "drafter")
     (run / "checkpoints" / "best").symlink_to(step.name)
     prompts = torch.randint(90, (3, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    options = EvaluationConfig(max_new_tokens=12, budgets=[4, 9], samples=0)
+    options = EvaluationConfig(max_new_tokens=12, budgets=[4, 9])
     result = evaluate(target, drafter, [Prompt(prompt, "any") for prompt in prompts], options)
     (step / "evaluation").mkdir()
     result = replace(result, step=7, checkpoint=str(step), drafter="secret-run")
@@ -84,7 +84,7 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
         )
     ]
     assert evaluation["methods"][-1]["name"] == "n-grams alone"  # an exported folder has none
-    assert f"({PICTURE})" in card.text and "3 held-out prompts, 1 at a time, at most 12 new tokens" in card.text
+    assert f"({PICTURE})" in card.text and "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
     assert "2 layers, block size 4, fed by the target's layers 1, 3" in card.text and "step 7." in card.text
     assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
     assert "| target.chat_template_kwargs | {'enable_thinking': False} |" in card.text
@@ -107,10 +107,6 @@ def test_no_path_and_no_private_name_is_in_it(checkpoint, tmp_path):
 def test_a_licence_is_what_the_publisher_says(checkpoint, tmp_path):
     text = write_card(checkpoint, exported(checkpoint, tmp_path), None, "Qwen/Qwen3-4B").read_text()
     assert ModelCard(text).data.license is None and "named no licence" in text
-    data = ModelCard(
-        write_card(checkpoint, exported(checkpoint, tmp_path), "Our Terms, 2026", "Qwen/Qwen3-4B").read_text()
-    ).data
-    assert (data.license, data.license_name) == ("other", "our-terms-2026")
 
 
 def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):

@@ -4,16 +4,16 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from data.prompts import Prompt
 from infer.config import EvaluationConfig
-from infer.evaluation.drawings import edge
+from infer.evaluation import report
 from infer.evaluation.evaluate import evaluate
-from infer.evaluation.report import PAGE, RunFacts, write_report
+from infer.evaluation.report import RunFacts, write_report
 from infer.evaluation.results import (
-    OTHER_DRAFTER,
     Evaluation,
     ExampleRound,
     MethodResult,
@@ -24,7 +24,9 @@ from infer.evaluation.results import (
     to_json,
     write_result,
 )
-from infer.evaluation.tables import headline, kinds_of, table
+from infer.evaluation.tables import headline, table
+
+PAGE = (Path(report.__file__).parent / "report.html.j2").read_text()
 
 
 def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluation:
@@ -40,7 +42,6 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
             tokens_per_second=123.4,
             speedup=1.0 if name == "plain" else speedup,
             histogram=[321] if name == "plain" else [100, 100, 121, 0, 0, 0, 0, 0],
-            stage_seconds={"other": 4.0},
             identical=identical or name != "ddtree",
         )
         for name, budget, tau in (("plain", 0, 1.0), ("chain", 7, 1.8), ("ddtree", 16, 2.2), ("ddtree", 64, 2.7))
@@ -54,9 +55,7 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
         prompts=16,
         max_new_tokens=128,
         temperature=0.0,
-        rows=1,
         block_size=8,
-        accuracy=[0.5],
         methods=methods,
         samples=[
             TextSample(
@@ -116,25 +115,6 @@ def test_report_is_one_page_with_pictures_and_no_network(tmp_path):
     assert "τ during training" not in write_report(tmp_path / "alone", [made_up(0)]).read_text()
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance as WCAG 2.2 defines it."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_every_text_has_contrast_on_its_ground_in_light_and_dark():
-    """WCAG's 4.5 to 1, for the pairs of colours that the page puts on each other."""
-    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in PAGE.split("@media")[:2])
-    pairs = [(name, "paper") for name in ("ink", "soft", "ok", "no", "own")]
-    pairs += [("ink", "band"), ("ok", "ok-band"), ("no", "no-band"), ("own", "own-band")]
-    assert light.keys() == dark.keys()
-    for colours in (light, dark):
-        for pair in pairs:
-            low, high = sorted(luminance(colours[name]) for name in pair)
-            assert (high + 0.05) / (low + 0.05) >= 4.5, pair
-
-
 def test_no_difference_is_in_colour_alone(tmp_path):
     """Kinds of tokens have signs, underlines and strokes of their own, and so have the lines of the charts."""
     text = write_report(tmp_path, [made_up(1), made_up(2)]).read_text()
@@ -143,16 +123,21 @@ def test_no_difference_is_in_colour_alone(tmp_path):
         assert re.search(rf"\.{kind}[^{{]*{{[^}}]*{style}", PAGE), kind
     for sign, kind in (("✓ a", "accepted"), ("✗ &lt;x", "rejected"), ("+ &amp;", "added")):
         assert f'class="{kind} token">{sign}</text>' in text
-    assert "A draft tree of 2 tokens behind &#x27;(&#x27;: accepted &#x27;a&#x27;; rejected 1" in text
+    assert "A draft tree of 2 tokens behind &#39;(&#39;: accepted &#39;a&#39;; rejected 1" in text
+    # a label is beside its line, which comes from the other side
+    assert re.findall(r'<text x="(\d+)"( text-anchor="end")? y="\d+" class="share">(\S+)<', text) == [
+        ("37", ' text-anchor="end"', "60%"),
+        ("119", "", "30%"),
+    ]
     chart = re.search(r"<figure>.*?</figure>", text, re.DOTALL)[0]
     dashes = [re.search('stroke-dasharray="([^"]*)"', line) for line in re.findall("<polyline[^>]*>", chart)]
     assert len({dash and dash[1] for dash in dashes}) == len(dashes) == 3
 
 
 def test_table_holds_the_numbers():
-    lines = table(made_up(0)).splitlines()
-    assert lines[4].split() == ["ddtree", "64", "2.70", "321", "123.4", "1.40x", "yes"]
-    assert table(made_up(0, identical=False)).splitlines()[4].endswith("NO")
+    cells = [cell.strip() for cell in table(made_up(0)).splitlines()[5].split("|")]
+    assert cells[1:-1] == ["DDTree 64", "2.70", "123.4", "1.40x", "yes"]
+    assert table(made_up(0, identical=False)).splitlines()[5].endswith(" NO |")
 
 
 def test_results_of_earlier_versions_are_read_under_the_new_name():
@@ -176,14 +161,7 @@ def test_headline_says_chain_then_trees_then_ngrams_alone():
         "N-grams alone, 64 nodes without the drafter, commit 3.00 and are 1.80 times as fast",
         "On the one prompt every method wrote exactly what plain decoding wrote.",
     ]
-    assert (result.fastest, result.best_tau) == (ours, 2.7)
-
-
-def test_another_drafter_is_no_kind_of_text():
-    other = replace(made_up(0), what=OTHER_DRAFTER)
-    result = replace(made_up(0), beside=[other, replace(other, what="outside the data")])
-    assert list(kinds_of(result)) == ["outside the data"]
-    assert "the drafter in the target's folder, on 16 of the prompts: chain: τ 1.80, 1.40x;" in table(result)
+    assert result.fastest == ours
 
 
 def test_headline_is_as_plain_about_bad_news():
@@ -206,12 +184,10 @@ def test_evaluation_adds_up(shallow_target, temperature):
     drafter.init_weights(torch.Generator().manual_seed(0))
     ids = [shallow_target.tokenizer(text)["input_ids"] for text in ("The path of ", "class Reader:\n    ")]
     prompts = [Prompt(ids[0], "heads"), Prompt(ids[1], "bodies"), Prompt(ids[1], "prose", "outside")]
-    config = EvaluationConfig(
-        max_new_tokens=9, budgets=[2, 30], repeats=2, temperature=temperature, samples=1, sampled=0.7
-    )
+    config = EvaluationConfig(max_new_tokens=9, budgets=[2, 30], temperature=temperature, sampled=0.7)
     calls = []
     result = evaluate(shallow_target, drafter, prompts, config, lambda done, total: calls.append((done, total)))
-    total = 5 if temperature else 6
+    total = 3 if temperature else 4
     assert calls == [(done, total) for done in range(1, total + 1)]
     assert [one.what for one in result.beside] == ["outside", "temperature 0.7"][: 1 if temperature else 2]
     assert result.same_output
@@ -226,15 +202,12 @@ def test_evaluation_adds_up(shallow_target, temperature):
     assert result.methods[1].identical is (None if temperature else True)
     assert result.plain.name in ("plain", "generate") and result.plain.speedup == 1
     for method in result.methods:
-        assert [(one.kind, len(one.seconds) > 1) for one in method.prompts] == [("heads", True), ("bodies", True)]
+        assert [one.kind for one in method.prompts] == ["heads", "bodies"]
         assert method.tokens == 18
         assert sum(method.histogram) == method.rounds
         assert method.tau == pytest.approx(16 / method.rounds)
-        assert sum(method.stage_seconds.values()) == pytest.approx(method.seconds)
-        assert method.stage_seconds["other"] >= 0
     assert result.methods[0].tau == result.methods[1].tau == 1
-    assert result.best_tau == max(method.tau for method in result.methods[:-1])
-    (sample,) = result.samples
+    sample, _ = result.samples
     assert "".join(text for text, kind in sample.pieces if kind != "rejected") == sample.completion
     assert any(kind == "rejected" for _, kind in sample.pieces)
     nodes = result.example.nodes
@@ -261,24 +234,22 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path):
         read_result(tmp_path / "evaluation.json", Evaluation)
 
 
-def test_an_evaluation_of_an_earlier_commit_is_read_and_written_byte_by_byte(tmp_path):
-    """The keys of evaluation.json as commit 8ca1fa3 wrote them."""
+def test_an_evaluation_of_an_earlier_commit_is_read(tmp_path):
+    """The keys of evaluation.json as commit 8ca1fa3 wrote them; ad9898d's more."""
     method = {"name": "plain", "budget": 0, "tau": 1.0, "tau_prompt_mean": 1.0, "rounds": 3, "tokens": 4}
     method |= {"seconds": 0.5, "tokens_per_second": 8.0, "speedup": 1.0, "histogram": [3]}
-    method |= {"stage_seconds": {"prefill": 0.1, "other": 0.4}, "identical": True}
+    method |= {"identical": True}
+    prompt = {"number": 0, "kind": "a", "batch": 0, "tokens": 4, "rounds": 3, "seconds": [0.9, 0.5], "looped": 0}
+    newer = {"limit": 2.0, "again": 1, "stage_seconds": {"prefill": 0.1}, "prompts": [prompt], "tau_interval": [1, 1]}
     data = {"target": "embedded", "device": "CPU", "dtype": "float32", "prompts": 1, "rows": 1, "prompt_tokens": 96}
     data |= {"max_new_tokens": 128, "temperature": 0.0, "block_size": 8, "accuracy": [0.5, 0.25]}
-    data |= {"methods": [method, method | {"name": "ddtree", "budget": 4, "ties": 1, "defects": 0}]}
+    data |= {"methods": [method, method | {"name": "ddtree", "budget": 4, "ties": 1, "defects": 0} | newer]}
     data |= {"samples": [{"prompt": "a", "completion": "bc", "accepted": [1, 1], "pieces": [["b", "bonus"]]}]}
     for step in (1275, None):
-        text = json.dumps(data | {"step": step, "checkpoint": "runs/x/step-1", "drafter": "x"}, indent=1) + "\n"
-        (tmp_path / "old.json").write_text(text)
+        (tmp_path / "old.json").write_text(json.dumps(data | {"step": step, "checkpoint": "step-1", "drafter": "x"}))
         evaluation = read_result(tmp_path / "old.json", Evaluation)
         assert (evaluation.step, evaluation.methods[1].label) == (step, "DDTree 4")
-        write_result(tmp_path / "new.json", evaluation)
-        assert (tmp_path / "new.json").read_text() == text
-
-
-def test_the_line_to_a_child_leaves_its_label_free():
-    assert '<text x="96" text-anchor="end"' in edge((200, 20), (100, 80), "accepted", "85%")
-    assert '<text x="304" y=' in edge((200, 20), (300, 80), "rejected", "7%")
+        assert evaluation.methods[1].prompts[0].seconds == [0.9, 0.5]
+        written = to_json(evaluation)
+        assert written["samples"] == data["samples"] and written["methods"][0] == method
+        assert "DDTree 4" in write_report(tmp_path, [evaluation]).read_text()

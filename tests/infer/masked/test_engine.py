@@ -335,7 +335,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     said = capsys.readouterr()
     answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", max_new_tokens=8, cache="dual")
     assert said.out == f"import os{answer.text}\n" and f"[ssd: 8 tokens in {answer.stats.rounds} rounds" in said.err
-    evaluation = EvaluationConfig(prompts=2, prompt_tokens=8, max_new_tokens=5, rows=2)
+    evaluation = EvaluationConfig(prompts=2, prompt_tokens=8, max_new_tokens=5)
     config = EvalCommand(
         target=place, out=str(tmp_path / "out"), evaluation=evaluation, masked=MaskedConfig(cache="dual")
     )

@@ -13,14 +13,14 @@ from infer.evaluation.results import Acceptance, Evaluation, MethodResult, Promp
 
 
 def evaluation(folder: Path, step: int, prompts: int, rounds: int) -> Evaluation:
-    took = [PromptResult(i, "any", i, 10, rounds, [0.1], 0) for i in range(prompts)]
-    sums = {"tau_prompt_mean": 1.0, "tokens": 10, "seconds": 0.1, "tokens_per_second": 1.0, "stage_seconds": {}}
+    took = [PromptResult(i, "any", 10, rounds, [0.1], 0) for i in range(prompts)]
+    sums = {"tau_prompt_mean": 1.0, "tokens": 10, "seconds": 0.1, "tokens_per_second": 1.0}
     methods = [
         MethodResult(name, budget, tau, rounds=rounds, speedup=1.0, histogram=[9], prompts=took, identical=True, **sums)
         for name, budget, tau in (("plain", 0, 1.0), ("chain", 3, 9 / rounds))
     ]
-    shared = {"target": "t", "device": "CPU", "dtype": "float32", "rows": 1, "max_new_tokens": 9, "temperature": 0.0}
-    shared |= {"accuracy": [], "samples": [], "block_size": 4, "methods": methods}
+    shared = {"target": "t", "device": "CPU", "dtype": "float32", "max_new_tokens": 9, "temperature": 0.0}
+    shared |= {"samples": [], "block_size": 4, "methods": methods}
     return Evaluation(step=step, checkpoint=str(folder), prompts=prompts, **shared)
 
 
