@@ -134,10 +134,13 @@ class SuiteConfig:
         if self.name == "ddtree":
             known = [name for name in BY_NAME if name in known]
         missing = [name for name in self.sets or (BY_NAME if self.name == "ddtree" else ()) if name not in known]
-        if missing or not known:
-            there = ", ".join(known) or "no questions"
-            missing, where = ", ".join(missing) or "all", self.folder or "the suite"
-            raise ValueError(f"suite.sets: {missing}: in {where} are {there}; name those by suite.sets=[...]")
+        if not known:
+            raise ValueError(f"suite.folder={self.folder}: no questions there, such as gsm8k.jsonl")
+        if missing:
+            raise ValueError(
+                f"suite.sets: no {', '.join(missing)} among {', '.join(known)}: name those that are there by "
+                "suite.sets=[...]"
+            )
         return [name for name in known if not self.sets or name in self.sets]
 
 
