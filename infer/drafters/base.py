@@ -34,6 +34,7 @@ from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, cached_blocks
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
+from infer.drafters.gated import weights_of
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.drafters.warm import can_start_as
@@ -392,7 +393,7 @@ class Drafter(nn.Module):
         layers = [part for part in self.modules() if isinstance(part, DrafterLayer)]
         chosen = self.warm_layers(self.layer_ids, len(layers), target.config)
         source = [target.body.layers[i] for i in chosen]
-        theirs = [layers[0].plain_weights(layer.state_dict()) for layer in source]
+        theirs = [layers[0].plain_weights(weights_of(layer, target)) for layer in source]
         pairs = list(zip(theirs, source, strict=True))
         if not pairs or not all(can_start_as(layers[0], *pair, self, target) for pair in pairs):
             return False
