@@ -20,7 +20,9 @@ class MaskedConfig:
     cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are
         those of the pass that began it
     draft_length: of ssd, tokens drafted each round, 1 to 8
-    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap: docs/methods.md
+    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; guided, the likeliest states, by
+        what the text has shown of itself so far too: docs/methods.md
+    nodes: of ssd, order guided: states verified each round, the current text among them
     """
 
     method: str = "ssd"
@@ -28,7 +30,8 @@ class MaskedConfig:
     block_length: int = 8
     cache: str = "none"
     draft_length: int = 4
-    order: str = "greedy"
+    order: str = "guided"
+    nodes: int = 8
     positions: ClassVar = None  # of a step: there is no limit, prompts are computed with their answers
 
     def room(self, tokens: int) -> int:
@@ -37,8 +40,8 @@ class MaskedConfig:
 
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
-        at_least(self, rows=1, block_length=1)
-        one_of(self, method=("steps", "ssd"), cache=("none", "dual"), order=("greedy", "mixed"))
+        at_least(self, rows=1, block_length=1, nodes=1)
+        one_of(self, method=("steps", "ssd"), cache=("none", "dual"), order=("greedy", "mixed", "guided"))
         one_of(self, draft_length=range(1, LONGEST + 1))
 
 

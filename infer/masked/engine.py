@@ -19,7 +19,7 @@ from infer.engine.engine import Engine
 from infer.engine.sampling import gumbel_noise
 from infer.engine.sequence import Processor, Stopwatch
 from infer.masked.config import MaskedConfig, check_masked_text
-from infer.masked.drafting import Guess, Guesses, follow_steps, guess, pick_states
+from infer.masked.drafting import Guesses, as_guesses, follow_steps, pick_states, summarize
 from infer.masked.model import MaskedModel
 from infer.masked.passes import DualCache, Rows, Task
 from infer.masked.sequence import MaskedSequence
@@ -97,7 +97,8 @@ class MaskedRunner:
         for text in texts:
             plan, states = self.passes.plan(text), [frozenset()]
             if options.method == "ssd":
-                states = pick_states(text.guesses, plan, options.order, options.draft_length)
+                drafting = options.order, options.draft_length, options.nodes
+                states = pick_states(text.guesses, plan, *drafting, text.habits)
             tasks.append(Task(text, plan, states, self.passes.asked(text, plan, states)))
         kinds = {self.passes.kind(task.text): None for task in tasks}
         for kind in kinds:
@@ -113,14 +114,14 @@ class MaskedRunner:
         for task, part in zip(tasks, logits.split(sizes), strict=True):
             temperature, noise = task.text.options.temperature, None
             if temperature > 0:
-                seed, places = [task.text.options.seed], [[place for places in task.asked for place in places]]
-                seed, places = (torch.tensor(x, device=part.device) for x in (seed, places))
-                noise = gumbel_noise(seed, places, part.shape[-1])[0]  # (Q of the task, V)
-            parts.append(guess(part, temperature, noise))
-        rows = ((int(token), confidence) for token, confidence in torch.cat(parts).tolist())
-        return [
-            [{position: Guess(*next(rows)) for position in positions} for positions in task.asked] for task in tasks
-        ]
+                every = task.asked[0]  # of all states: the noise of a position is the same in all
+                index = {position: at for at, position in enumerate(every)}
+                seed, places = (torch.tensor(x, device=part.device) for x in ([task.text.options.seed], [every]))
+                which = [index[position] for positions in task.asked for position in positions]
+                noise = gumbel_noise(seed, places, part.shape[-1])[0, which]  # (Q of the task, V)
+            parts.append(summarize(part, temperature, noise))
+        rows = iter(torch.cat(parts).tolist())
+        return [[as_guesses([next(rows) for _ in asked], asked) for asked in task.asked] for task in tasks]
 
     def _take_steps(self, task: Task, found: list[Guesses]) -> None:
         """Take the steps whose states were computed."""

@@ -5,7 +5,6 @@ Every number comes from decoding. Step-by-step decoding is the first method.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 
 from infer.config import EvaluationConfig, TextOptions
 from infer.evaluation.evaluate import describe_device, method_result
@@ -14,7 +13,8 @@ from infer.evaluation.results import Evaluation
 from infer.masked.config import MaskedConfig, MaskedOptions, masked_options
 from infer.masked.model import MaskedModel
 
-LENGTHS = (1, 2, 3, 4, 5)  # of drafts
+LENGTHS = (1, 2, 3, 4, 5)  # of drafts, each with as many states as a chain has
+NODES = 16  # states of a guided round with the longest drafts, the last method
 
 
 def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
@@ -37,10 +37,11 @@ def evaluate_masked(
 ) -> Evaluation:
     """Decode every prompt step by step and with drafts of every length and order. `options` are those that
     `evaluation_options` makes."""
+    drafts = [(order, length, length + 1) for length in LENGTHS for order in ("greedy", "mixed", "guided")]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
-    for length, order in product(LENGTHS, ("greedy", "mixed")):
-        way = replace(options, method="ssd", order=order, draft_length=length)
-        variants.append(Variant(f"{order} {length}", length + 1 if order == "greedy" else 2 * length, way))
+    for order, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
+        way = replace(options, method="ssd", order=order, draft_length=length, nodes=states)
+        variants.append(Variant(f"{order} {length}" + f", {states} states" * (states == NODES), states, way))
     measured = measure(model, None, variants, prompts, progress)
     return Evaluation(
         target=model.name,

@@ -8,6 +8,7 @@ import torch
 from infer.engine.sequence import DecodeStats, Sequence
 from infer.masked.config import LONGEST
 from infer.masked.drafting import Guesses, Plan, Write
+from infer.masked.habits import TextHabits
 from infer.masked.model import MaskedModel
 
 
@@ -33,6 +34,7 @@ class MaskedSequence(Sequence):
     row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
     masked: list[int] = field(default_factory=list)  # where the row has masks, ascending
     guesses: Guesses = field(default_factory=dict)  # the newest of every position, from which drafts are made
+    habits: TextHabits | None = None
     slot: int = 0  # of the engine's rows
     full: bool = True  # cache=dual: whether the next step is one
 
@@ -53,6 +55,7 @@ class MaskedSequence(Sequence):
         start = len(self.prompt)
         self.row = torch.tensor(self.prompt + [model.mask_token_id] * length, device=model.device)
         self.masked = list(range(start, start + length))
+        self.habits = TextHabits(dict(enumerate(self.prompt)))
 
     def plan(self, block_length: int, longest: int) -> Plan:
         """Return how far a round may draft."""
@@ -65,6 +68,7 @@ class MaskedSequence(Sequence):
         self.row[positions] = tokens
         written = {position for position, _ in writes}
         self.masked = [position for position in self.masked if position not in written]
+        self.habits.wrote(writes)
         self.writes += [(position - start, token) for position, token in writes]
-        tokens, certain = dict(self.writes), self.masked[0] if self.masked else len(self.row)
-        self.append([tokens[place] for place in range(len(self.ids), certain - start)], model)
+        certain = self.masked[0] if self.masked else len(self.row)
+        self.append([self.habits.row[position] for position in range(start + len(self.ids), certain)], model)

@@ -53,7 +53,7 @@ def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shif
     how = MaskedConfig(rows=3, block_length=8, cache=cache)
     steps = replace(how, method="steps", rows=1)
     alone = [written(model, [prompt], [text], steps)[0] for prompt, text in zip(PROMPTS, texts, strict=True)]
-    for order, length in (("greedy", 4), ("mixed", 3)):
+    for order, length in (("guided", 4), ("mixed", 3)):
         together = written(model, PROMPTS, texts, replace(how, order=order, draft_length=length))
         for one, text, most in zip(alone, together, LENGTHS, strict=True):
             assert (text.ids, text.finish) == (one.ids, one.finish) and len(text.ids) <= most
@@ -118,7 +118,7 @@ def test_answers_are_regenerated_with_a_masked_model(folder):
     answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
     steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
     assert [answer["response"] for answer in answers] == steps
-    assert options_of(options) == options_of(replace(options, order="mixed", method="steps"))
+    assert options_of(options) == options_of(replace(options, order="mixed", nodes=3, method="steps"))
     assert options_of(options) != options_of(replace(options, block_length=4))
     assert "block_length" not in options_of(DecodeOptions(method="plain"))
 
@@ -140,8 +140,9 @@ def test_options_of_other_models_are_refused(make_masked, changes):
     "changes, words",
     [
         ({"block_length": 0}, "block_length=0: at least 1"),
+        ({"nodes": 0}, "nodes=0: at least 1"),
         ({"cache": "prefix"}, "cache=prefix: use none or dual"),
-        ({"order": "random"}, "order=random: use greedy or mixed"),
+        ({"order": "random"}, "order=random: use greedy, mixed or guided"),
         ({"draft_length": 9}, "draft_length=9: use 1, 2, 3, 4, 5, 6, 7 or 8"),
         ({"method": "ddtree"}, "method=ddtree: use steps or ssd"),
     ],
@@ -278,10 +279,12 @@ def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch,
     theirs = model.model(input_ids=ids).logits
     assert torch.equal(model.logits(ids)[0, 2, :MASK], theirs[0, 2 - shifted, :MASK])
     prompts = [[5, 6], [7, 8, 9], [9, 4]]
-    settings = {"max_new_tokens": 16, "temperature": 0.8, "seed": 2}
-    expected = [answer.ids for answer in generate(model, None, prompts, method="steps", rows=1, **settings)]
-    done = generate(model, None, prompts, method="ssd", order="mixed", **settings)  # of two lengths: two passes
-    assert [answer.ids for answer in done] == expected
+    for temperature in (0.0, 0.8):
+        settings = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
+        expected = [answer.ids for answer in generate(model, None, prompts, method="steps", rows=1, **settings)]
+        for order in ("greedy", "mixed", "guided"):
+            done = generate(model, None, prompts, method="ssd", order=order, **settings)  # of two lengths: two passes
+            assert [answer.ids for answer in done] == expected
     with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
         generate(model, None, prompts, method="ssd", cache="dual")
 
@@ -342,11 +345,11 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     config.check()
     run_eval(config)
     lines = capsys.readouterr().out.splitlines()
-    ways = [line.split("  ")[0] for line in lines if line.endswith("yes")]
-    assert ways[:3] == ["step by step", "greedy 1", "mixed 1"] and ways[-1] == "mixed 5"
-    assert len(ways) == 1 + 5 * 2  # and none differs from step by step
+    ways = [line.split("|")[1].strip() for line in lines if line.endswith("yes |")]
+    assert ways[:4] == ["step by step", "greedy 1", "mixed 1", "guided 1"] and ways[-1] == "guided 5, 16 states"
+    assert len(ways) == 1 + 5 * 3 + 1  # and none differs from step by step
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 16 and len(result["methods"]) == 11
+    assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 16 and len(result["methods"]) == 17
 
 
 @pytest.mark.parametrize(
