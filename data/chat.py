@@ -14,7 +14,8 @@ KEYS = {"from": "role", "value": "content", "reasoning": THOUGHT, "finish_reason
 
 
 class NothingWhole(ValueError):
-    """Raised for a row whose every answer is a thought that was cut: it is left out, and is no fault."""
+    """Raised for a row whose every answer is a thought that was cut: it is left out, and is no
+    fault."""
 
 
 def checked(value: object, kind: type, wrong: str):
@@ -25,7 +26,8 @@ def checked(value: object, kind: type, wrong: str):
 
 
 def renamed(given: object, names: dict[str, str], wrong: str) -> dict:
-    """Return an object with our names for its keys, without those that hold nothing; ours count more."""
+    """Return an object with our names for its keys, without those that hold nothing; ours count
+    more."""
     given = {key: value for key, value in checked(given, dict, wrong).items() if value is not None}
     return {names.get(key, key): value for key, value in given.items() if names.get(key) not in given}
 
@@ -41,17 +43,19 @@ def parsed(value: object, kind: type, what: str):
 
 
 def normalise(row: object, answered: bool = True) -> dict:
-    """Return one row of any known layout as {"prompt", "text", "cut", "chat"}. A chat is {"messages", "tools",
-    "template"}, the last being what its template is told (`chat_template_kwargs`). If it is to be `answered`, its last
-    message is an answer, else what is behind the last question is left out.
+    """Return one row of any known layout as {"prompt", "text", "cut", "chat"}. A chat is {"messages",
+    "tools", "template"}, the last being what its template is told (`chat_template_kwargs`). If it is to
+    be `answered`, its last message is an answer, else what is behind the last question is left out.
 
-    An answer that did not come to its end ("finish" or "finish_reason" says so) is the last one; if that was in the
-    middle of a thought, it is left out, with its question. `cut` says the same of a text.
+    An answer that did not come to its end ("finish" or "finish_reason" says so) is the last one; if
+    that was in the middle of a thought, it is left out, with its question. `cut` says the same of a
+    text.
 
-    Layouts: {"messages": [{"role", "content"}]} with "tools" and "chat_template_kwargs" (what `./launch.sh regenerate`
-    writes), with "response" behind them if the last one is the user's; ShareGPT's {"conversations": [{"from",
-    "value"}]}; {"prompt", "response"} or "completion", texts or both messages; Alpaca's {"instruction", "input",
-    "output"}; {"text"}. Raises ValueError with what is wrong, NothingWhole where nothing is left.
+    Layouts: {"messages": [{"role", "content"}]} with "tools" and "chat_template_kwargs" (what
+    `./launch.sh regenerate` writes), with "response" behind them if the last one is the user's;
+    ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "response"} or "completion", texts or
+    both messages; Alpaca's {"instruction", "input", "output"}; {"text"}. Raises ValueError with what is
+    wrong, NothingWhole where nothing is left.
     """
     row = renamed(row, COLUMNS, "a row is a JSON object")
     prompt, response = row.get("prompt", ""), row.get("response", "")
@@ -94,7 +98,8 @@ def _chat(row: dict, answered: bool) -> dict:
 
 
 def _up_to_cut(messages: list[dict]) -> list[dict]:
-    """Return the messages up to the first answer that did not come to its end, without it if it is a cut thought."""
+    """Return the messages up to the first answer that did not come to its end, without it if it is a
+    cut thought."""
     for i, turn in enumerate(messages):
         if turn["role"] == "assistant" and turn.get("finish") not in ENDED:
             if not _cut_thought(turn):

@@ -1,8 +1,8 @@
 """Documents of the Python standard library, before tokenisation.
 
 The embedded default reads the source files of the Python standard library, which lie on every machine
-that has Python, so a first run needs no download. `jsonl` reads the user's own files. The embedded target was
-pre-trained on prose besides, such as Python's language reference.
+that has Python, so a first run needs no download. `jsonl` reads the user's own files. The embedded
+target was pre-trained on prose besides, such as Python's language reference.
 """
 
 import hashlib
@@ -14,7 +14,8 @@ from pathlib import Path
 
 HELD_OUT_SHARE = 1 / 20  # of the library's files serve validation and prompts, none of them training
 
-# Generated tables (character maps, the text of the help system) and tests, which many distributions leave out.
+# Generated tables (character maps, the text of the help system) and tests, which many distributions
+# leave out.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib-dynload"}
 
 
@@ -27,8 +28,8 @@ class Document:
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a file serves validation: decided by a hash of its path inside the library, so that the
-    same file is held out on every machine and for every version that has it."""
+    """Return whether a file serves validation: decided by a hash of its path inside the library, so
+    that the same file is held out on every machine and for every version that has it."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
@@ -48,8 +49,8 @@ def stdlib_documents(split: str) -> Iterator[Document]:
 
 
 def stdlib_prose(split: str) -> Iterator[Document]:
-    """Yield plain English that lies on every machine that has Python: the chapters of the language reference. A chapter
-    is held out by a hash of its name."""
+    """Yield plain English that lies on every machine that has Python: the chapters of the language
+    reference. A chapter is held out by a hash of its name."""
     for name, text in sorted(importlib.import_module("pydoc_data.topics").topics.items()):
         if is_held_out(name) == (split == "held_out"):
             yield Document("reference:" + name, text)

@@ -1,8 +1,8 @@
 """Rows to packed training rows: tokenise, cut to length, fill rows, mark what carries loss.
 
-T row length. A packed row has `ids`, `positions` (restarting in every document), `documents` (numbered from 0, -1 on
-padding) and `loss` (whether a token may be learnt from), each (T,). A piece is the token ids of a text of at most T
-tokens, and which of them carry loss.
+T row length. A packed row has `ids`, `positions` (restarting in every document), `documents` (numbered
+from 0, -1 on padding) and `loss` (whether a token may be learnt from), each (T,). A piece is the token
+ids of a text of at most T tokens, and which of them carry loss.
 """
 
 import hashlib
@@ -27,10 +27,12 @@ MANY = 20_000  # texts from which on all cores tokenise
 
 
 def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[bool]]]:
-    """Return a row as pieces of at most `length` tokens that have something to learn; longer texts are split.
+    """Return a row as pieces of at most `length` tokens that have something to learn; longer texts are
+    split.
 
-    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat, the answers do,
-    with what ends them. Raises ValueError for a chat that the template does not show as it is.
+    The end-of-text token closes a text that is not cut, and carries loss; a prompt does not. Of a chat,
+    the answers do, with what ends them. Raises ValueError for a chat that the template does not show as
+    it is.
     """
     if row["chat"]:
         texts = tokenize_chat(tokenizer, row["chat"])
@@ -48,8 +50,9 @@ def pieces_of(row: dict, tokenizer, length: int) -> list[tuple[list[int], list[b
 
 
 def best_fit(lengths: Iterable[int], length: int) -> Iterator[list[int]]:
-    """Yield which pieces, by number, share a row of `length`: of every WINDOW pieces the longest first, each into the
-    fullest row that has room for it. Rows and what is in them keep the order of the pieces."""
+    """Yield which pieces, by number, share a row of `length`: of every WINDOW pieces the longest first,
+    each into the fullest row that has room for it. Rows and what is in them keep the order of the
+    pieces."""
     numbered = enumerate(lengths)
     while window := list(islice(numbered, WINDOW)):
         rows: list[list[int]] = []
@@ -79,7 +82,8 @@ def lay_out(ids: list[list[int]], loss: list[list[bool]], length: int) -> dict[s
 
 
 def stored_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows of one data set to train on, each as JSON, which has room for any tools and arguments."""
+    """Yield the rows of one data set to train on, each as JSON, which has room for any tools and
+    arguments."""
     yield from ({"row": json.dumps(row, ensure_ascii=False)} for row in training_rows(config))
 
 
@@ -98,8 +102,9 @@ def raw_rows(config: DataConfig) -> "Dataset":
 
 
 def mixed_rows(config: DataConfig) -> "Dataset":
-    """Return the training rows of all data sets of a configuration, in numbers proportional to their weights, such that
-    the scarcest is used up. Which rows these are does not depend on the run's seed."""
+    """Return the training rows of all data sets of a configuration, in numbers proportional to their
+    weights, such that the scarcest is used up. Which rows these are does not depend on the run's
+    seed."""
     from datasets import concatenate_datasets
 
     parts = [(raw_rows(part), weight) for part, weight in single(config)]
@@ -113,8 +118,8 @@ def mixed_rows(config: DataConfig) -> "Dataset":
 def tokenize(
     rows: dict[str, list], indices: list[int], rank: int | None, total: int, processes: int, progress, **options
 ) -> dict[str, list]:
-    """Return the pieces of some of `total` rows, and report how far all processes have come. A row that the chat
-    template does not show as it is becomes a piece without tokens and its fault."""
+    """Return the pieces of some of `total` rows, and report how far all processes have come. A row that
+    the chat template does not show as it is becomes a piece without tokens and its fault."""
     pieces = []
     for row in map(json.loads, rows["row"]):
         try:
@@ -136,11 +141,13 @@ def filled_rows(tokenized: "Dataset", length: int) -> Iterator[dict[str, list]]:
 def packed_rows(
     config: DataConfig, tokenizer, digest: str, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> "Dataset":
-    """Return the training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors, memory-mapped.
+    """Return the training set: a `datasets.Dataset` whose rows are dictionaries of (T,) tensors,
+    memory-mapped.
 
-    It is cached. The key is what shapes the rows: data options, files' sizes and times, FORMAT, and `digest` of the
-    tokenizer and its chat template. `progress(texts done, texts)` is called meanwhile. Raises ValueError when more than
-    `bad_rows` rows do not go through the template, or there is nothing to train on.
+    It is cached. The key is what shapes the rows: data options, files' sizes and times, FORMAT, and
+    `digest` of the tokenizer and its chat template. `progress(texts done, texts)` is called meanwhile.
+    Raises ValueError when more than `bad_rows` rows do not go through the template, or there is nothing
+    to train on.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
 
@@ -183,8 +190,8 @@ def packed_rows(
 
 
 def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
-    """Yield every training row, uncut, as token ids: what an n-gram model counts. Raises ValueError when more than
-    `bad_rows` rows do not go through the chat template."""
+    """Yield every training row, uncut, as token ids: what an n-gram model counts. Raises ValueError
+    when more than `bad_rows` rows do not go through the chat template."""
     rows, faults = mixed_rows(config), []
     for row in rows:
         try:
@@ -195,8 +202,8 @@ def token_documents(config: DataConfig, tokenizer) -> Iterator[list[int]]:
 
 
 def row_index(sample: int, rows: int, seed: int) -> int:
-    """Return which row the `sample`-th draw of a run is: every epoch a fresh permutation, a pure function of its
-    arguments, so that a resumed run needs no loader state."""
+    """Return which row the `sample`-th draw of a run is: every epoch a fresh permutation, a pure
+    function of its arguments, so that a resumed run needs no loader state."""
     epoch, offset = divmod(sample, rows)
     return int(_epoch_order(rows, seed, epoch)[offset])
 

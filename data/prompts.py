@@ -1,4 +1,5 @@
-"""Prompts for evaluation, as token ids: held-out ones of several kinds, and texts of our own from outside the data."""
+"""Prompts for evaluation, as token ids: held-out ones of several kinds, and texts of our own from
+outside the data."""
 
 import json
 import re
@@ -14,7 +15,8 @@ from data.template import apply, readable
 OUTSIDE = Path(__file__).resolve().parent / "embedded" / "outside.jsonl"  # {"kind", "prompt"}, written for this
 ELSEWHERE = "outside the data"
 
-# Where a prompt may end within a text, besides behind its first tokens: Python's functions and docstrings.
+# Where a prompt may end within a text, besides behind its first tokens: Python's functions and
+# docstrings.
 PLACES = {
     "in functions": re.compile(r"^[ \t]*def [^\n]*:\n(?:[ \t]+[^\n]*\n){3}", re.MULTILINE),
     "in docstrings": re.compile(r'^[ \t]*[rR]?"""[^\n"]{12,}\n', re.MULTILINE),
@@ -35,14 +37,15 @@ class Prompt:
 
 
 def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, outside: int = 0) -> list[Prompt]:
-    """Return `count` prompts that training never saw, as many of one kind as of another where there are so many, and
-    `outside` texts from outside the data (no more than `count`, or than OUTSIDE has), asked as questions where the data
-    are chats.
+    """Return `count` prompts that training never saw, as many of one kind as of another where there are
+    so many, and `outside` texts from outside the data (no more than `count`, or than OUTSIDE has),
+    asked as questions where the data are chats.
 
-    A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own its last `tokens`
-    tokens; plain text its first ones, and as many before one of its PLACES. Where that is not enough, windows from
-    further on are taken round-robin from every text that is long enough, so that few texts still give many prompts;
-    then first halves of short texts. Small data may give fewer than `count`; raises ValueError where there are none.
+    A chat gives whole turns, `_asked`, and is of a kind by its length; a row with a prompt of its own
+    its last `tokens` tokens; plain text its first ones, and as many before one of its PLACES. Where
+    that is not enough, windows from further on are taken round-robin from every text that is long
+    enough, so that few texts still give many prompts; then first halves of short texts. Small data may
+    give fewer than `count`; raises ValueError where there are none.
     """
     found: dict[str, list[Prompt]] = {}
     windows: list[list[Prompt]] = []
@@ -77,7 +80,8 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
 
 
 def outside_prompts(tokenizer, tokens: int, chats: bool) -> list[Prompt]:
-    """Return the prompts of OUTSIDE: their last `tokens` tokens as plain text, or, if `chats`, as questions whole."""
+    """Return the prompts of OUTSIDE: their last `tokens` tokens as plain text, or, if `chats`, as
+    questions whole."""
     prompts = []
     with OUTSIDE.open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
@@ -102,7 +106,8 @@ def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> 
 
 
 def few_prompts(found: int, wanted: int) -> str | None:
-    """Return the sentence about data too small for the prompts that are wanted, None where it is not."""
+    """Return the sentence about data too small for the prompts that are wanted, None where it is
+    not."""
     if found >= wanted:
         return None
     have = f"{found} prompt{'s' * (found != 1)}"
@@ -115,10 +120,10 @@ def _length_class(size: int) -> str:
 
 
 def _asked(chat: dict, tokenizer, tokens: int, number: int) -> list[int]:
-    """Return a chat up to an answer that `tokens` tokens have room for: whole turns, from the template's first token
-    on, so that the system prompt is there. Of the answers that have room, one after the other by the chat's `number`.
-    Where not even the first question has room, its last tokens. Raises ValueError where there is no question, or the
-    template does not show the chat."""
+    """Return a chat up to an answer that `tokens` tokens have room for: whole turns, from the
+    template's first token on, so that the system prompt is there. Of the answers that have room, one
+    after the other by the chat's `number`. Where not even the first question has room, its last tokens.
+    Raises ValueError where there is no question, or the template does not show the chat."""
     messages = readable(tokenizer, chat)
     ends = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and i]
     if not ends:
@@ -133,8 +138,9 @@ def _asked(chat: dict, tokenizer, tokens: int, number: int) -> list[int]:
 
 
 def _ends(text: str, tokenizer, length: int, tokens: int) -> Iterator[tuple[str, int]]:
-    """Yield the kinds of places that a text of `length` tokens has, and where, in tokens, a prompt ends there: one of
-    each kind, of several the one in the middle; places with fewer than `tokens` tokens on either side do not count."""
+    """Yield the kinds of places that a text of `length` tokens has, and where, in tokens, a prompt ends
+    there: one of each kind, of several the one in the middle; places with fewer than `tokens` tokens on
+        either side do not count."""
     if length >= 2 * tokens:
         yield STARTS, tokens
     for kind, pattern in PLACES.items():

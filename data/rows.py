@@ -1,4 +1,5 @@
-"""Rows to learn from: files, data sets of the hub, mixtures of them; each row once, broken ones counted and left out.
+"""Rows to learn from: files, data sets of the hub, mixtures of them; each row once, broken ones counted
+and left out.
 
 A row is {"prompt", "text", "cut", "chat"}, see data/chat.py.
 """
@@ -19,11 +20,13 @@ from data.corpus import stdlib_documents
 # What the embedded target wrote after prompts from its training text.
 ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
 SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
-# Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or another packing:
-# rows that are in a cache are then made again. tests/data/test_packing.py notices such a change.
+# Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or
+# another packing: rows that are in a cache are then made again. tests/data/test_packing.py notices such
+# a change.
 FORMAT = 5
 LONGEST = 64 << 20  # characters of a line, bytes of a text
-# Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those behind the first 500.
+# Of the user's own rows one in 10 is kept for evaluation while they are few, one in 50 of those behind
+# the first 500.
 HELD_OUT, FEW, OF_FEW = 50, 500, 10
 
 
@@ -45,16 +48,16 @@ class DataPart:
 class DataConfig:
     """What to train on.
 
-    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources; jsonl: your
-        files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts
-    path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each; of hub, the name
-        or folder
+    source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources;
+        jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts
+    path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each;
+        of hub, the name or folder
     split: of hub, which split
     parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
     length: tokens in a packed row; longer texts are split
     limit: most documents that are taken; None: all
-    bad_rows: most rows that may be left out because they cannot be used, or, below 1, the largest share of all rows;
-        more end the run
+    bad_rows: most rows that may be left out because they cannot be used, or, below 1, the largest share
+        of all rows; more end the run
     """
 
     source: str = "embedded"
@@ -84,7 +87,8 @@ class DataConfig:
 
 
 def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
-    """Return the data sets that a configuration stands for, none of them a mixture, with their weights."""
+    """Return the data sets that a configuration stands for, none of them a mixture, with their
+    weights."""
     if config.source != "mixture":
         return [(config, 1.0)]
     parts = []
@@ -95,7 +99,8 @@ def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the files that a path stands for. Raises ValueError for a device or pipe, which might never end."""
+    """Return the files that a path stands for. Raises ValueError for a device or pipe, which might
+    never end."""
     found = [Path(path)]
     if found[0].is_dir():
         found = sorted(file for kind in ("jsonl", "jsonl.gz", "parquet", "txt") for file in found[0].rglob(f"*.{kind}"))
@@ -149,13 +154,14 @@ def _text(file: Path) -> Iterator[object]:
     yield {"text": file.read_text(encoding="utf-8-sig", errors="replace")}
 
 
-# Kinds of files by their last suffix: what a row is called, how rows are read. A byte order mark is no part of a row.
+# Kinds of files by their last suffix: what a row is called, how rows are read. A byte order mark is no
+# part of a row.
 FILES = {".parquet": ("row", _parquet), ".json": ("entry", _list), ".txt": ("text", _text)}
 
 
 def file_records(file: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) of a file of FILES, or else a .jsonl or .jsonl.gz; a line that is no JSON comes as its error. Raises
-    ValueError, naming the file, where it is damaged."""
+    """(where, row) of a file of FILES, or else a .jsonl or .jsonl.gz; a line that is no JSON comes as
+    its error. Raises ValueError, naming the file, where it is damaged."""
     unit, read = FILES.get(file.suffix, ("line", _lines))
     number = 0
     try:
@@ -166,11 +172,12 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
-    """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's messages, which end with an
-    answer or, if not `answered`, with a question. Only digests of the rows are kept in memory.
+    """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's messages,
+    which end with an answer or, if not `answered`, with a question. Only digests of the rows are kept
+    in memory.
 
-    Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError, naming file and
-    line, when there are more than `bad_rows` of them, or no others.
+    Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError,
+    naming file and line, when there are more than `bad_rows` of them, or no others.
     """
     faults, seen, count, cut = [], set(), 0, 0
     for where, record in _records(config):
@@ -202,7 +209,8 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
 
 
 def check_faults(faults: list[str], count: int, bad_rows: float) -> None:
-    """Report rows that are left out. Raises ValueError if they are more than `bad_rows`, below 1 a share of all."""
+    """Report rows that are left out. Raises ValueError if they are more than `bad_rows`, below 1 a
+    share of all."""
     said = f"{len(faults)} of {count} rows cannot be used"
     if len(faults) > (bad_rows * count if bad_rows < 1 else bad_rows):
         raise ValueError(f"{said}, data.bad_rows={bad_rows:g} may be: {faults[0]}")
@@ -211,14 +219,14 @@ def check_faults(faults: list[str], count: int, bad_rows: float) -> None:
 
 
 def is_held_out(number: int) -> bool:
-    """Return whether the row of this number, counted from 0, is kept for evaluation. It follows from the number alone,
-    so that rows can be read without knowing how many there are."""
+    """Return whether the row of this number, counted from 0, is kept for evaluation. It follows from
+    the number alone, so that rows can be read without knowing how many there are."""
     return number % (OF_FEW if number < FEW else HELD_OUT) == 0
 
 
 def held_out_rows(config: DataConfig) -> Iterator[dict]:
-    """Yield the rows that training never sees: the library's held-out files, or those of the user's own that
-    `is_held_out`; of a mixture, in turns from all its parts."""
+    """Yield the rows that training never sees: the library's held-out files, or those of the user's own
+    that `is_held_out`; of a mixture, in turns from all its parts."""
     if config.source in ("embedded", "stdlib"):
         yield from _library("held_out")
         return
@@ -255,8 +263,8 @@ def questions(config: DataConfig) -> Iterator[dict]:
 
 
 def source_digest(config: DataConfig) -> str:
-    """Return a digest of what shapes the rows of one data set before they are packed: where they come from, their
-    files' sizes and times, FORMAT, and of Python's own sources the version."""
+    """Return a digest of what shapes the rows of one data set before they are packed: where they come
+    from, their files' sizes and times, FORMAT, and of Python's own sources the version."""
     files = files_of(config.path) if config.source == "jsonl" else [ANSWERS] if config.source == "embedded" else []
     stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     chosen = [config.source, config.path, config.split, config.limit, config.bad_rows]

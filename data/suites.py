@@ -1,9 +1,10 @@
-"""Public question sets as chats: which columns of a public row make which questions. One row of SETS each.
+"""Public question sets as chats: which columns of a public row make which questions. One row of SETS
+each.
 
-The ten sets are those of DDTree's Table 1. Its appendix B takes sample counts from DFlash's benchmark; sources, splits,
-prompts and the choice of samples here are those of that benchmark's public scripts, word for word, because another
-prompt would be another measurement. A chat is a list of turns; a turn is what is said until the model answers, as
-messages.
+The ten sets are those of DDTree's Table 1. Its appendix B takes sample counts from DFlash's benchmark;
+sources, splits, prompts and the choice of samples here are those of that benchmark's public scripts,
+word for word, because another prompt would be another measurement. A chat is a list of turns; a turn is
+what is said until the model answers, as messages.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -154,8 +155,8 @@ class Questions:
 
 
 def load_suite(config: SuiteConfig) -> list[Questions]:
-    """Return the sets of a checked configuration. Raises ValueError, naming set, file and line, for what cannot be
-    read."""
+    """Return the sets of a checked configuration. Raises ValueError, naming set, file and line, for
+    what cannot be read."""
     suite, files = [], {} if config.folder is None else set_files(config.folder)
     for name in config.names():
         one, limit = BY_NAME[name] if config.name == "ddtree" else None, config.limit
@@ -170,8 +171,8 @@ def load_suite(config: SuiteConfig) -> list[Questions]:
 
 
 def set_files(folder: str) -> dict[str, list[Path]]:
-    """Return the files of a folder by the sets that they belong to, or the one file: <folder>/<set>.jsonl (.jsonl.gz,
-    .json, .parquet, .txt), or all in <folder>/<set>/."""
+    """Return the files of a folder by the sets that they belong to, or the one file:
+    <folder>/<set>.jsonl (.jsonl.gz, .json, .parquet, .txt), or all in <folder>/<set>/."""
     top = Path(folder)
     sets: dict[str, list[Path]] = {}
     for file in sorted([*top.glob("*"), *top.glob("*/*")]) if top.is_dir() else [top]:
@@ -201,8 +202,8 @@ def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
 
 
 def asked_chat(one: QuestionSet | None, where: str, row: object) -> Chat:
-    """Return what a row of one of the ten sets asks, or a row of the user's own: {"turns": [texts]}. Raises ValueError
-    for a row that asks nothing."""
+    """Return what a row of one of the ten sets asks, or a row of the user's own: {"turns": [texts]}.
+    Raises ValueError for a row that asks nothing."""
     row = row if isinstance(row, dict) else {}
     if one is not None and "turns" not in row:
         missing = [name for name in one.columns if name not in row]
@@ -221,8 +222,8 @@ def said(texts: Iterable[str]) -> Chat:
 
 
 def sample(chats: list[Chat], limit: int | None) -> list[Chat]:
-    """Return at most `limit` of the chats: those that `datasets` gives by shuffle(seed=0).select(range(limit)), which
-    is how the published figures were measured."""
+    """Return at most `limit` of the chats: those that `datasets` gives by
+    shuffle(seed=0).select(range(limit)), which is how the published figures were measured."""
     if limit is None or len(chats) <= limit:
         return chats
     import numpy as np

@@ -1,8 +1,8 @@
 """What a chat template makes of a conversation: its tokens, and which of them the target wrote.
 
-The template is asked twice a chat, once with marks in the places of the answers; and once more for every answer whose
-thought it does not show where more is said behind it (Qwen3): that answer is then a sequence of its own, in the context
-that it was written in.
+The template is asked twice a chat, once with marks in the places of the answers; and once more for
+every answer whose thought it does not show where more is said behind it (Qwen3): that answer is then a
+sequence of its own, in the context that it was written in.
 """
 
 import json
@@ -24,7 +24,8 @@ FIELDS = (THOUGHT, "reasoning", "thinking")  # what templates call a thought, th
 
 @dataclass(frozen=True)
 class Learnt:
-    """A piece of a sequence that the target wrote: [start, end) in characters, and the answer that it is."""
+    """A piece of a sequence that the target wrote: [start, end) in characters, and the answer that it
+    is."""
 
     start: int
     end: int
@@ -49,7 +50,8 @@ class TemplateHabits:
 
 
 def apply(tokenizer, messages: list[dict], chat: dict, ask: bool = False) -> str:
-    """Return messages as the chat's template writes them. Raises ValueError with what the template says against it."""
+    """Return messages as the chat's template writes them. Raises ValueError with what the template says
+    against it."""
     try:
         tools = chat["tools"] or None
         told = chat["template"]
@@ -81,8 +83,8 @@ def _habits(tokenizer, template: str, told: str) -> TemplateHabits:
 
 
 def readable(tokenizer, chat: dict) -> list[dict]:
-    """Return a chat's messages as its template reads them: thoughts by its name for them, without what only we know.
-    Raises ValueError for what it has no place for."""
+    """Return a chat's messages as its template reads them: thoughts by its name for them, without what
+    only we know. Raises ValueError for what it has no place for."""
     template = source(tokenizer)
     known = habits(tokenizer, chat["template"])
     if chat["tools"] and not re.search(r"\btools\b", template):
@@ -102,8 +104,9 @@ def readable(tokenizer, chat: dict) -> list[dict]:
 
 
 def sequences(tokenizer, chat: dict) -> list[Sequence]:
-    """Return a chat as texts to learn from, every answer of weight 1 learnt in one of them. Raises ValueError where the
-    template does not show an answer, tools or a tool's result: the loss would fall on other tokens than the target's.
+    """Return a chat as texts to learn from, every answer of weight 1 learnt in one of them. Raises
+    ValueError where the template does not show an answer, tools or a tool's result: the loss would fall
+    on other tokens than the target's.
     """
     messages = readable(tokenizer, chat)
     whole = apply(tokenizer, messages, chat)
@@ -130,7 +133,8 @@ def sequences(tokenizer, chat: dict) -> list[Sequence]:
 
 
 def parts_of(answer: dict) -> dict[str, str]:
-    """Return what an answer consists of: its thought, what it says, and the name of its first tool call."""
+    """Return what an answer consists of: its thought, what it says, and the name of its first tool
+    call."""
     inline, calls = INLINE.fullmatch(answer["content"]), answer.get("tool_calls")
     parts = {"thought": next((answer[field] for field in FIELDS if answer.get(field)), "")}
     if inline:
@@ -157,9 +161,9 @@ def _marked(answer: dict, i: int) -> dict:
 
 
 def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
-    """Return where in `whole`, by message, its thought, what it said and its tool call stand: [start, end) each; and
-    "from", the start of the first of them, and "before", the template's text before that. `marked` is the same with
-    marks. Raises ValueError where the two do not agree."""
+    """Return where in `whole`, by message, its thought, what it said and its tool call stand: [start,
+    end) each; and "from", the start of the first of them, and "before", the template's text before
+    that. `marked` is the same with marks. Raises ValueError where the two do not agree."""
     whole += "\0"
     before, *rest = MARK.split(marked + "\0")  # text, then word, number and text of each mark
     kinds = {word: kind for kind, word in WORDS.items()}
@@ -186,7 +190,8 @@ def find(whole: str, marked: str, messages: list[dict]) -> dict[int, dict]:
 
 
 def _check_results(messages: list[dict], whole: str) -> None:
-    """Raise ValueError where a tool's result is not in the text: its longest word, as the rest may be quoted."""
+    """Raise ValueError where a tool's result is not in the text: its longest word, as the rest may be
+    quoted."""
     for i, turn in enumerate(messages):
         word = max(re.findall(r"\w+", turn["content"]), key=len, default="")
         if turn["role"] == "tool" and word not in whole:
@@ -194,8 +199,9 @@ def _check_results(messages: list[dict], whole: str) -> None:
 
 
 def _span(whole: str, place: dict, known: TemplateHabits, answer: dict, thinks: bool) -> Learnt:
-    """Return what the target wrote of an answer: from behind the words that ask for it to the end of its last tool
-    call. An empty thought that the template puts before an answer without one is the template's."""
+    """Return what the target wrote of an answer: from behind the words that ask for it to the end of
+    its last tool call. An empty thought that the template puts before an answer without one is the
+    template's."""
     before, first = place["before"], place["from"]
     start = first
     for asks in (known.asks, known.asks.partition("<think>")[0]):
@@ -229,14 +235,14 @@ def _alone(tokenizer, chat: dict, messages: list[dict], i: int, known: TemplateH
 
 
 def tokenize_chat(tokenizer, chat: dict) -> list[tuple[list[int], list[bool]]]:
-    """Return the sequences of a conversation as token ids, and which of them carry loss: what the target wrote, and the
-    special token that ends each answer that came to its end."""
+    """Return the sequences of a conversation as token ids, and which of them carry loss: what the
+    target wrote, and the special token that ends each answer that came to its end."""
     return [tokenize_sequence(tokenizer, *sequence) for sequence in sequences(tokenizer, chat)]
 
 
 def tokenize_sequence(tokenizer, text: str, pieces: list[Learnt]) -> tuple[list[int], list[bool]]:
-    """Return a sequence's token ids, and which of them carry loss. An answer that comes with the ids which the target
-    wrote has these, where they stand for the same text."""
+    """Return a sequence's token ids, and which of them carry loss. An answer that comes with the ids
+    which the target wrote has these, where they stand for the same text."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets, special = encoded["input_ids"], encoded["offset_mapping"], set(tokenizer.all_special_ids)
     starts, ends = ([offset[i] for offset in offsets] for i in (0, 1))
@@ -258,7 +264,8 @@ def tokenize_sequence(tokenizer, text: str, pieces: list[Learnt]) -> tuple[list[
 
 
 def written(tokenizer, piece: Learnt, text: str, special: set[int]) -> list[int] | None:
-    """Return the ids that the target wrote an answer in, without what ended it, if they are known and say the same."""
+    """Return the ids that the target wrote an answer in, without what ended it, if they are known and
+    say the same."""
     ids = list(piece.answer.get("token_ids", ()))
     while ids and ids[-1] in special:
         ids.pop()

@@ -1,4 +1,5 @@
-"""The functions for users: text or token ids in; text, ids and statistics out, at once or piece by piece."""
+"""The functions for users: text or token ids in; text, ids and statistics out, at once or piece by
+piece."""
 
 import inspect
 import re
@@ -26,7 +27,8 @@ Prompt = str | abc.Sequence[int] | abc.Sequence[dict[str, str]]  # a text, token
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer. `text` ends before a stop string and has no special tokens; `ids` hold an end token if one came."""
+    """One answer. `text` ends before a stop string and has no special tokens; `ids` hold an end token
+    if one came."""
 
     text: str | None  # None when the target has no tokenizer
     ids: list[int]
@@ -46,17 +48,19 @@ def generate(
     clock: abc.Callable[[], float] = time.perf_counter,
     **overrides: object,
 ) -> Generation | list[Generation]:
-    """Continue one prompt or many: a string, token ids, or chat messages ({"role": ..., "content": ...}), which go
-    through the tokenizer's chat template. Options are those of `DecodeOptions`, as one object or by name:
-    `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7, seed=1)`.
+    """Continue one prompt or many: a string, token ids, or chat messages ({"role": ..., "content":
+    ...}), which go through the tokenizer's chat template. Options are those of `DecodeOptions`, as one
+    object or by name: `generate(target, drafter, "import os", max_new_tokens=64, temperature=0.7,
+    seed=1)`.
 
-    A masked diffusion model (`load_masked`) has the options of `MaskedOptions`, and None as its drafter.
+    A masked diffusion model (`load_masked`) has the options of `MaskedOptions`, and None as its
+    drafter.
 
-    The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text for the same seed,
-    whatever the method, budget and drafter. Of many prompts, number i is sampled with `derived_seed(seed, i)`, and the
-    first with the seed itself: each gets the text that it gets alone with that seed. `processors` are Hugging Face
-    logits processors; each sees the true prefix of every token it judges. Raises ValueError for options or prompts that
-    make no sense.
+    The output is the target's own: greedy, the same tokens as plain decoding; sampled, the same text
+    for the same seed, whatever the method, budget and drafter. Of many prompts, number i is sampled
+    with `derived_seed(seed, i)`, and the first with the seed itself: each gets the text that it gets
+    alone with that seed. `processors` are Hugging Face logits processors; each sees the true prefix of
+    every token it judges. Raises ValueError for options or prompts that make no sense.
     """
     options = settings(target, options, overrides)
     one = isinstance(prompts, str) or isinstance(next(iter(prompts), None), (int, dict))
@@ -78,7 +82,8 @@ def stream(
     processors: abc.Sequence[Processor] = (),
     **overrides: object,
 ) -> abc.Iterator[str]:
-    """Continue one prompt and yield its text as rounds commit it: the pieces joined are `generate(...).text`."""
+    """Continue one prompt and yield its text as rounds commit it: the pieces joined are
+    `generate(...).text`."""
     options = settings(target, options, overrides)
     ids = encode(target, prompt)
     check_length(target, options, [ids])
@@ -102,7 +107,8 @@ def open_engine(
     capacity: int,
     clock: abc.Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Return the engine that decodes this kind of model. Raises ValueError where options or drafter do not fit it."""
+    """Return the engine that decodes this kind of model. Raises ValueError where options or drafter do
+    not fit it."""
     if not isinstance(target, MaskedModel):
         return Engine(target, drafter, options, capacity, clock)
     if drafter is not None:
@@ -119,8 +125,9 @@ def decode(
     seeds: list[int] | None = None,
     processors: abc.Sequence[Processor] = (),
 ) -> list[Sequence]:
-    """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in the same order.
-    `seeds` gives every text its sampling seed; without them they are derived from options.seed, one for each text."""
+    """Decode prompts (token ids, none empty), `options.rows` at a time, and return their texts in the
+    same order. `seeds` gives every text its sampling seed; without them they are derived from
+    options.seed, one for each text."""
     options.check()
     if not prompts:
         return []
@@ -137,9 +144,10 @@ def decode(
 
 
 class TextStream:
-    """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are characters whose bytes
-    are not all there yet or may still change, and ends that may turn out to begin a stop string. special: special
-    tokens are part of the text, but an end token at its end is not."""
+    """The text of a `Sequence` that grows: `next()` gives what is new and certain. Held back are
+    characters whose bytes are not all there yet or may still change, and ends that may turn out to
+    begin a stop string. special: special tokens are part of the text, but an end token at its end is
+    not."""
 
     def __init__(self, target: AnyTarget, text: Sequence, special: bool = False) -> None:
         if target.tokenizer is None:
@@ -150,11 +158,13 @@ class TextStream:
         self.start = self.read = 0  # tokens: `held` has those before `read`, decoding begins at `start`
 
     def next(self) -> str:
-        """Return the text since the last call. The pieces of a finished text make up its `answer_text`."""
+        """Return the text since the last call. The pieces of a finished text make up its
+        `answer_text`."""
         if self.text.finish is not None:
             piece = answer_text(self.target, self.text.ids, self.text.options, self.special)[self.given :]
         else:
-            # A few tokens before the new ones are decoded with them: some tokenizers drop a leading space.
+            # A few tokens before the new ones are decoded with them: some tokenizers drop a leading
+            # space.
             tokenizer, ids = self.target.tokenizer, self.text.ids
             firm = firm_length(tokenizer, ids, self.read)
             window = words_of(tokenizer, ids[self.start : firm], self.special)
@@ -201,9 +211,9 @@ def encode(
     template_options: abc.Mapping[str, object] | None = None,
     tools: abc.Sequence[dict] = (),
 ) -> list[int]:
-    """Return a prompt's token ids; messages go through the chat template, which is told `template_options`, such as
-    {"enable_thinking": False}, and shown `tools`. Raises ValueError where there is no template, or none that knows the
-    options."""
+    """Return a prompt's token ids; messages go through the chat template, which is told
+    `template_options`, such as {"enable_thinking": False}, and shown `tools`. Raises ValueError where
+    there is no template, or none that knows the options."""
     tokenizer = target.tokenizer
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     if not isinstance(prompt, str) and not chat:
@@ -228,7 +238,8 @@ def encode(
 
 
 def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]) -> None:
-    """Raise ValueError for names that the chat template does not read, or that are `apply_chat_template`'s own."""
+    """Raise ValueError for names that the chat template does not read, or that are
+    `apply_chat_template`'s own."""
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     words = set(re.findall(r"\w+", tokenizer.get_chat_template())) if options else set()
     for name in options:
@@ -237,8 +248,8 @@ def _check_template_options(tokenizer: object, options: abc.Mapping[str, object]
 
 
 def answer_text(target: AnyTarget, ids: list[int], options: TextOptions, special: bool = False) -> str:
-    """Return the answer, cut before the first stop string; without special tokens, or `special`, without an end token
-    at its end."""
+    """Return the answer, cut before the first stop string; without special tokens, or `special`,
+    without an end token at its end."""
     if special and ids and ids[-1] in target.end_ids:
         ids = ids[:-1]
     text = words_of(target.tokenizer, ids, special)

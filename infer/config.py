@@ -1,6 +1,8 @@
-"""Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused before it loads.
+"""Options of targets, drafters, decoding and evaluation. No torch here: a wrong option is refused
+before it loads.
 
-The docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that none is missing.
+The docstring of a class has an entry "name: meaning" for every option; tests/test_conf.py checks that
+none is missing.
 """
 
 import re
@@ -19,7 +21,8 @@ GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text m
 
 
 def inherited_help(cls: type) -> type:
-    """Append the docstrings of the inherited options to a class's own, which is all that help() shows."""
+    """Append the docstrings of the inherited options to a class's own, which is all that help()
+    shows."""
     cls.__doc__ = "\n\n".join(cleandoc(each.__doc__) for each in (cls, *cls.__bases__))
     return cls
 
@@ -40,8 +43,9 @@ class TargetConfig:
     trust_remote_code: run modelling code that comes with the model
     sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
     shard: in training, spread the target's layers over all processes, for a target too big for one GPU
-    chat_template_kwargs: what its chat template is told, such as {enable_thinking: false}, wherever chats are read,
-        written or served; written into the drafter's folder; a row or a request that says otherwise has its way
+    chat_template_kwargs: what its chat template is told, such as {enable_thinking: false}, wherever
+        chats are read, written or served; written into the drafter's folder; a row or a request that
+        says otherwise has its way
     """
 
     path: str = "embedded"
@@ -67,11 +71,14 @@ class TargetConfig:
 class HeadConfig:
     """A conditional head: it makes a drafted token's score depend on the tokens before it.
 
-    name: none: positions are independent; markov, selector, swiglu or gru: rows of infer/drafters/heads/table.py
-    kind: markov only: vanilla, a table of pairs; gated by the slot's state; rnn, with a state of the block
+    name: none: positions are independent; markov, selector, swiglu or gru: rows of
+        infer/drafters/heads/table.py
+    kind: markov only: vanilla, a table of pairs; gated by the slot's state; rnn, with a state of the
+        block
     rank: markov, selector and gru: rank of the correction
     top_k: selector only: it chooses among so many of a slot's likeliest tokens; 0: among all
-    hidden: swiglu and gru: entries of its hidden layer or state; None: the drafter's intermediate size, or 1024
+    hidden: swiglu and gru: entries of its hidden layer or state; None: the drafter's intermediate size,
+        or 1024
     confidence: markov only: a second head learns how likely a draft is accepted
     """
 
@@ -96,20 +103,21 @@ class DrafterConfig:
     layers: decoder layers; DART has one
     block_size: bonus token and block_size - 1 drafted positions
     target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
-    last_tap: where a tap of the last layer reads: raw, what the layer puts out, as vLLM does; or normed, behind the
-        target's last norm, as transformers and the DFlash authors' code do
+    last_tap: where a tap of the last layer reads: raw, what the layer puts out, as vLLM does; or
+        normed, behind the target's last norm, as transformers and the DFlash authors' code do
     warm_start: begin with the target's own layers where the shapes agree, else from noise
-    mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, the first id past its
-        own, or a special token that the data do not use
+    mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, the
+        first id past its own, or a special token that the data do not use
     shifted: dart only: every position says which token follows it; false: which one stands in its place
-    sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot less; None: no, or
-        as init has it
-    causal: dflash only: a slot sees the slots before it, not those behind it (JetSpec); None: no, or as init has it
-    convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward, published: 2; None:
-        none, or as init has them
+    sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot
+        less; None: no, or as init has it
+    causal: dflash only: a slot sees the slots before it, not those behind it (JetSpec); None: no, or as
+        init has it
+    convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
+        published: 2; None: none, or as init has them
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
-    head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one is added to a
-        drafter that has none
+    head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one is
+        added to a drafter that has none
     """
 
     family: str = "dflash"
@@ -137,11 +145,13 @@ class DrafterConfig:
 
 @dataclass
 class TextOptions:
-    """How one text is written: what the target may choose, and where the text ends. The order is Hugging Face's:
-    penalty, temperature, top-k, top-p, min-p; log-probabilities are the target's own, before any of these.
+    """How one text is written: what the target may choose, and where the text ends. The order is
+    Hugging Face's: penalty, temperature, top-k, top-p, min-p; log-probabilities are the target's own,
+    before any of these.
 
     max_new_tokens: most tokens of the answer
-    temperature: 0 is greedy, the likeliest token each time; above 0 the target's logits are divided by it
+    temperature: 0 is greedy, the likeliest token each time; above 0 the target's logits are divided by
+        it
     top_k: sample among the k likeliest tokens only; 0: among all
     top_p: sample among the likeliest tokens that together have this probability
     min_p: leave out tokens less likely than this share of the likeliest one's probability
@@ -149,13 +159,15 @@ class TextOptions:
     seed: seed of sampling; the same seed gives the same text, whatever the method
     ignore_eos: write on past end tokens
     stop: texts that end the answer; they are not part of it
-    loop_period: end an answer that repeats itself, where a period of at most so many tokens has come four times; 0: let
-        it go on
-    logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20); None: none at all
+    loop_period: end an answer that repeats itself, where a period of at most so many tokens has come
+        four times; 0: let it go on
+    logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20); None:
+        none at all
     trace: note the drafts that the target rejected
     json_schema: the answer is JSON of this schema, itself JSON; @file: what the file holds
     regex: the answer matches this regular expression from beginning to end (Rust's syntax); @file too
-    grammar: the answer is a sentence of this grammar, in Lark's syntax as llguidance reads it; @file too
+    grammar: the answer is a sentence of this grammar, in Lark's syntax as llguidance reads it; @file
+        too
     """
 
     max_new_tokens: int = 128
@@ -199,19 +211,21 @@ class TextOptions:
 class EngineConfig:
     """How texts are decoded. All of this changes the speed, never the text.
 
-    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py: docs/methods.md
+    method: plain, chain, ddtree, continuity, static or another of infer/trees/methods.py:
+        docs/methods.md
     budget: drafted nodes verified each round (a chain uses at most block_size - 1); or "auto": as
         machine and load allow, down to none
-    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree corrects its counts
-        by those of the text itself. null: the one that lies beside the drafter's weights, if there is one, for ddtree;
+    continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree
+        corrects its counts by those of the text itself. null: the one that lies beside the drafter's
+        weights, if there is one, for ddtree;
         text: no file, the text's own n-grams alone, for ddtree; none: no n-grams
     width: children of every node of a static tree
     rows: texts decoded side by side at most; others wait
-    positions: the most that the target computes between two tokens of a text: trees of all rows and pieces of new
-        prompts together, never less than one tree; one behind a long context counts as several. null: no limit.
-        More let new texts begin sooner, and texts in work wait longer
-    prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that begins as one of them
-        did is computed from there on; 0: nothing is kept, nor ever of hybrids
+    positions: the most that the target computes between two tokens of a text: trees of all rows and
+        pieces of new prompts together, never less than one tree; one behind a long context counts as
+        several. null: no limit. More let new texts begin sooner, and texts in work wait longer
+    prefix_memory: MiB for what target and drafter keep of earlier texts, so that a prompt that begins
+        as one of them did is computed from there on; 0: nothing is kept, nor ever of hybrids
     compile: on CUDA, rounds are CUDA graphs, unless it is false; elsewhere it changes nothing
     """
 
@@ -236,13 +250,15 @@ class EngineConfig:
         return self.continuity not in (None, NO_NGRAMS)
 
     def beside(self, ngrams: Path | None) -> Self:
-        """Return the options for a drafter with an n-gram file of its own, for methods that have a use for one."""
+        """Return the options for a drafter with an n-gram file of its own, for methods that have a use
+        for one."""
         if ngrams is None or self.continuity is not None or TREES[self.method].with_ngrams is None:
             return self
         return replace(self, continuity=str(ngrams))
 
     def name_with(self, drafter) -> str:
-        """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file of its own."""
+        """Return what decodes, by name: ddtree+ngrams for ddtree and a drafter with an n-gram file of
+        its own."""
         return self.beside(None if drafter is None else drafter.ngrams).tree.name
 
     @property
@@ -289,8 +305,8 @@ class DecodeOptions(EngineConfig, TextOptions):
 
 @dataclass
 class EvaluationConfig:
-    """What is decoded, and how often. Training decodes all of it at its last checkpoint; at those before, a quarter of
-    the prompts once, with neither texts from outside nor sampled ones.
+    """What is decoded, and how often. Training decodes all of it at its last checkpoint; at those
+    before, a quarter of the prompts once, with neither texts from outside nor sampled ones.
 
     prompts: held-out prompts, of several kinds
     outside: texts from outside the data, which are reported beside those; at most as many as
@@ -299,13 +315,16 @@ class EvaluationConfig:
     max_new_tokens: most tokens of an answer
     budgets: node budgets of the trees
     temperature: 0 is greedy
-    sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no sampled texts
+    sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
+        sampled texts
     seed: seed of sampling
-    minutes: about so long it may take on this machine, by a few rounds of every method; answers are shortened to 64
-        tokens, then prompts left out; at checkpoints before the last a quarter of it. null: no limit
-    continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured too, and the
-        n-grams alone, without a drafter. null: the file that lies beside the drafter's weights, if there is one, else
-        the texts' own n-grams alone; text: the texts' own; none: no n-grams
+    minutes: about so long it may take on this machine, by a few rounds of every method; answers are
+        shortened to 64 tokens, then prompts left out; at checkpoints before the last a quarter of it.
+        null: no limit
+    continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured
+        too, and the n-grams alone, without a drafter. null: the file that lies beside the drafter's
+        weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no
+        n-grams
     """
 
     prompts: int = 32

@@ -1,6 +1,8 @@
-"""The door to every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the environment and hands on to it.
+"""The door to every command: `blockdraft COMMAND [overrides]`; launch.sh prepares the environment and
+hands on to it.
 
-What a command needs is imported when it runs. A command is a row here and a file with its options and its `run`.
+What a command needs is imported when it runs. A command is a row here and a file with its options and
+its `run`.
 """
 
 import sys
@@ -12,8 +14,8 @@ from infer.utils.entry import entry, fail
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, in a line; its options and its function as "module:name"; and its file in conf/, without the
-    ending, where that is not the command's name."""
+    """What a command does, in a line; its options and its function as "module:name"; and its file in
+    conf/, without the ending, where that is not the command's name."""
 
     help: str
     options: str
@@ -69,8 +71,8 @@ def find(place: str) -> object:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command that the arguments name, those of the process by default. What the user got wrong is one sentence
-    on stderr and exit code 2, a missing extra of the installation among it."""
+    """Run the command that the arguments name, those of the process by default. What the user got wrong
+    is one sentence on stderr and exit code 2, a missing extra of the installation among it."""
     name, *overrides = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name in ("help", "--help", "-h"):
         lines = "\n".join(f"  {name:<11}{command.help}" for name, command in COMMANDS.items())

@@ -50,8 +50,8 @@ def seeded(*parts: int) -> torch.Generator:
 
 
 def prepared_rows(config: TrainConfig, target: Target) -> "Dataset":
-    """Return the packed rows: one process of each machine makes them, the others find them in the cache. Raises
-    ValueError, naming the cache, if it is damaged or cannot be written."""
+    """Return the packed rows: one process of each machine makes them, the others find them in the
+    cache. Raises ValueError, naming the cache, if it is damaged or cannot be written."""
     from datasets.config import HF_DATASETS_CACHE
     from pyarrow import ArrowException
 
@@ -79,8 +79,9 @@ def first_draw(config: TrainConfig, step: int, turn: int, rank: int, world: int)
 
 
 def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) -> Blocks:
-    """Draw anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them. Anchors belong
-    to a draw, not to a batch: the same ones come out however the rows are spread over processes and micro-steps."""
+    """Draw anchors for a batch that starts with the run's `first`-th draw, and the blocks behind them.
+    Anchors belong to a draw, not to a batch: the same ones come out however the rows are spread over
+    processes and micro-steps."""
     count = len(rows["ids"])
     jitter = [torch.rand(config.anchors, generator=seeded(config.seed, first + i)) for i in range(count)]
     drawn = torch.stack(jitter).to(rows["ids"].device)
@@ -96,8 +97,8 @@ def plan_blocks(blocks: Blocks, config: TrainConfig) -> RowPlan:
 
 
 class Prefetch:
-    """The passes of steps `first` .. `last - 1`, in order; each step's are read and laid out by a thread while the one
-    before is computed."""
+    """The passes of steps `first` .. `last - 1`, in order; each step's are read and laid out by a
+    thread while the one before is computed."""
 
     def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned

@@ -1,6 +1,7 @@
 """The whole configuration of a training run. No torch here: a wrong option is refused before it loads.
 
-A default is written once, here or in `infer.config` and `data.packing`; conf/ holds only choices that differ.
+A default is written once, here or in `infer.config` and `data.packing`; conf/ holds only choices that
+differ.
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ from train.divergences import DIVERGENCES, WEIGHTS
 class ObjectiveConfig:
     """The loss on a block's L drafted positions.
 
-    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1: a row of DIVERGENCES in train/divergences.py
+    divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1: a row of DIVERGENCES in
+        train/divergences.py
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
         exp(-(t - 1) / gamma), DFlash; dpace: by how likely the block's drafts survive,
         see train/divergences.py
-    gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block 16 and 4 for
-        block 8
+    gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block
+        16 and 4 for block 8
     unary: with a conditional head: so many times the divergence without its corrections is added
     chunk_rows: rows of vocabulary-sized tensors alive at a time (four of 150 MB for 151,936 tokens)
     """
@@ -53,12 +55,13 @@ class OptimConfig:
     warmup: share of all steps
     clip: largest norm of the gradient; longer ones are scaled down
     batch: packed rows per step, of all processes together
-    micro: rows in one pass of a process, gradients are accumulated over passes; None: all of the process's share
-        of batch
+    micro: rows in one pass of a process, gradients are accumulated over passes; None: all of the
+        process's share of batch
     epochs: length of the run in passes over the data, unless steps is given
     steps: length of the run in steps; None: by epochs
-    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA, on a CPU whichever is faster as the run
-        begins; on a CPU the target's too while it teaches. Weights stay float32, and so do evaluations there
+    precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA, on a CPU whichever is
+        faster as the run begins; on a CPU the target's too while it teaches. Weights stay float32, and
+        so do evaluations there
     """
 
     name: str = "adamw"
@@ -142,16 +145,20 @@ class TrainConfig:
     name: name of the run; its folder is runs_dir/name
     runs_dir: folder of all runs
     seed: seed of initial weights, data order and anchors
-    train: what is trained: all; or head, the conditional head alone, on the frozen drafter of drafter.init
+    train: what is trained: all; or head, the conditional head alone, on the frozen drafter of
+        drafter.init
     features: a folder that ./launch.sh features wrote: train from it, not from the target itself
     anchors: blocks per packed row, at most
-    document_anchors: of these, blocks per document at most (512 in the published recipe); None: no limit
-    ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees that ask them
+    document_anchors: of these, blocks per document at most (512 in the published recipe); None: no
+        limit
+    ngrams: count the training texts' n-grams and lay them beside the drafter's weights, for trees that
+        ask them
     checkpoints: how many, evenly spread over the run, the last at its end; each is evaluated
-    save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none besides
+    save_minutes: minutes between saves of the training state, besides those at checkpoints; None: none
+        besides
     compile: the drafter's training step under torch.compile; None: on CUDA, but not with ZeRO 3
-    recompute: compute the drafter's layers again in the backward pass: less memory, a third more work; None: where a
-        step would not fit the device otherwise
+    recompute: compute the drafter's layers again in the backward pass: less memory, a third more work;
+        None: where a step would not fit the device otherwise
     self_check: compare the first batch with a slow plain computation before training
     stall_minutes: minutes without any progress, in steps and evaluations, after which the run ends
     wandb: log to Weights & Biases as well; the project is WANDB_PROJECT's, else blockdraft
@@ -222,7 +229,8 @@ class TrainConfig:
 
 
 def check_head_training(config: TrainConfig) -> None:
-    """Raise ValueError where a conditional head cannot be trained as asked, or there is none. `config.drafter` is
+    """Raise ValueError where a conditional head cannot be trained as asked, or there is none.
+    `config.drafter` is
     complete: `resolve_init` has read the drafter's folder."""
     name, stage = config.drafter.head.name, config.deepspeed.stage
     row = HEADS.get(name)

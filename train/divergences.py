@@ -1,12 +1,14 @@
-"""The formulas of the objective, as two tables: divergences between target and drafter, and weights of positions.
+"""The formulas of the objective, as two tables: divergences between target and drafter, and weights of
+positions.
 
-A divergence is one formula of log-probabilities. Training, the self-check (`train/selfcheck.py`) and the tests
-all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and name it in a file in
-conf/objective/. Training differentiates the formula with autograd, chunk by chunk. A row may also have its gradient
-derived by hand, which is 1.4 to 1.5 times as fast and needs less memory; the rows below do.
+A divergence is one formula of log-probabilities. Training, the self-check (`train/selfcheck.py`) and
+the tests all compute it from here. To add one, write the formula, add a row to DIVERGENCES, and name it
+in a file in conf/objective/. Training differentiates the formula with autograd, chunk by chunk. A row
+may also have its gradient derived by hand, which is 1.4 to 1.5 times as fast and needs less memory; the
+rows below do.
 
-This module does not import torch, because `train/config.py` checks names against the tables before torch loads:
-formulas use methods of the tensors that they are given.
+This module does not import torch, because `train/config.py` checks names against the tables before
+torch loads: formulas use methods of the tensors that they are given.
 
 G blocks of L drafted positions, V vocabulary. p is the target's distribution, q the drafter's.
 """
@@ -80,7 +82,8 @@ def overlap(log_p: "Tensor", log_q: "Tensor") -> "Tensor":
 
 
 def overlap_by_hand(p: "Tensor", q: "Tensor") -> "tuple[Tensor, Tensor]":
-    """a, and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p. Overwrites q."""
+    """a, and its gradient q_v (m_v - sum_u q_u m_u), where m marks the tokens with q < p. Overwrites
+    q."""
     gained = q * (q < p)
     overlap = p.minimum(q).sum(-1)
     return overlap, gained.sub_(q.mul_(gained.sum(-1, keepdim=True)))
@@ -108,8 +111,8 @@ def acceptance_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
 
 
 def lk(log_p: "Tensor", log_q: "Tensor", label: "Tensor") -> "Tensor":
-    """s KL + (1 - s) (1 - a) with s = exp(-3 a), held constant in the gradient: KL while target and drafter are far
-    apart, acceptance itself when they are near."""
+    """s KL + (1 - s) (1 - a) with s = exp(-3 a), held constant in the gradient: KL while target and
+    drafter are far apart, acceptance itself when they are near."""
     accepted = overlap(log_p, log_q)
     share = (-3 * accepted).exp().detach()
     return share * kl(log_p, log_q, label) + (1 - share) * (1 - accepted)
@@ -135,8 +138,8 @@ def ce_l1_by_hand(chunk: Chunk) -> "tuple[Tensor, Tensor]":
 
 
 def dpace(likely: "Tensor", counted: "Tensor") -> "Tensor":
-    """w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - ALPHA) q + ALPHA and q the drafter's probability of the
-    label (D-PACE)."""
+    """w_t = sum_{j >= t} prod_{i <= j} s_i, with s = (1 - ALPHA) q + ALPHA and q the drafter's
+    probability of the label (D-PACE)."""
     reach = ((1 - ALPHA) * likely + ALPHA).cumprod(1) * counted
     return reach.flip(1).cumsum(1).flip(1)
 

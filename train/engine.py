@@ -1,5 +1,5 @@
-"""DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same for every ZeRO
-stage and number of processes."""
+"""DeepSpeed around drafter and optimiser, and their state as plain tensors: whole, by name, the same
+for every ZeRO stage and number of processes."""
 
 import math
 import time
@@ -23,8 +23,8 @@ TRIALS, MOST_ROWS = 5, 1024  # of the pass that says in which dtype a CPU trains
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of training's products: the drafter's, whose weights, gradients and moments are always float32,
-    and on a CPU the target's too (`target_dtype`)."""
+    """Return the dtype of training's products: the drafter's, whose weights, gradients and moments are
+    always float32, and on a CPU the target's too (`target_dtype`)."""
     name = config.optim.precision
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"  # on a CPU `measured_precision` has decided
@@ -32,15 +32,16 @@ def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def target_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of the frozen target in training's passes. Decoding's is `target.dtype`, float32 on a CPU where
-    that is auto: what an evaluation writes is exact."""
+    """Return the dtype of the frozen target in training's passes. Decoding's is `target.dtype`, float32
+    on a CPU where that is auto: what an evaluation writes is exact."""
     if config.target.dtype == "auto" and device.type == "cpu" and not config.target.shard:
         return compute_dtype(config, device)
     return resolve_dtype(config.target.dtype, device)
 
 
 def measured_precision(config: TrainConfig, theirs: "PretrainedConfig", device: torch.device) -> str:
-    """Return what optim.precision means on this CPU, where auto is measured; elsewhere the option as it is."""
+    """Return what optim.precision means on this CPU, where auto is measured; elsewhere the option as it
+    is."""
     if config.optim.precision != "auto" or device.type != "cpu" or not has_bfloat16():
         return config.optim.precision
     rows = min(config.anchors * config.drafter.block_size, MOST_ROWS)
@@ -48,8 +49,9 @@ def measured_precision(config: TrainConfig, theirs: "PretrainedConfig", device: 
 
 
 def faster_precision(hidden: int, inner: int, rows: int) -> str:
-    """Return in which dtype this CPU trains sooner, by the MLP of a drafter's layer of such sizes on so many rows,
-    forward and backward: without AMX, what the casts take may be more than what bfloat16's products save."""
+    """Return in which dtype this CPU trains sooner, by the MLP of a drafter's layer of such sizes on so
+    many rows, forward and backward: without AMX, what the casts take may be more than what bfloat16's
+    products save."""
     up, down = (torch.full(shape, 0.1, requires_grad=True) for shape in ((hidden, inner), (inner, hidden)))
     states = torch.full((rows, hidden), 0.1)
     least = {"float32": math.inf, "bfloat16": math.inf}
@@ -67,8 +69,8 @@ def compiles(config: TrainConfig, cuda: bool) -> bool:
 
 
 def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
-    """Return (rows of a process's pass, passes of a step), such that `world` processes together take `optim.batch` rows
-    a step.
+    """Return (rows of a process's pass, passes of a step), such that `world` processes together take
+    `optim.batch` rows a step.
 
     Raises ValueError where the rows cannot be shared evenly.
     """
@@ -84,7 +86,8 @@ def micro_batch(config: TrainConfig, world: int) -> tuple[int, int]:
 
 
 def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
-    """Put DeepSpeed around drafter and optimiser. The target stays outside, because it has no training state."""
+    """Put DeepSpeed around drafter and optimiser. The target stays outside, because it has no training
+    state."""
     import deepspeed
 
     rows, passes = micro_batch(config, dist.get_world_size())
@@ -115,9 +118,10 @@ def build_engine(drafter: Drafter, config: TrainConfig, device: torch.device):
 
 
 def take_step(engine) -> torch.Tensor:
-    """Take the optimiser's step after a backward pass, if that was the step's last. Return the gradient's norm before
-    clipping, () (NaN where there was no step). Where the norm is not finite, weights and moments stay as they were, in
-    all processes: with sharded states DeepSpeed sees to it."""
+    """Take the optimiser's step after a backward pass, if that was the step's last. Return the
+    gradient's norm before clipping, () (NaN where there was no step). Where the norm is not finite,
+    weights and moments stay as they were, in all processes: with sharded states DeepSpeed sees to
+    it."""
     sharded, last = engine.zero_optimization_stage() > 0, engine.is_gradient_accumulation_boundary()
     norm, optimizer = None, engine.basic_optimizer
     if last and not sharded:
@@ -133,16 +137,17 @@ def take_step(engine) -> torch.Tensor:
 
 
 def _flats(engine) -> list[torch.Tensor]:
-    """Return the parameters that a sharded optimiser itself sees: this process's shares of the drafter's, in one
-    piece."""
+    """Return the parameters that a sharded optimiser itself sees: this process's shares of the
+    drafter's, in one piece."""
     if engine.zero_optimization_stage() == 3:
         return engine.optimizer.fp32_partitioned_groups_flat
     return [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
 
 
 def _link(engine) -> None:
-    """Tell DeepSpeed where in its flat shares the moments of each parameter lie. It does so itself after the first
-    group of parameters was stepped for the first time: too early for the other groups."""
+    """Tell DeepSpeed where in its flat shares the moments of each parameter lie. It does so itself
+    after the first group of parameters was stepped for the first time: too early for the other
+    groups."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     zero = engine.optimizer
@@ -152,8 +157,8 @@ def _link(engine) -> None:
 
 
 def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
-    """Return every weight (its name) and what an unsharded optimiser keeps of it (name/exp_avg, ..., name/step), all
-    float32 on the host; `moments` is the optimiser's state."""
+    """Return every weight (its name) and what an unsharded optimiser keeps of it (name/exp_avg, ...,
+    name/step), all float32 on the host; `moments` is the optimiser's state."""
     state = {}
     for name, parameter in model.named_parameters():
         state[name] = parameter.detach()
@@ -176,8 +181,8 @@ def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tens
 
 
 def training_state(engine) -> dict[str, torch.Tensor]:
-    """Return the state of `plain_state`, whole whatever the ZeRO stage: in the first process, nothing in the others.
-    All processes call it together."""
+    """Return the state of `plain_state`, whole whatever the ZeRO stage: in the first process, nothing
+    in the others. All processes call it together."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     first, moments = dist.get_rank() == 0, engine.basic_optimizer.state
@@ -196,7 +201,8 @@ def training_state(engine) -> dict[str, torch.Tensor]:
 
 
 def restore(engine, state: dict[str, torch.Tensor]) -> None:
-    """Give a fresh engine around the same weights what `training_state` took from another one, sharded or not."""
+    """Give a fresh engine around the same weights what `training_state` took from another one, sharded
+    or not."""
     from deepspeed.utils import safe_set_full_optimizer_state
 
     moments = engine.basic_optimizer.state

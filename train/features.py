@@ -1,15 +1,17 @@
-"""Stored features: the target's hidden states of the training rows, computed once, so that training needs no target.
+"""Stored features: the target's hidden states of the training rows, computed once, so that training
+needs no target.
 
-    <out>/manifest.json   what was stored (target, tokenizer, layers, data), and every shard with its rows' checksums
-    <out>/shard-00000.safetensors
+    <out>/manifest.json   what was stored (target, tokenizer, layers, data), and every shard with its
+    rows' checksums <out>/shard-00000.safetensors
         ids, positions, documents, loss   (n, T) the packed rows
-        context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K), last_scale (n, T)
+        context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K),
+        last_scale (n, T)
 
-n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then listed: a run that
-was stopped goes on after the last listed one.
+n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then
+listed: a run that was stopped goes on after the last listed one.
 
-The manifest carries its own SHA-256; a shard's size is compared when the folder is opened, and every row with its
-CRC-32 whenever it is read, about a second a gigabyte, in the thread that reads ahead.
+The manifest carries its own SHA-256; a shard's size is compared when the folder is opened, and every
+row with its CRC-32 whenever it is read, about a second a gigabyte, in the thread that reads ahead.
 """
 
 import json
@@ -43,7 +45,8 @@ def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored_features(rows: dict[str, torch.Tensor], dtype: torch.dtype) -> Features:
-    """Return the features of a batch of stored rows: context (B, T, K*D), last (B, T, D), in `dtype`."""
+    """Return the features of a batch of stored rows: context (B, T, K*D), last (B, T, D), in
+    `dtype`."""
 
     def whole(name: str) -> torch.Tensor:
         states = rows[name]
@@ -77,8 +80,8 @@ def row_bytes(length: int, layers: int, hidden: int, store: str) -> int:
 
 @torch.no_grad()
 def write_features(config: FeaturesConfig, target: Target, layers: tuple[int, ...], dataset, advance) -> Path:
-    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with what a stopped
-    run left. Raises ValueError when the folder holds features of something else."""
+    """Store the features of all packed rows; `advance(rows done, rows)` after every shard. Goes on with
+    what a stopped run left. Raises ValueError when the folder holds features of something else."""
     out, known = Path(config.out), dependencies(config, target, layers)
     out.mkdir(parents=True, exist_ok=True)
     manifest = {"format": 1, "store": config.store, **known, "rows": len(dataset), "length": config.data.length}
@@ -142,7 +145,8 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest, after checking that it is what was written. Raises ValueError or FileNotFoundError."""
+    """Return the manifest, after checking that it is what was written. Raises ValueError or
+    FileNotFoundError."""
     file = folder / MANIFEST
     if not file.is_file():
         raise FileNotFoundError(f"features={folder}: no {MANIFEST} there; ./launch.sh features out={folder} writes one")
@@ -158,8 +162,8 @@ def read_manifest(folder: Path) -> dict:
 
 
 class StoredRows:
-    """The rows of a features folder, by number: what `data.packing.batch` draws from. Only the rows that are asked
-    for are read into memory."""
+    """The rows of a features folder, by number: what `data.packing.batch` draws from. Only the rows
+    that are asked for are read into memory."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -177,7 +181,8 @@ class StoredRows:
         self._open: dict[int, object] = {}  # shards that were read from
 
     def check(self, expected: dict) -> None:
-        """Raise ValueError, naming what differs, unless the features are what `dependencies` says that a run needs."""
+        """Raise ValueError, naming what differs, unless the features are what `dependencies` says that
+        a run needs."""
         known = {key: self.manifest[key] for key in expected}
         refuse_other_settings(known, expected, f"{self.folder} has features of another {{keys}}")
 

@@ -1,8 +1,8 @@
 """The training loop: frozen target in, trained drafter out.
 
-One step: packed rows -> the target's features and final states (no gradient) -> anchors and their blocks -> the
-drafter on all blocks at once under the prefix-shared mask -> annealed divergence to the target at every drafted
-position.
+One step: packed rows -> the target's features and final states (no gradient) -> anchors and their
+blocks -> the drafter on all blocks at once under the prefix-shared mask -> annealed divergence to the
+target at every drafted position.
 
 B rows, T packed length, N anchors, K block size, L = K - 1, D hidden size.
 """
@@ -55,8 +55,8 @@ def block_loss(
 ) -> RowLoss:
     """Compute the objective on a batch's blocks, G = B * N of them.
 
-    drafter: the drafter, or the engine around it; rows: columns (B, T), with stored features if there are any; plan:
-    `plan_blocks` of the blocks, where it was made before.
+    drafter: the drafter, or the engine around it; rows: columns (B, T), with stored features if there
+    are any; plan: `plan_blocks` of the blocks, where it was made before.
     """
     module = getattr(drafter, "module", drafter)
     if "context" in rows:
@@ -70,7 +70,8 @@ def block_loss(
 def draft_states(
     drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, features: Features
 ) -> torch.Tensor:
-    """Return the drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's dtype."""
+    """Return the drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's
+    dtype."""
     module: Drafter = getattr(drafter, "module", drafter)
     kind = module.norm.weight.dtype
     inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
@@ -91,7 +92,8 @@ def score(
     config: TrainConfig,
     plan: RowPlan | None = None,
 ) -> RowLoss:
-    """Compute the objective on drafted states (B*N*L, D), block by block; a conditional head sees the true tokens."""
+    """Compute the objective on drafted states (B*N*L, D), block by block; a conditional head sees the
+    true tokens."""
     length = blocks.supervised.shape[-1]
     weights = position_weights(config.objective, length).to(drafted.device, non_blocking=True)
     weights = (weights * blocks.supervised).flatten(0, 1)
@@ -125,9 +127,10 @@ def score(
 
 
 def train_step(engine, target: Target, drawn: StepRows, config: TrainConfig) -> StepMetrics:
-    """Take one optimiser step over the rows that `Prefetch` read. The loss is divided by the weights of all blocks of
-    all passes and processes, so that it depends neither on their number nor on how the blocks fell among them. A loss
-    that is not finite in one process makes the gradients of all processes so, and all skip the step."""
+    """Take one optimiser step over the rows that `Prefetch` read. The loss is divided by the weights of
+    all blocks of all passes and processes, so that it depends neither on their number nor on how the
+    blocks fell among them. A loss that is not finite in one process makes the gradients of all
+    processes so, and all skip the step."""
     world, passes = dist.get_world_size(), len(drawn)
     device, length = target.device, config.drafter.block_size - 1
     micro = [laid.to(device) for laid in drawn]
@@ -162,8 +165,8 @@ def train_step(engine, target: Target, drawn: StepRows, config: TrainConfig) -> 
 def train(config: TrainConfig) -> Path:
     """Train a drafter from a checked configuration; return the run's folder.
 
-    Raises ValueError or FileNotFoundError with a sentence for what the user can mend before anything is begun, Stopped
-    for what ends a run that was begun.
+    Raises ValueError or FileNotFoundError with a sentence for what the user can mend before anything is
+    begun, Stopped for what ends a run that was begun.
     """
     device = own_device(config.target.device)
     start_processes(device)
@@ -224,7 +227,8 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
 
 
 def run_steps(run: RunState) -> Path:
-    """Take the remaining steps, with their log, checkpoints and evaluations; return the run's folder."""
+    """Take the remaining steps, with their log, checkpoints and evaluations; return the run's
+    folder."""
     log = RunLog(run.config, run.folder, run.done, run.total)
     for line in run.notes:
         log.say(line)
@@ -274,8 +278,8 @@ def take_one(run: RunState, step: int, prefetch: Prefetch, log: RunLog) -> dict:
 
 
 def count_skipped(run: RunState, step: int, line: dict, before: int, log: RunLog) -> int:
-    """Return how many steps were skipped in a row, `before` up to the last one, and name the rows of this one if it
-    was. Raises Stopped after too many."""
+    """Return how many steps were skipped in a row, `before` up to the last one, and name the rows of
+    this one if it was. Raises Stopped after too many."""
     if line["grad_norm"] is not None:
         return 0
     first, count = (step - 1) * run.config.optim.batch, run.config.optim.batch

@@ -25,8 +25,8 @@ def run(config: TrainConfig) -> None:
     except Exception:  # noqa: BLE001
         print(redact_text(traceback.format_exc()), file=sys.stderr)
         code = 1
-    # A finished gloo process sometimes aborts in its exit handlers, and one that failed may wait there for a hanging
-    # thread; all is written, so it leaves without them.
+    # A finished gloo process sometimes aborts in its exit handlers, and one that failed may wait there
+    # for a hanging thread; all is written, so it leaves without them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,18 +1,21 @@
-"""The objective: how far the drafter's marginals are from the target's, in chunks of rows. Its formulas are in
-`train/divergences.py`.
+"""The objective: how far the drafter's marginals are from the target's, in chunks of rows. Its formulas
+are in `train/divergences.py`.
 
-G blocks of L drafted positions, R = G * L rows, P teacher rows (context positions), D hidden size, V vocabulary.
+G blocks of L drafted positions, R = G * L rows, P teacher rows (context positions), D hidden size, V
+vocabulary.
 
-Row r compares the drafter's state `hidden[r]` with the target's state `teacher_hidden[teacher_rows[r]]`, each through
-its head: the target's frozen one, which DFlash shares, or a trained one of the drafter's (DART). Vocabulary-sized
-tensors exist for one chunk of rows at a time: the gradients with respect to `hidden` and to a trained head are formed
-in the same pass, and (R, D) and (V, D) are all that is kept for backward. Weights that depend on how well a block was
-drafted are known only after the last chunk. They are then applied to the (R, D) gradients of single rows; a trained
+Row r compares the drafter's state `hidden[r]` with the target's state
+`teacher_hidden[teacher_rows[r]]`, each through its head: the target's frozen one, which DFlash shares,
+or a trained one of the drafter's (DART). Vocabulary-sized tensors exist for one chunk of rows at a
+time: the gradients with respect to `hidden` and to a trained head are formed in the same pass, and (R,
+D) and (V, D) are all that is kept for backward. Weights that depend on how well a block was drafted are
+known only after the last chunk. They are then applied to the (R, D) gradients of single rows; a trained
 head has no such rows, so a first pass computes the weights for it.
 
-A conditional head adds `out @ correction[r]` to a row's logits (`Correction`; `infer/drafters/heads/base.py`): the
-divergence is then that of the distribution behind the true token before, and the gradients with respect to `out` (V, r)
-and the corrections (R, r) come about in the same pass. So all heads are trained here, under every divergence.
+A conditional head adds `out @ correction[r]` to a row's logits (`Correction`;
+`infer/drafters/heads/base.py`): the divergence is then that of the distribution behind the true token
+before, and the gradients with respect to `out` (V, r) and the corrections (R, r) come about in the same
+pass. So all heads are trained here, under every divergence.
 """
 
 from dataclasses import dataclass
@@ -46,14 +49,15 @@ class Correction(NamedTuple):
 
 
 def position_weights(config: ObjectiveConfig, length: int) -> torch.Tensor:
-    """Return the weights of the L drafted positions t = 1 .. L, (L,) float32: the part that does not depend on the
-    drafter."""
+    """Return the weights of the L drafted positions t = 1 .. L, (L,) float32: the part that does not
+    depend on the drafter."""
     return WEIGHTS[config.weights].by_position(torch.arange(length, dtype=torch.float32), config)
 
 
 class RowPlan(NamedTuple):
-    """The rows of weight above 0, those with the same teacher row beside each other, and how they are cut into chunks.
-    Where blocks are laid out on the host it is made there, and no device is asked for sizes."""
+    """The rows of weight above 0, those with the same teacher row beside each other, and how they are
+    cut into chunks. Where blocks are laid out on the host it is made there, and no device is asked for
+    sizes."""
 
     kept: torch.Tensor  # (n,) int64 rows
     teachers: torch.Tensor  # (m,) int64 their teacher rows, each once
@@ -62,8 +66,8 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(teacher_rows: torch.Tensor, weights: torch.Tensor, chunk_rows: int) -> RowPlan:
-    """Plan the rows of a batch from their teacher rows and weights, (R,) or (G, L) each (two synchronisations on
-    CUDA)."""
+    """Plan the rows of a batch from their teacher rows and weights, (R,) or (G, L) each (two
+    synchronisations on CUDA)."""
     flat = teacher_rows.flatten()
     kept = weights.flatten().nonzero()[:, 0]
     kept = kept[flat[kept].argsort(stable=True)]
@@ -112,14 +116,16 @@ def divergence(
     overlap: bool = False,
     plan: RowPlan | None = None,
 ) -> RowLoss:
-    """Return the weighted sum of the rows' divergences to the target's distribution along the true continuation.
+    """Return the weighted sum of the rows' divergences to the target's distribution along the true
+    continuation.
 
-    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64; weights (G, L);
-    own_head (V, D): the drafter's, float32, if it is not the target's; scale: what the target does to its head's
-    products, and the drafter to its own; correction: of a conditional head, behind the scale. config.unary adds so
-    many times the divergence without corrections. config.divergence names a row of DIVERGENCES, config.weights one
-    of WEIGHTS, whose `by_block` multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64
-    inputs). Rows of weight 0 are dropped before the projection; plan: `plan_rows` of the same, if it was made before.
+    hidden (R, D), teacher_hidden (P, D), head (V, D) in one dtype; teacher_rows, labels (G, L) int64;
+    weights (G, L); own_head (V, D): the drafter's, float32, if it is not the target's; scale: what the
+    target does to its head's products, and the drafter to its own; correction: of a conditional head,
+    behind the scale. config.unary adds so many times the divergence without corrections.
+    config.divergence names a row of DIVERGENCES, config.weights one of WEIGHTS, whose `by_block`
+    multiplies a row's weight. The arithmetic on logits is float32 (float64 for float64 inputs). Rows of
+    weight 0 are dropped before the projection; plan: `plan_rows` of the same, if it was made before.
     """
     plan = plan_rows(teacher_rows, weights, config.chunk_rows) if plan is None else plan
     rows, out, top_k = (None, None, 0) if correction is None else correction
@@ -165,11 +171,13 @@ class _Drafted(NamedTuple):
 
 
 class _Scan:
-    """A pass over the rows that count, chunk by chunk. wants: with respect to which parts of `drafted` gradients are
-    formed: of each row's divergence; of matrices of the whole loss, whose `row_weights` (G, L) are needed then.
+    """A pass over the rows that count, chunk by chunk. wants: with respect to which parts of `drafted`
+    gradients are
+    formed: of each row's divergence; of matrices of the whole loss, whose `row_weights` (G, L) are
+        needed then.
 
-    Found for every row, (G, L): `rows`, its divergence; `likely`, the drafter's probability of the label; `agree`;
-    `overlap`, where that is asked for.
+    Found for every row, (G, L): `rows`, its divergence; `likely`, the drafter's probability of the
+    label; `agree`; `overlap`, where that is asked for.
     """
 
     def __init__(
@@ -188,7 +196,8 @@ class _Scan:
                 for part, wanted, kind in zip(drafted, wants, kinds, strict=False)
             )
         )
-        # where the logits of one chunk after the other are written: fresh memory costs a CPU as much as the arithmetic
+        # where the logits of one chunk after the other are written: fresh memory costs a CPU as much as
+        # the arithmetic
         sizes = [(end - begin, last - first) for begin, end, first, last in batch.plan.chunks] or [(0, 0)]
         like = {"dtype": batch.dtype, "device": batch.head.device}
         self.room = [torch.empty(max(column), len(batch.head), **like) for column in zip(*sizes, strict=True)]
@@ -196,8 +205,8 @@ class _Scan:
             self.add(*place)
 
     def add(self, begin: int, end: int, first: int, last: int) -> None:
-        """Compare the rows that lie between `begin` and `end` in the plan with their target; their teacher rows lie
-        between `first` and `last`."""
+        """Compare the rows that lie between `begin` and `end` in the plan with their target; their
+        teacher rows lie between `first` and `last`."""
         batch, drafted, unary = self.batch, self.drafted, self.batch.config.unary
         chunk = batch.plan.kept[begin:end]
         which = batch.plan.which[begin:end] - first
@@ -230,9 +239,9 @@ class _Scan:
     def differentiate(
         self, chunk: torch.Tensor, delta: torch.Tensor, more: torch.Tensor | None, slope: torch.Tensor | float | None
     ) -> None:
-        """Add the share of the rows `chunk` to the gradients that are wanted. delta (rows, V): the gradient of their
-        divergences with respect to the drafter's logits, overwritten; more (rows, V): with respect to those without
-        corrections alone; slope: of the scale."""
+        """Add the share of the rows `chunk` to the gradients that are wanted. delta (rows, V): the
+        gradient of their divergences with respect to the drafter's logits, overwritten; more (rows, V):
+        with respect to those without corrections alone; slope: of the scale."""
         gradients, drafted = self.gradients, self.drafted
         dtype = self.batch.dtype
         weights = None
@@ -263,8 +272,8 @@ def _logits(states: torch.Tensor, head: torch.Tensor, scale: LogitScale, room: t
 
 
 def _outside(alone: torch.Tensor, label: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return which tokens (rows, V) are none of a row's `top_k` candidates: the likeliest by the logits (rows, V), the
-    weakest of them replaced by the label (rows,) if that is none."""
+    """Return which tokens (rows, V) are none of a row's `top_k` candidates: the likeliest by the logits
+    (rows, V), the weakest of them replaced by the label (rows,) if that is none."""
     order = alone.topk(top_k, dim=-1).indices  # (rows, k)
     missing = (order != label[:, None]).all(-1)
     order[:, -1] = torch.where(missing, label, order[:, -1])
@@ -298,8 +307,8 @@ def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _slice_rows(logits: torch.Tensor) -> int:
-    """Return how many rows of logits (rows, V) go through all arithmetic together: on a CPU those that its caches
-    hold, so that main memory is read and written once."""
+    """Return how many rows of logits (rows, V) go through all arithmetic together: on a CPU those that
+    its caches hold, so that main memory is read and written once."""
     return max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
 
 
@@ -321,8 +330,9 @@ def _compare(
     outside: torch.Tensor | None,
     overlap: bool,
 ) -> _Compared:
-    """Compare the drafter's logits (rows, V) with the target's, of which `which` (rows,) is each row's; neither counts
-    the tokens `outside` (rows, V). Writes the divergences' gradients with respect to the logits over these."""
+    """Compare the drafter's logits (rows, V) with the target's, of which `which` (rows,) is each row's;
+    neither counts the tokens `outside` (rows, V). Writes the divergences' gradients with respect to the
+    logits over these."""
     step, found = _slice_rows(student), []
     for start in range(0, len(student), step):
         part = slice(start, start + step)
@@ -364,7 +374,8 @@ def _compare_slice(kind, teacher, which, student, label, outside, overlap) -> _C
 
 
 def _by_formula(kind, logits, student, label, outside, overlap, agree) -> _Compared:
-    """Compare rows by the formula alone, with autograd's gradient; logits (rows, V) are the target's, a copy."""
+    """Compare rows by the formula alone, with autograd's gradient; logits (rows, V) are the target's, a
+    copy."""
     if outside is not None:
         logits.masked_fill_(outside, IMPOSSIBLE)
     log_p, trained = logits.log_softmax(-1), student.detach().clone()

@@ -1,4 +1,5 @@
-"""The optimiser (AdamW, or Muon for matrices and AdamW for everything else) and the schedules of its rate."""
+"""The optimiser (AdamW, or Muon for matrices and AdamW for everything else) and the schedules of its
+rate."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +21,9 @@ def has_bfloat16() -> bool:
 
 
 def orthogonalised(matrix: torch.Tensor, group: dict) -> torch.Tensor:
-    """Return the nearest matrix with orthogonal rows or columns, roughly, in the matrix's dtype: Muon's Newton-Schulz
-    iteration (https://kellerjordan.github.io/posts/muon) with the coefficients and steps of a parameter group."""
+    """Return the nearest matrix with orthogonal rows or columns, roughly, in the matrix's dtype: Muon's
+    Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon) with the coefficients and steps
+    of a parameter group."""
     a, b, c = group["ns_coefficients"]
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=group["eps"])
@@ -32,8 +34,8 @@ def orthogonalised(matrix: torch.Tensor, group: dict) -> torch.Tensor:
 
 
 class WideMuon(torch.optim.Muon):
-    """Muon with products in the gradients' dtype: torch's are in bfloat16, which takes a CPU without such products
-    seven times as long as float32."""
+    """Muon with products in the gradients' dtype: torch's are in bfloat16, which takes a CPU without
+    such products seven times as long as float32."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -50,8 +52,8 @@ class WideMuon(torch.optim.Muon):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps are scaled to the
-    size that AdamW's have, so that both take the same learning rate."""
+    """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps are
+    scaled to the size that AdamW's have, so that both take the same learning rate."""
 
     def __init__(self, matrices: list[torch.Tensor], others: list[torch.Tensor], config: OptimConfig) -> None:
         half = matrices[0].is_cuda or (config.precision != "float32" and has_bfloat16()) if matrices else True
@@ -73,9 +75,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make the optimiser that the configuration names, for a drafter or a whole model; matrices decay, vectors do not.
-    An embedding and a head count as tables of vectors, one for each token, and not as matrices of Muon. What is frozen
-    is left out."""
+    """Make the optimiser that the configuration names, for a drafter or a whole model; matrices decay,
+    vectors do not. An embedding and a head count as tables of vectors, one for each token, and not as
+    matrices of Muon. What is frozen is left out."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     tables = TABLES if config.name == "muon" else ()
     matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(tables)]
@@ -96,8 +98,8 @@ def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
 
 
 def trapezoid(step: int, total: int, warmup: float, decay: float) -> float:
-    """Return the share of the peak rate at a step, counted from 0: linear warm-up, plateau, linear decay to zero;
-    warmup and decay are shares of all steps."""
+    """Return the share of the peak rate at a step, counted from 0: linear warm-up, plateau, linear
+    decay to zero; warmup and decay are shares of all steps."""
     return min((step + 1) / max(1, warmup * total), 1.0, (total - step) / max(1, decay * total))
 
 

@@ -1,10 +1,10 @@
-"""What a training run takes, before it is begun: `./launch.sh plan [the overrides of the run]`. Memory and operations
-follow by formulas from the target's config.json and the configuration; time from the rate of large matrix products,
-measured where the device is at hand.
+"""What a training run takes, before it is begun: `./launch.sh plan [the overrides of the run]`. Memory
+and operations follow by formulas from the target's config.json and the configuration; time from the
+rate of large matrix products, measured where the device is at hand.
 
 B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block,
-Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I intermediate
-size, V vocabulary.
+Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I
+intermediate size, V vocabulary.
 """
 
 import os
@@ -42,8 +42,8 @@ H100 = 989e12  # operations a second in bfloat16
 
 
 class StepShape:
-    """The sizes that a step's work depends on, from a run's configuration and its target's config.json; `rows` of a
-    pass if they are not the whole step's."""
+    """The sizes that a step's work depends on, from a run's configuration and its target's config.json;
+    `rows` of a pass if they are not the whole step's."""
 
     def __init__(self, config: TrainConfig, theirs: "PretrainedConfig", rows: int | None = None) -> None:
         from transformers import AutoModelForCausalLM
@@ -76,14 +76,15 @@ class StepShape:
         self.kv_width = key_heads(text) * head_size(text)  # A'
         self.target_layers = text.num_hidden_layers
         self.target_parameters = sum(counts.values())
-        # of these, embedding and head; and of the others those that a token passes through: not all experts
+        # of these, embedding and head; and of the others those that a token passes through: not all
+        # experts
         self.target_ends = sum({id(p): p.numel() for table in tables for p in table.parameters()}.values())
         self.target_active = self.target_parameters - self.target_ends - round(experts * (1 - expert_share(text)))
 
 
 def step_operations(shape: StepShape) -> dict[str, float]:
-    """Useful floating-point operations of one pass, by part: a product of matrices counts two an entry and inner step;
-    what a causal mask hides, an implementation recomputes or repeats is not counted."""
+    """Useful floating-point operations of one pass, by part: a product of matrices counts two an entry
+    and inner step; what a causal mask hides, an implementation recomputes or repeats is not counted."""
     s = shape
     target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
@@ -103,8 +104,8 @@ def step_operations(shape: StepShape) -> dict[str, float]:
 def step_memory(
     shape: StepShape, config: TrainConfig, world: int, weight: int, product: int, cuda: bool
 ) -> dict[str, float]:
-    """Bytes on one device at a step's peak, by part. weight: bytes of a target's weight; product: bytes of an entry in
-    the drafter's products (2 under autocast)."""
+    """Bytes on one device at a step's peak, by part. weight: bytes of a target's weight; product: bytes
+    of an entry in the drafter's products (2 under autocast)."""
     s, parameters = shape, shape.drafter_parameters
     stage, offload = config.deepspeed.stage, config.deepspeed.offload
     shared = world if stage >= 1 else 1
@@ -146,8 +147,8 @@ def step_memory(
 
 
 def device_memory(device: torch.device, processes: int) -> float:
-    """Return the bytes that one of a machine's processes may use: on a GPU what is free and what it holds already; on a
-    CPU an equal share of all memory."""
+    """Return the bytes that one of a machine's processes may use: on a GPU what is free and what it
+    holds already; on a CPU an equal share of all memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
@@ -156,9 +157,9 @@ def device_memory(device: torch.device, processes: int) -> float:
 def with_recompute(
     config: TrainConfig, shape: StepShape, world: int, weight: int, product: int, cuda: bool, room: float | None
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration, with layers computed again in the backward pass where that is left open and a step
-    would not fit otherwise, and a line that says what it takes. room: bytes of a device, None where it is not at hand;
-    otherwise as `step_memory`."""
+    """Return the configuration, with layers computed again in the backward pass where that is left open
+    and a step would not fit otherwise, and a line that says what it takes. room: bytes of a device,
+    None where it is not at hand; otherwise as `step_memory`."""
     ways = {again: replace(config, recompute=again) for again in (False, True)}
     sizes = {again: sum(step_memory(shape, ways[again], world, weight, product, cuda).values()) for again in ways}
     chosen = config.recompute
@@ -194,7 +195,8 @@ def total_steps(config: TrainConfig, rows: float) -> int:
 
 
 def target_config(config: TrainConfig) -> "PretrainedConfig":
-    """Return the target's config.json: from its folder, else made of the sizes in conf/target/, else from the hub."""
+    """Return the target's config.json: from its folder, else made of the sizes in conf/target/, else
+    from the hub."""
     from transformers import AutoConfig
 
     options = config.target
@@ -221,8 +223,8 @@ class Work:
 
 
 def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
-    """Return the work of a run on this machine's device, or with target.device=cuda on a GPU. Raises ValueError as the
-    run would."""
+    """Return the work of a run on this machine's device, or with target.device=cuda on a GPU. Raises
+    ValueError as the run would."""
     world = int(os.environ.get("NPROC") or 1)
     there = torch.cuda.is_available()
     room = None
@@ -240,8 +242,8 @@ def work_of(config: TrainConfig, theirs: "PretrainedConfig") -> Work:
 
 
 def process_memory(work: Work) -> float:
-    """Return the bytes of a CPU process at its peak: this one's libraries, and beside what training keeps either the
-    rest of a step or, in an evaluation, float32 copies of the target's weights."""
+    """Return the bytes of a CPU process at its peak: this one's libraries, and beside what training
+    keeps either the rest of a step or, in an evaluation, float32 copies of the target's weights."""
     parts, copy = work.memory, 4 * work.shape.target_parameters
     libraries = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     kept = sum(parts[name] for name in ("target", "drafter", "optimiser"))
@@ -249,7 +251,8 @@ def process_memory(work: Work) -> float:
 
 
 def rows_of(config: TrainConfig, tokenizer) -> "Dataset | None":
-    """Return the training rows, which the run will find in the cache; None where they are not on this machine yet."""
+    """Return the training rows, which the run will find in the cache; None where they are not on this
+    machine yet."""
     if any(data.source == "hub" for data, _ in single(config.data)):
         return None
     return packed_rows(config.data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
@@ -265,7 +268,8 @@ def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "D
 
 
 def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
-    """Return how many tokens all evaluations of a run decode at most. Raises ValueError where there is no prompt."""
+    """Return how many tokens all evaluations of a run decode at most. Raises ValueError where there is
+    no prompt."""
     options = config.evaluation
     prompts = evaluation_prompts(config.data, tokenizer, options.prompts, options.prompt_tokens, options.outside)
     parts = parts_of(prompts, options)
@@ -275,7 +279,8 @@ def evaluated_tokens(config: TrainConfig, tokenizer) -> int:
 
 
 def time_of(work: Work, steps: int) -> str:
-    """Say how long so many steps take at a share of the device's rate, an H100's where the device is not at hand."""
+    """Say how long so many steps take at a share of the device's rate, an H100's where the device is
+    not at hand."""
     name, rate = "an H100 (989 TFLOP/s in bfloat16)", H100
     if work.room is not None:
         name = f"this machine's {work.device.type}"

@@ -1,6 +1,8 @@
-"""The processes of a run: how they start, agree, wait for each other, and notice that one of them has stopped.
+"""The processes of a run: how they start, agree, wait for each other, and notice that one of them has
+stopped.
 
-A run that has begun and cannot go on raises `infer.utils.entry.Stopped`, one sentence, and leaves with exit code 3.
+A run that has begun and cannot go on raises `infer.utils.entry.Stopped`, one sentence, and leaves with
+exit code 3.
 """
 
 import os
@@ -28,7 +30,8 @@ PATIENCE = timedelta(days=1)  # of a collective: packing keeps the others waitin
 
 
 def own_device(device: str) -> torch.device:
-    """Return this process's device. Raises ValueError where one GPU is named: DeepSpeed counts those that it sees."""
+    """Return this process's device. Raises ValueError where one GPU is named: DeepSpeed counts those
+    that it sees."""
     kind, _, number = device.partition(":")
     if kind == "cuda" and number:
         raise ValueError(f"target.device={device}: training takes the GPUs it sees, give CUDA_VISIBLE_DEVICES={number}")
@@ -45,7 +48,8 @@ def start_processes(device: torch.device) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would search, and warn
     import deepspeed
 
-    # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and g++.
+    # Otherwise DeepSpeed compiles a shared-memory operation on the CPU, and fails without ninja and
+    # g++.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         with socket.socket() as probe:
@@ -59,8 +63,8 @@ def start_processes(device: torch.device) -> None:
 
 
 def first_only(action: Callable[[], T]) -> T:
-    """Let the first process do something while the others wait. All return what it returned, or raise the error that
-    it raised, so that none waits for a process that has gone."""
+    """Let the first process do something while the others wait. All return what it returned, or raise
+    the error that it raised, so that none waits for a process that has gone."""
     outcome: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -93,8 +97,9 @@ class StopFlag:
 
 
 def catch_signals() -> StopFlag:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved, and the run stops
-    with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once, without saving."""
+    """Let Ctrl-C, SIGTERM and SIGUSR1 (a scheduler's preemption) set a flag: the step ends, is saved,
+    and the run stops with exit code 0, after Ctrl-C with 130. A second Ctrl-C stops at once, without
+    saving."""
     flag = StopFlag()
     INTERRUPTS.graceful = 1
 
@@ -122,7 +127,8 @@ def agreed(stop: bool, save: bool, device: torch.device) -> tuple[bool, bool]:
 
 @contextmanager
 def stopped_at_once(how: str) -> Iterator[None]:
-    """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how` says how to go on."""
+    """Let Ctrl-C end the process at once within the block, where there is nothing to save; `how` says
+    how to go on."""
     ours, graceful = signal.signal(signal.SIGINT, signal.default_int_handler), INTERRUPTS.graceful
     INTERRUPTS.graceful = 0
     try:
@@ -134,8 +140,9 @@ def stopped_at_once(how: str) -> Iterator[None]:
 
 
 class StallWatch(threading.Thread):
-    """Ends a process in which nothing has gone on for `minutes`, and says what it was at: it may hang in a collective,
-    a read or a sleep, and so do the others that wait for it. Time during which it was suspended does not count."""
+    """Ends a process in which nothing has gone on for `minutes`, and says what it was at: it may hang
+    in a collective, a read or a sleep, and so do the others that wait for it. Time during which it was
+    suspended does not count."""
 
     def __init__(self, minutes: float) -> None:
         super().__init__(daemon=True)

@@ -1,12 +1,13 @@
 """Check before the first step that training computes what was meant.
 
-A few blocks of the first batch are computed alone, without anything that makes training fast: their document alone
-through Hugging Face's layers and through the drafter, a mask written out, the divergence as its formula says. The
-training step's own numbers for the same blocks, from all blocks of the batch under one mask, chunk by chunk, compiled
-if that is on, must agree. It takes one more forward pass of a batch and a few of single documents.
+A few blocks of the first batch are computed alone, without anything that makes training fast: their
+document alone through Hugging Face's layers and through the drafter, a mask written out, the divergence
+as its formula says. The training step's own numbers for the same blocks, from all blocks of the batch
+under one mask, chunk by chunk, compiled if that is on, must agree. It takes one more forward pass of a
+batch and a few of single documents.
 
-N anchors, K block size, L = K - 1, W positions of a block in the drafter, T length of a document, D hidden size, V
-vocabulary.
+N anchors, K block size, L = K - 1, W positions of a block in the drafter, T length of a document, D
+hidden size, V vocabulary.
 """
 
 import torch
@@ -28,15 +29,17 @@ from train.features import stored_features
 from train.objective import IMPOSSIBLE, RowLoss
 
 BLOCKS = 3  # that are computed alone
-# How much a position's divergence may differ, relative to it, or to one nat where it is smaller: the largest one in
-# float32; on average in bfloat16, which has three digits, and where a pass over a document alone rounds elsewhere than
-# one over a packed row. On the embedded target (12 layers, 24 batches, both families) at most 1.4e-6 was seen, and in
-# bfloat16 0.013 at a single position; larger targets round more often.
+# How much a position's divergence may differ, relative to it, or to one nat where it is smaller: the
+# largest one in float32; on average in bfloat16, which has three digits, and where a pass over a
+# document alone rounds elsewhere than one over a packed row. On the embedded target (12 layers, 24
+# batches, both families) at most 1.4e-6 was seen, and in bfloat16 0.013 at a single position; larger
+# targets round more often.
 LARGEST, AVERAGE = 1e-4, 0.05
 
 
 class SelfCheck:
-    """Compute slow numbers from a drafter that is in no engine yet, and compare them with the fast ones when called."""
+    """Compute slow numbers from a drafter that is in no engine yet, and compare them with the fast ones
+    when called."""
 
     @torch.no_grad()
     def __init__(self, drafter: Drafter, target: Target, dataset, config: TrainConfig) -> None:
@@ -74,7 +77,8 @@ class SelfCheck:
 
     @staticmethod
     def mask(start: int, length: int, width: int, causal: bool, window: int | None) -> torch.Tensor:
-        """Return the mask of a block that begins at `start` in a document of `length` positions, (1, 1, W, T + W)."""
+        """Return the mask of a block that begins at `start` in a document of `length` positions, (1, 1,
+        W, T + W)."""
         block, context = start + torch.arange(width), torch.arange(length)
         before = (context < start).expand(width, -1)
         inside = torch.ones(width, width, dtype=torch.bool)
@@ -83,7 +87,8 @@ class SelfCheck:
         return (seen if window is None else seen & (distance < window))[None, None]
 
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
-        """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and `features`."""
+        """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and
+        `features`."""
         head, out = head_weight(drafter, target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
         before = ids[(anchor + torch.arange(len(hidden), device=ids.device)).clamp(max=len(ids) - 1)]
         answer = Conditioned(hidden)
@@ -111,8 +116,8 @@ class SelfCheck:
         return out
 
     def __call__(self, fast: RowLoss) -> str:
-        """Compare with the training step's numbers of `rows` and `blocks`; return a sentence. Raises Stopped where
-        they differ."""
+        """Compare with the training step's numbers of `rows` and `blocks`; return a sentence. Raises
+        Stopped where they differ."""
         slots = self.blocks.anchors.shape[1]
         found = torch.stack([fast.rows[b * slots + n] for b, n in self.some])  # (3, L)
         error = (found - self.expected).abs() / self.expected.abs().clamp(min=1)

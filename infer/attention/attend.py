@@ -1,4 +1,5 @@
-"""Attention under one kind of mask (`infer.attention.masks.Mask`), by what suits the device and the mask.
+"""Attention under one kind of mask (`infer.attention.masks.Mask`), by what suits the device and the
+mask.
 
 B rows, H query heads, K key heads, G = H / K, Q queries, S keys, E head size.
 """
@@ -21,12 +22,13 @@ def attend(
     mask: Mask | torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention (B, H, Q, E) of queries over keys and values (B, K, S, E), grouped heads included. Queries
-    may also be packed by the key head they share, (B, K, G Q, E): the same numbers in the same order.
+    """Return the attention (B, H, Q, E) of queries over keys and values (B, K, S, E), grouped heads
+    included. Queries may also be packed by the key head they share, (B, K, G Q, E): the same numbers in
+    the same order.
 
-    A mask of ranges alone goes through FlexAttention on CUDA and in pieces elsewhere (torch has no backward of
-    FlexAttention on the CPU); one of a cache through a Triton kernel on CUDA and densely elsewhere. A tensor (B, 1, Q,
-    S), bool or additive, goes to SDPA as it is."""
+    A mask of ranges alone goes through FlexAttention on CUDA and in pieces elsewhere (torch has no
+    backward of FlexAttention on the CPU); one of a cache through a Triton kernel on CUDA and densely
+    elsewhere. A tensor (B, 1, Q, S), bool or additive, goes to SDPA as it is."""
     if not isinstance(mask, Mask):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(queries.dtype)  # SDPA on the CPU silently misreads a mask of another dtype
@@ -46,7 +48,8 @@ def attend(
 
 
 class _PieceAttention(torch.autograd.Function):
-    """Attention under a mask in pieces. Nothing is kept of a piece: its backward pass computes its weights again."""
+    """Attention under a mask in pieces. Nothing is kept of a piece: its backward pass computes its
+    weights again."""
 
     @staticmethod
     def forward(ctx, q, k, v, pieces: list[MaskPiece], scale: float):
@@ -87,8 +90,8 @@ class _PieceAttention(torch.autograd.Function):
 def attend_pieces(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of queries (B, H, Q, E) piece by piece; in float32 where these are less, which takes no longer on a
-    CPU. The result has the values' dtype."""
+    """Attention of queries (B, H, Q, E) piece by piece; in float32 where these are less, which takes no
+    longer on a CPU. The result has the values' dtype."""
     wide = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (q, k, v))
     return _PieceAttention.apply(*wide, mask.pieces, q.shape[-1] ** -0.5 if scale is None else scale).to(v.dtype)
 
@@ -96,8 +99,8 @@ def attend_pieces(
 def attend_tiles(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of queries (B, H, Q, E) by FlexAttention. Autocast leaves queries and keys, which come out of norms, in
-    float32, and does not cast for it."""
+    """Attention of queries (B, H, Q, E) by FlexAttention. Autocast leaves queries and keys, which come
+    out of norms, in float32, and does not cast for it."""
     return _flex()(q.to(v.dtype), k.to(v.dtype), v, block_mask=mask.tiles, scale=scale, enable_gqa=True)
 
 
@@ -111,8 +114,8 @@ def _flex():
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether there is the Triton kernel on a device: CUDA with Triton, whose kernel is compared with the
-    reference first."""
+    """Return whether there is the Triton kernel on a device: CUDA with Triton, whose kernel is compared
+    with the reference first."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     try:
@@ -126,7 +129,8 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def kernel_error(device: torch.device, dtype: torch.dtype = torch.float32, window: int | None = 9) -> float:
-    """Return the greatest difference between the kernel and its reference over a small cache of random numbers."""
+    """Return the greatest difference between the kernel and its reference over a small cache of random
+    numbers."""
     from infer.attention.tree_kernel import tree_attention
 
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,8 @@ Heads = tuple[int, int]  # how many, and their size
 
 @dataclass
 class LayerWindow:
-    """One layer of a window, as views of the cache's buffer. Not frozen, since that takes longer to make."""
+    """One layer of a window, as views of the cache's buffer. Not frozen, since that takes longer to
+    make."""
 
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
     index: int
@@ -36,8 +37,9 @@ class LayerWindow:
 
 
 class Stateful:
-    """The part of a Hugging Face cache that recurrent layers call: they see no state of their own, and hand new inputs
-    on as they are to the functions of its `states` (`infer.targets.recurrent.States`)."""
+    """The part of a Hugging Face cache that recurrent layers call: they see no state of their own, and
+    hand new inputs on as they are to the functions of its `states`
+    (`infer.targets.recurrent.States`)."""
 
     def get_conv_state(self, *_: object, **__: object) -> None:
         return None
@@ -55,8 +57,9 @@ class Stateful:
 
 @dataclass
 class Window(Stateful):
-    """One forward pass's view of a cache: new positions are written to `slots`, and the first `extent` positions of
-    every row are visible. Duck-typed as a Hugging Face cache: attention layers call `update(keys, values, layer)`.
+    """One forward pass's view of a cache: new positions are written to `slots`, and the first `extent`
+    positions of every row are visible. Duck-typed as a Hugging Face cache: attention layers call
+    `update(keys, values, layer)`.
 
     `slots` may have more rows than are in use; the extra rows are written and never read.
     """
@@ -76,8 +79,8 @@ class Window(Stateful):
         return self.cache.states
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write Q new positions (B, H, Q, E) of one layer; return all visible keys and values, (B, H, extent, E)
-        each."""
+        """Write Q new positions (B, H, Q, E) of one layer; return all visible keys and values, (B, H,
+        extent, E) each."""
         flat, rows, seen = self.slots.flatten(), len(self.slots), []
         for (buffer, plane), new in zip(self.cache.places[layer], (keys, values), strict=True):
             memory = self.cache.buffers[buffer][plane]
@@ -113,14 +116,14 @@ class PackedLayer:
 
 
 class KVCache:
-    """Keys and values of all layers, written in place, in a buffer for every size of them; and the states of recurrent
-    layers.
+    """Keys and values of all layers, written in place, in a buffer for every size of them; and the
+    states of recurrent layers.
 
-    A forward pass writes its Q new positions behind each row's committed length (`window`); `commit` then keeps some of
-    them by moving the length, and the others are overwritten later. Nothing is concatenated or cropped. `add` takes
-    rows into use and `keep` gives rows up; the used ones are always the first. Inside `fixed` no shape depends on
-    lengths or on how many rows are in use, and lengths are moved on the device alone, so that a pass can be a CUDA
-    graph.
+    A forward pass writes its Q new positions behind each row's committed length (`window`); `commit`
+    then keeps some of them by moving the length, and the others are overwritten later. Nothing is
+    concatenated or cropped. `add` takes rows into use and `keep` gives rows up; the used ones are
+    always the first. Inside `fixed` no shape depends on lengths or on how many rows are in use, and
+    lengths are moved on the device alone, so that a pass can be a CUDA graph.
     """
 
     def __init__(
@@ -132,8 +135,8 @@ class KVCache:
         device: torch.device,
         states: object | None = None,
     ) -> None:
-        """`layers`: the heads of keys and of values of every layer that keeps any; `states`: those of recurrent layers
-        (`infer.targets.recurrent.States`)."""
+        """`layers`: the heads of keys and of values of every layer that keeps any; `states`: those of
+        recurrent layers (`infer.targets.recurrent.States`)."""
         self.rows, self.capacity, self.states = rows, capacity, states
         widths: list[int] = []  # of every plane
         self.places: dict[int, list[tuple[int, int]]] = {}  # by layer: buffer and plane of its keys and its values
@@ -156,19 +159,20 @@ class KVCache:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The only buffer where all layers are alike, (2 * layers, rows * S, H * E): keys of layer i at 2i, values at
-        2i + 1."""
+        """The only buffer where all layers are alike, (2 * layers, rows * S, H * E): keys of layer i at
+        2i, values at 2i + 1."""
         return self.buffers[0]
 
     @property
     def even(self) -> bool:
-        """Whether the host knows all rows to have the same length, so that all of a window was written."""
+        """Whether the host knows all rows to have the same length, so that all of a window was
+        written."""
         return not self.fixed_rows and len(set(self.lengths)) == 1
 
     @contextmanager
     def fixed(self, rows: int) -> Iterator[None]:
-        """Inside, passes have `rows` rows, of which the used ones are the first: the others are written behind their
-        ends and never read."""
+        """Inside, passes have `rows` rows, of which the used ones are the first: the others are written
+        behind their ends and never read."""
         self.fixed_rows = rows
         try:
             yield
@@ -177,9 +181,9 @@ class KVCache:
 
     @contextmanager
     def add(self, count: int) -> Iterator["KVCache"]:
-        """Give the last `count` rows as a cache of their own over the same memory, empty, to be filled. At the end they
-        come into use as the next rows, and each moves there. Meanwhile the rows in use can be read and written, and
-        given up, but no others added."""
+        """Give the last `count` rows as a cache of their own over the same memory, empty, to be filled.
+        At the end they come into use as the next rows, and each moves there. Meanwhile the rows in use
+        can be read and written, and given up, but no others added."""
         first, used = self.rows - count, len(self.lengths)
         if used > first:
             raise ValueError(f"the cache has {self.rows} rows and {used} are in use: {count} more do not fit")
@@ -195,7 +199,8 @@ class KVCache:
         self.live[: len(self.lengths)] = 1
 
     def keep(self, order: list[int]) -> None:
-        """Make row i what row order[i] was, and give up the rows not named. order[i] must be at least i."""
+        """Make row i what row order[i] was, and give up the rows not named. order[i] must be at least
+        i."""
         for to, index in enumerate(order):
             self._move(index, to, self.lengths[index])
         self.ends[len(order) : len(self.lengths)] = 0
@@ -214,7 +219,8 @@ class KVCache:
             self.ends[source] = 0
 
     def window(self, width: int) -> Window:
-        """Return the window of the next `width` positions of every row. Raises ValueError beyond the capacity."""
+        """Return the window of the next `width` positions of every row. Raises ValueError beyond the
+        capacity."""
         if self.fixed_rows:
             rows, extent = self.fixed_rows, self.capacity
         else:
@@ -224,11 +230,13 @@ class KVCache:
         return Window(self, self.origins[:rows, None] + self.positions(rows, width), extent)
 
     def ends_of(self, rows: int) -> torch.Tensor:
-        """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are not in use."""
+        """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are not
+        in use."""
         return self.ends[:rows] * self.live[:rows] if self.fixed_rows else self.ends[:rows]
 
     def positions(self, rows: int, width: int) -> torch.Tensor:
-        """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows, width)."""
+        """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows,
+        width)."""
         return self.ends[:rows, None] + self.steps[:width]
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
@@ -237,7 +245,8 @@ class KVCache:
         return [buffer[:, first : first + count].clone() for buffer in self.buffers]
 
     def restore(self, row: int, parts: list[list[torch.Tensor]]) -> None:
-        """Write positions that were read, part by part, behind an empty row's beginning, and commit them."""
+        """Write positions that were read, part by part, behind an empty row's beginning, and commit
+        them."""
         first, length = row * self.capacity, 0
         for part in parts:
             count = part[0].shape[1] if part else 0
@@ -248,8 +257,8 @@ class KVCache:
         self.ends[row] = length
 
     def advance(self, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
-        """Commit `counts[b]` more positions of row b. `on_device` (B,) is the same on the device, where it exists;
-        `counts` is None where only the device knows it yet: `count` is to follow."""
+        """Commit `counts[b]` more positions of row b. `on_device` (B,) is the same on the device, where
+        it exists; `counts` is None where only the device knows it yet: `count` is to follow."""
         if counts is None:
             self.ends[: len(on_device)] += on_device * self.live[: len(on_device)]
             return
@@ -261,8 +270,9 @@ class KVCache:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def commit(self, path: torch.Tensor, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
-        """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end in this order,
-        and commit the first `counts[b]` of them; the rest of `path` is padding (`on_device`: see `advance`)."""
+        """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end
+        in this order, and commit the first `counts[b]` of them; the rest of `path` is padding
+        (`on_device`: see `advance`)."""
         if self.states is not None:
             on_device = torch.tensor(counts, device=path.device) if on_device is None else on_device
             self.states.commit(path, on_device)

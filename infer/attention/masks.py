@@ -1,15 +1,17 @@
 """Attention masks: one value for what queries see, in training, in packed rows and in caches.
 
-B rows, N anchors, K block size, T packed context length, Q queries, S keys, H query heads, H' key heads, G = H / H', E
-head size.
+B rows, N anchors, K block size, T packed context length, Q queries, S keys, H query heads, H' key
+heads, G = H / H', E head size.
 
-What a query sees is ranges of keys (`Mask.ranges`), and of new positions in a cache what `Mask.inside` allows. Training
-lays the queries of one packed row out as N blocks of K positions, and the keys as [T context positions | N * K block
-positions]: a query sees one range of the context and one of its own block (`block_mask`), the prefix-shared mask of
-DART section 3.2 and figure 4, for DFlash blocks: the context features strictly before the anchor, and the block. What
-a position of packed documents sees is one range (`packed_mask`). While decoding, it is one range of the cache, and
-ancestors in a tree or the rest of a block (`tree_mask`, `cached_blocks`).
-`infer.attention.attend.attend` chooses how a mask is evaluated: in pieces, densely, by FlexAttention or in Triton.
+What a query sees is ranges of keys (`Mask.ranges`), and of new positions in a cache what `Mask.inside`
+allows. Training lays the queries of one packed row out as N blocks of K positions, and the keys as [T
+context positions | N * K block positions]: a query sees one range of the context and one of its own
+block (`block_mask`), the prefix-shared mask of DART section 3.2 and figure 4, for DFlash blocks: the
+context features strictly before the anchor, and the block. What a position of packed documents sees is
+one range (`packed_mask`). While decoding, it is one range of the cache, and ancestors in a tree or the
+rest of a block (`tree_mask`, `cached_blocks`).
+`infer.attention.attend.attend` chooses how a mask is evaluated: in pieces, densely, by FlexAttention or
+in Triton.
 """
 
 from dataclasses import dataclass, field
@@ -51,8 +53,9 @@ class MaskPiece:
 
 @dataclass(frozen=True)
 class Mask:
-    """What Q queries of every row see of `keys` keys: those in one of their ranges; and of the queries themselves, new
-    positions behind the first `ends` of a cache, those that `inside` allows. Each form is made once, on first use."""
+    """What Q queries of every row see of `keys` keys: those in one of their ranges; and of the queries
+    themselves, new positions behind the first `ends` of a cache, those that `inside` allows. Each form
+    is made once, on first use."""
 
     keys: int  # S
     ranges: list[Range]
@@ -72,8 +75,8 @@ class Mask:
         return seen[:, None]
 
     def for_packed(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask, additive, of the queries of `groups` = G heads one after the other, (B, 1, G Q, S); None
-        where all is seen."""
+        """Return the mask, additive, of the queries of `groups` = G heads one after the other, (B, 1, G
+        Q, S); None where all is seen."""
         if self.whole:
             return None
         if (groups, dtype) not in self.packed:
@@ -95,8 +98,9 @@ class Mask:
 
     @cached_property
     def tiles(self) -> "BlockMask":
-        """The ranges for FlexAttention: which tiles of queries and keys it looks into, and which it need not ask. They
-        follow from the ranges' edges: no mask of queries x keys is evaluated, and no program compiled for it."""
+        """The ranges for FlexAttention: which tiles of queries and keys it looks into, and which it
+        need not ask. They follow from the ranges' edges: no mask of queries x keys is evaluated, and no
+        program compiled for it."""
         from torch.nn.attention.flex_attention import BlockMask
 
         ranges = self.ranges
@@ -122,8 +126,8 @@ def within(ranges: list[Range], places: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(low: torch.Tensor, high: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tiles of keys hold something that a tile of queries may see, and which all its queries see whole,
-    (B, tiles of queries, tiles of keys) bool; low, high (B, Q) are a range."""
+    """Return which tiles of keys hold something that a tile of queries may see, and which all its
+    queries see whole, (B, tiles of queries, tiles of keys) bool; low, high (B, Q) are a range."""
     queries, begins = low.shape[1], torch.arange(0, keys, TILE, device=low.device)
     places = torch.arange(-(-queries // TILE) * TILE, device=low.device).clamp(max=queries - 1)
     low, high = (edge[:, places].unflatten(1, (-1, TILE)) for edge in (low, high))
@@ -134,14 +138,15 @@ def _tiles(low: torch.Tensor, high: torch.Tensor, keys: int) -> tuple[torch.Tens
 
 
 def _listed(tiles: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return how many tiles of each row are meant, and their numbers before those of the others, as FlexAttention
-    reads them."""
+    """Return how many tiles of each row are meant, and their numbers before those of the others, as
+    FlexAttention reads them."""
     order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
     return {"num_blocks": tiles.sum(-1, dtype=torch.int32), "indices": order.int()}
 
 
 def opens(documents: torch.Tensor) -> torch.Tensor:
-    """Return where the document of every position begins, (B, T); documents (B, T), each in one piece."""
+    """Return where the document of every position begins, (B, T); documents (B, T), each in one
+    piece."""
     changes = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     places = torch.arange(documents.shape[1], device=documents.device)
     return torch.where(changes, places, 0).cummax(1).values
@@ -150,14 +155,15 @@ def opens(documents: torch.Tensor) -> torch.Tensor:
 def block_mask(
     starts: torch.Tensor, documents: torch.Tensor, width: int, causal: bool = False, window: int | None = None
 ) -> Mask:
-    """Return what the queries of blocks of `width` see in training, (B, N * width), of T + N * width keys: one range of
-    the context, one of their own block.
+    """Return what the queries of blocks of `width` see in training, (B, N * width), of T + N * width
+    keys: one range of the context, one of their own block.
 
-    starts (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones before (an
-    unused slot may hold any position: its block attends to something and carries no loss); documents (B, T) int64
-    document number of every context position, -1 for padding. `causal` makes positions inside a block see only those
-    before them (DART), otherwise all (DFlash). With a `window` they see only what is less than that many positions
-    away, context and block alike (sliding attention)."""
+    starts (B, N) int64 positions where the blocks begin: those of the bonus tokens, for DART the ones
+    before (an unused slot may hold any position: its block attends to something and carries no loss);
+    documents (B, T) int64 document number of every context position, -1 for padding. `causal` makes
+    positions inside a block see only those before them (DART), otherwise all (DFlash). With a `window`
+    they see only what is less than that many positions away, context and block alike (sliding
+    attention)."""
     length, steps = documents.shape[1], torch.arange(width, device=starts.device)
     ends = starts[..., None].expand(-1, -1, width)  # (B, N, W)
     begins = opens(documents).gather(1, starts)[..., None]
@@ -172,8 +178,8 @@ def block_mask(
 
 
 def first_near(positions: torch.Tensor, width: int | None, chunked: bool = False) -> torch.Tensor:
-    """Return the first position that queries at `positions` (B, Q) may see: of the last `width` ones, their own
-    included, or of those in the same chunk of so many; `width` None: the first of all."""
+    """Return the first position that queries at `positions` (B, Q) may see: of the last `width` ones,
+    their own included, or of those in the same chunk of so many; `width` None: the first of all."""
     if width is None:
         return torch.zeros_like(positions)
     return positions - positions % width if chunked else positions - width + 1
@@ -182,8 +188,9 @@ def first_near(positions: torch.Tensor, width: int | None, chunked: bool = False
 def packed_mask(
     positions: torch.Tensor, documents: torch.Tensor, width: int | None = None, chunked: bool = False
 ) -> Mask:
-    """Return what positions (B, T) of packed rows see, as one range of keys: what is before them in their document
-    (B, T); with a `width`, of that the last so many positions, or those in the same chunk of so many."""
+    """Return what positions (B, T) of packed rows see, as one range of keys: what is before them in
+    their document (B, T); with a `width`, of that the last so many positions, or those in the same
+    chunk of so many."""
     begins, places = opens(documents), torch.arange(documents.shape[1], device=documents.device)
     if width is not None:
         begins = torch.maximum(begins, places - positions + first_near(positions, width, chunked))
@@ -199,9 +206,10 @@ def tree_mask(
     chunked: bool = False,
     whole: bool = False,
 ) -> Mask:
-    """Return what new positions (B, Q) of a cache see of its first `keys` places: their row's `ends` (B,) cached
-    positions, and of each other what `inside` (B, Q, Q) allows (tree attention, DDTree section 4.4); with a `width`, of
-    both the last so many positions, or those in the same chunk. Distances are between positions, not places in the
+    """Return what new positions (B, Q) of a cache see of its first `keys` places: their row's `ends`
+    (B,) cached positions, and of each other what `inside` (B, Q, Q) allows (tree attention, DDTree
+    section 4.4); with a `width`, of both the last so many positions, or those in the same chunk.
+    Distances are between positions, not places in the
     cache: siblings in a tree have the same position."""
     near = first_near(positions, width, chunked)  # (B, Q)
     if width is not None:
@@ -212,8 +220,8 @@ def tree_mask(
 def cached_blocks(
     ends: torch.Tensor, width: int, keys: int, causal: bool, window: int | None, whole: bool = False
 ) -> Mask:
-    """Return what blocks of `width` queries behind `ends` (B,) cached positions see: all that is cached and the block,
-    or less of it; `whole`: the host knows that all rows have the same length."""
+    """Return what blocks of `width` queries behind `ends` (B,) cached positions see: all that is cached
+    and the block, or less of it; `whole`: the host knows that all rows have the same length."""
     steps = torch.arange(width, device=ends.device)
     inside = (steps <= steps[:, None]) | (not causal)
     if window is not None:
@@ -223,6 +231,6 @@ def cached_blocks(
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where allowed and the dtype's lowest value elsewhere. Hugging Face's eager attention adds its mask, so a
-    boolean one would be silently wrong there."""
+    """Return 0 where allowed and the dtype's lowest value elsewhere. Hugging Face's eager attention
+    adds its mask, so a boolean one would be silently wrong there."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)

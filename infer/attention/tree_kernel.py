@@ -1,9 +1,10 @@
-"""Attention of new positions over a cache whose lengths only the device knows, in Triton: the kernel of `tree_mask`.
+"""Attention of new positions over a cache whose lengths only the device knows, in Triton: the kernel of
+`tree_mask`.
 
-Keys and values are read once for all the query heads that share them, never repeated, and no further than a row's
-length. Of a mask only what the new positions see of each other is in memory. One program takes a tile of queries and a
-part of the keys (as in FlashDecoding); a second kernel joins the parts. No shape, and so no program and no plan,
-depends on a length.
+Keys and values are read once for all the query heads that share them, never repeated, and no further
+than a row's length. Of a mask only what the new positions see of each other is in memory. One program
+takes a tile of queries and a part of the keys (as in FlashDecoding); a second kernel joins the parts.
+No shape, and so no program and no plan, depends on a length.
 
 B rows, K key heads, G query heads of each, Q new positions, S capacity, E head size.
 """
@@ -81,8 +82,8 @@ def _join(partial, stats, out, queries, parts, E: tl.constexpr, WIDE: tl.constex
 def tree_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Mask, scale: float
 ) -> torch.Tensor:
-    """Return the attention (B, K, G Q, E) of packed queries (B, K, G Q, E) over keys and values (B, K, S, E), views of
-    a cache, under a mask of Q new positions."""
+    """Return the attention (B, K, G Q, E) of packed queries (B, K, G Q, E) over keys and values (B, K,
+    S, E), views of a cache, under a mask of Q new positions."""
     rows, heads, count, size = queries.shape
     nodes = mask.inside.shape[-1]
     assert keys.stride() == values.stride() and keys.stride(-1) == 1 and mask.inside.stride()[1:] == (nodes, 1)

@@ -1,7 +1,7 @@
 """`chat`: a conversation with a server of ours in the terminal, coloured to show what was drafted.
 
-Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the target's own token, one a
-round.
+Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the target's
+own token, one a round.
 """
 
 import json
@@ -44,7 +44,8 @@ class ChatCommand:
 
 
 def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:
-    """Yield the chunks of one streamed answer. Raises ValueError with the server's own sentence if it refuses."""
+    """Yield the chunks of one streamed answer. Raises ValueError with the server's own sentence if it
+    refuses."""
     body = {"messages": messages, "temperature": config.temperature, "max_tokens": config.max_tokens}
     body |= {"stream": True, "trace": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:

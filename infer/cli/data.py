@@ -55,7 +55,8 @@ def run(config: DataCommand) -> None:
 
 
 def report(read: list[tuple[dict, list]], faults: Counter, kwargs: dict) -> Iterator[str]:
-    """Yield the lines of counts and lengths of rows and their sequences; `kwargs`: what the chat template is told."""
+    """Yield the lines of counts and lengths of rows and their sequences; `kwargs`: what the chat
+    template is told."""
     chats = [row["chat"] for row, _ in read if row["chat"]]
     answers = [turn for chat in chats for turn in chat["messages"] if turn["role"] == "assistant"]
     others = [row for row, _ in read if not row["chat"]]

@@ -1,4 +1,5 @@
-"""`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked diffusion model."""
+"""`eval`: a drafter measured on held-out prompts or on a suite of question sets; or a masked diffusion
+model."""
 
 import sys
 from dataclasses import asdict, dataclass, field, replace
@@ -13,17 +14,17 @@ from infer.utils.progress import Progress
 
 @dataclass
 class EvalCommand(OfData):
-    """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked diffusion model,
-    which has no drafter, measure what drafting for itself saves.
+    """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked
+    diffusion model, which has no drafter, measure what drafting for itself saves.
 
-    checkpoint: a drafter folder, a training checkpoint, "embedded": the embedded target's own, or "lookup": the text's
-        own n-grams
+    checkpoint: a drafter folder, a training checkpoint, "embedded": the embedded target's own, or
+        "lookup": the text's own n-grams
     out: where numbers and the report go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
-    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says, without
-        its prompts
+    suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says,
+        without its prompts
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 

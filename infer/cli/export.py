@@ -13,12 +13,15 @@ class ExportCommand(OfTarget):
     """Write a drafter for other engines (`hf upload <user>/<name> <out>` uploads it).
 
     checkpoint: anything that load_drafter reads
-    format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a selector, a Markov head,
-        a Markov head or a GRU; speculators: vLLM; transformers: its own `generate`, from 5.23 on; gguf: llama.cpp
+    format: the layout. dflash: vLLM and SGLang; dflash2, dspark and specforge: the same with a
+        selector, a Markov head, a Markov head or a GRU; speculators: vLLM; transformers: its own
+        `generate`, from 5.23 on; gguf: llama.cpp
     converter: of format=gguf, llama.cpp's convert_hf_to_gguf.py; None: the one on PATH
     out: a folder that is not there yet, or empty
-    license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was named
-    base_model: the target's name on the hub, for others to read, a model of the drafter's sizes; None: target.path
+    license: the drafter's license, for its card: apache-2.0, ...; None: the card says that none was
+        named
+    base_model: the target's name on the hub, for others to read, a model of the drafter's sizes; None:
+        target.path
     target: see TargetConfig in infer/config.py; speculators and dspark store its embedding and head
     """
 

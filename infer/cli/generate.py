@@ -14,9 +14,10 @@ class GenerateCommand(OfTarget):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
     checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
-    prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -: standard input
-    chat: ask through the target's chat template; false: continue the text; None: ask where there is a template that
-        writes more than the messages
+    prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -:
+        standard input
+    chat: ask through the target's chat template; false: continue the text; None: ask where there is a
+        template that writes more than the messages
     target: see TargetConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py

@@ -10,7 +10,8 @@ from infer.utils.checks import check_parts
 
 @dataclass
 class OfTarget:
-    """Options of a command for a target. FROM_RUN: parts that are those of the checkpoint's run, unless they are given.
+    """Options of a command for a target. FROM_RUN: parts that are those of the checkpoint's run, unless
+    they are given.
 
     target: see TargetConfig in infer/config.py
     """
@@ -24,15 +25,16 @@ class OfTarget:
 
 
 def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
-    """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one cannot follow."""
+    """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one
+    cannot follow."""
     from infer.masked.model import is_masked
 
     return masked_options(decoding, masked) if is_masked(place.path) else decoding
 
 
 def load(place: TargetConfig, checkpoint: str | None):
-    """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no checkpoint, or a
-    masked diffusion model. Raises ValueError as `load_all`."""
+    """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no
+    checkpoint, or a masked diffusion model. Raises ValueError as `load_all`."""
     from infer import load_masked
     from infer.masked.model import is_masked
 
@@ -43,10 +45,10 @@ def load(place: TargetConfig, checkpoint: str | None):
 
 
 def load_all(place: TargetConfig, checkpoints: list[str]):
-    """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a mistake in one
-    costs less time; how their target was asked in training (`chat_template_kwargs`) is how it is asked here, unless the
-    target's options say otherwise: as for the first that says so. Raises ValueError for a drafter
-    that does not fit, and for a masked diffusion model."""
+    """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a
+    mistake in one costs less time; how their target was asked in training (`chat_template_kwargs`) is
+    how it is asked here, unless the target's options say otherwise: as for the first that says so.
+    Raises ValueError for a drafter that does not fit, and for a masked diffusion model."""
     from infer import load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked

@@ -24,7 +24,8 @@ class RegenerateCommand(OfTarget):
     server: instead of our engine, an address with OpenAI's API, such as http://host:8000/v1
     at_once: requests under way at the server
     shard: which of several equal parts of the rows is answered: 2/8 is the second of eight
-    capacity: tokens of prompt and answer together in our engine, at most; longer chats end before; None: room for all
+    capacity: tokens of prompt and answer together in our engine, at most; longer chats end before;
+        None: room for all
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
     decoding: see DecodeOptions in infer/config.py
@@ -43,7 +44,8 @@ class RegenerateCommand(OfTarget):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which part of how many is answered, counted from 1. Raises ValueError where `shard` does not say."""
+        """Which part of how many is answered, counted from 1. Raises ValueError where `shard` does not
+        say."""
         number, _, count = self.shard.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
             raise ValueError(f"shard={self.shard}: i/n, such as 2/8 for the second of eight parts")
@@ -108,8 +110,8 @@ def answer(config: RegenerateCommand, out: Path) -> None:
 
 
 def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:
-    """Yield the rows of the data that this shard answers. Their templates are told what they say themselves, and what
-    target.chat_template_kwargs says, which counts more: the answers are new."""
+    """Yield the rows of the data that this shard answers. Their templates are told what they say
+    themselves, and what target.chat_template_kwargs says, which counts more: the answers are new."""
     from data.rows import questions
     from infer.serving.dialogue import Row
 

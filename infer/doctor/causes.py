@@ -1,9 +1,9 @@
-"""The known causes of low acceptance, a row of one table each: how a cause shows directly, how it is tried, and what
-mends it.
+"""The known causes of low acceptance, a row of one table each: how a cause shows directly, how it is
+tried, and what mends it.
 
-What is tried is one thing changed in how the drafter is read, and a replay (`infer.doctor.replay`). A trial
-explains a difference by as much as it brings our decoding from what we measured to what was measured elsewhere: that of
-a card, behind which a folder falls short, or that of an engine.
+What is tried is one thing changed in how the drafter is read, and a replay (`infer.doctor.replay`). A
+trial explains a difference by as much as it brings our decoding from what we measured to what was
+measured elsewhere: that of a card, behind which a folder falls short, or that of an engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +57,8 @@ class Case:
 
     @property
     def apart(self) -> float:
-        """How many of the rounds and accepted drafts differ, in shares of ours: 0 where the drafter is read alike."""
+        """How many of the rounds and accepted drafts differ, in shares of ours: 0 where the drafter is
+        read alike."""
         return difference(self.ours, self.goal) / max(1, sum(a.rounds + sum(a.accepted) for a in self.ours))
 
     @property
@@ -69,8 +70,8 @@ class Case:
 
 
 def difference(a: Sequence[Acceptance], b: Sequence[Acceptance]) -> float:
-    """Return how many rounds and accepted drafts two measurements differ by: text by text where both know them so, else
-    position by position of all texts together."""
+    """Return how many rounds and accepted drafts two measurements differ by: text by text where both
+    know them so, else position by position of all texts together."""
     if len(a) != len(b):
         a, b = [Acceptance.of_all(a)], [Acceptance.of_all(b)]
     total = 0
@@ -98,7 +99,8 @@ def taps_of(drafter: Drafter) -> list[Tap]:
 
 
 def altered(drafter: Drafter, own: dict | None = None, **keys: object) -> Drafter:
-    """Return the drafter with some keys of its config.json changed, `own`: of its family's part; the same weights."""
+    """Return the drafter with some keys of its config.json changed, `own`: of its family's part; the
+    same weights."""
     config = deepcopy(drafter.config)
     config.update({drafter.family.config_key: drafter.own | (own or {})} | keys)
     other = type(drafter)(config)
@@ -116,7 +118,8 @@ def other_layers(target: Target, drafter: Drafter) -> Iterator[Variation]:
 
 
 def other_norms(target: Target, drafter: Drafter) -> Iterator[Variation]:
-    """Tap behind the norm that the states go into; the last layer before the last norm, if it is behind it."""
+    """Tap behind the norm that the states go into; the last layer before the last norm, if it is behind
+    it."""
     count = len(target.body.layers)
     if count in drafter.layer_ids:
         taps = [Tap(count - 1) if layer == count else Tap(layer) for layer in drafter.layer_ids]
@@ -146,8 +149,8 @@ def other_thetas(target: Target, drafter: Drafter) -> Iterator[Variation]:
 
 
 def one_key_norm(target: Target, drafter: Drafter) -> Iterator[Variation]:
-    """Let all layers take the first one's norm for the keys of the context, as vLLM's CPU kernel does (0.32: its
-    `rms_norm` of all layers' keys at once reads the first row of their weights)."""
+    """Let all layers take the first one's norm for the keys of the context, as vLLM's CPU kernel does
+    (0.32: its `rms_norm` of all layers' keys at once reads the first row of their weights)."""
     if drafter.config.num_hidden_layers > 1 and "block_size" in drafter.own:
         other = altered(drafter)
         make = other.make_state
@@ -166,8 +169,8 @@ def one_key_norm(target: Target, drafter: Drafter) -> Iterator[Variation]:
 
 
 def read_otherwise(case: Case, chat: bool) -> int:
-    """Count the prompts, of chats or of plain texts, whose tokens are not those of the reference: by this tokenizer, or
-    by the engine, which tells their number."""
+    """Count the prompts, of chats or of plain texts, whose tokens are not those of the reference: by
+    this tokenizer, or by the engine, which tells their number."""
     wrong = 0
     for number, text in enumerate(case.reference.texts):
         if text.chat == chat and case.served is not None:
@@ -178,7 +181,8 @@ def read_otherwise(case: Case, chat: bool) -> int:
 
 
 def in_tokens(target: Target, text: KnownText) -> list[int]:
-    """Return a reference's prompt as the target's tokenizer reads it now; no tokens where it has no template."""
+    """Return a reference's prompt as the target's tokenizer reads it now; no tokens where it has no
+    template."""
     with suppress(ValueError):
         return encode(target, [{"role": "user", "content": text.said}] if text.chat else text.said)
     return []
@@ -202,7 +206,8 @@ def show_template(case: Case) -> str | None:
 
 
 def show_drafted(case: Case) -> str | None:
-    """Say where fewer or more are drafted than a block has, with the anchor's slot or without, and it costs."""
+    """Say where fewer or more are drafted than a block has, with the anchor's slot or without, and it
+    costs."""
     own = case.drafter.block_size - 1
     if case.served is None or not case.low or own - 0.5 <= case.served.drafted <= own + 1.5:
         return None
@@ -224,9 +229,9 @@ READING = "the engine reads the folder otherwise ({}): export it in the format t
 
 @dataclass(frozen=True)
 class Cause:
-    """A row of the table. `shows`: a sentence where the cause is seen directly, None where it is not. `trials`: what to
-    replay, for causes that cannot be seen. `mend`: what to do, for a folder and for an engine; {} stands for the
-    trial's label."""
+    """A row of the table. `shows`: a sentence where the cause is seen directly, None where it is not.
+    `trials`: what to replay, for causes that cannot be seen. `mend`: what to do, for a folder and for
+    an engine; {} stands for the trial's label."""
 
     name: str
     shows: Callable[[Case], str | None] = lambda case: None

@@ -1,5 +1,5 @@
-"""What a running engine does with the prompts of a reference, asked over HTTP; its acceptance by its own counters on
-/metrics. Nobody else may ask the engine meanwhile: counters are for all requests.
+"""What a running engine does with the prompts of a reference, asked over HTTP; its acceptance by its
+own counters on /metrics. Nobody else may ask the engine meanwhile: counters are for all requests.
 """
 
 import os
@@ -45,8 +45,8 @@ def open_client(url: str) -> httpx.Client:
 
 
 def examine_engine(client: httpx.Client, reference: Reference) -> Served:
-    """Send the prompts of a reference, as a client would, and return what came of it. Raises ValueError where there is
-    no server, or none that tells how many drafts it accepts."""
+    """Send the prompts of a reference, as a client would, and return what came of it. Raises ValueError
+    where there is no server, or none that tells how many drafts it accepts."""
     try:
         answers, counts = [], [read_metrics(client)]
         counters = next((each for each in COUNTERS if each.rounds in counts[0]), None)
@@ -73,7 +73,8 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
 
 
 def acceptance(counters: Counters, counted: Counter[str], reference: Reference) -> Acceptance:
-    """Return what an engine counted of one text: by the positions of a block at least, without zeros behind."""
+    """Return what an engine counted of one text: by the positions of a block at least, without zeros
+    behind."""
     positions = range(reference.block_size + 64)
     accepted = [round(counted[f"{counters.accepted} {position}"]) for position in positions]
     while len(accepted) >= reference.block_size and not accepted[-1]:
@@ -82,12 +83,14 @@ def acceptance(counters: Counters, counted: Counter[str], reference: Reference) 
 
 
 def tokens_of(text: KnownText, reference: Reference) -> int:
-    """Return how many tokens to ask for: rounds begin before the last block_size - 1 of a known answer."""
+    """Return how many tokens to ask for: rounds begin before the last block_size - 1 of a known
+    answer."""
     return max(1, len(text.ids) - reference.block_size + 1)
 
 
 def read_metrics(client: httpx.Client) -> Counter[str]:
-    """Return an engine's counters, those by position as "name position", all models and processes together."""
+    """Return an engine's counters, those by position as "name position", all models and processes
+    together."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

@@ -1,5 +1,5 @@
-"""Why a drafter's acceptance is low: what its card says, what we reach with it, what an engine reaches, and which of
-the known causes (`infer.doctor.causes`) explains the difference.
+"""Why a drafter's acceptance is low: what its card says, what we reach with it, what an engine reaches,
+and which of the known causes (`infer.doctor.causes`) explains the difference.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. evidence: what was measured or tried, and its acceptance; cause: None for a healthy pair, or
-    where no known cause explains it."""
+    """What was found. evidence: what was measured or tried, and its acceptance; cause: None for a
+    healthy pair, or where no known cause explains it."""
 
     healthy: bool
     verdict: str
@@ -47,8 +47,8 @@ def examine(
     carded: bool = True,
     checkpoint: str = "<drafter>",
 ) -> Diagnosis:
-    """Compare what a card says (`carded`: the reference is one; else it was measured just now, with this drafter), what
-    the drafter reaches here, and what an engine reaches."""
+    """Compare what a card says (`carded`: the reference is one; else it was measured just now, with
+    this drafter), what the drafter reaches here, and what an engine reaches."""
     trials = [(cause, trial) for cause in CAUSES for trial in cause.trials(target, drafter)]
     taps = dict.fromkeys([*taps_of(drafter), *(tap for _, trial in trials for tap in trial.taps)])
     prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]

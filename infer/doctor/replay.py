@@ -1,7 +1,8 @@
-"""Chains replayed behind texts that are there already: what the target computed of them is computed once, and each
-drafter, or each way to read one, costs passes of the drafter alone.
+"""Chains replayed behind texts that are there already: what the target computed of them is computed
+once, and each drafter, or each way to read one, costs passes of the drafter alone.
 
-The texts are the target's own greedy answers, so that a replay drafts, accepts and goes on exactly as decoding does.
+The texts are the target's own greedy answers, so that a replay drafts, accepts and goes on exactly as
+decoding does.
 
 B texts, T their tokens, F features of a position, L drafted positions, D hidden size, V vocabulary.
 """
@@ -37,7 +38,8 @@ class Material:
 
 
 def next_norm(target: Target, layer: int) -> torch.nn.Module | None:
-    """Return the norm that what a layer puts out goes into, None where the model's layers have none of that name."""
+    """Return the norm that what a layer puts out goes into, None where the model's layers have none of
+    that name."""
     layers = target.body.layers
     if layer + 1 < len(layers):
         return getattr(layers[layer + 1], "input_layernorm", None)
@@ -66,8 +68,8 @@ def compute(target: Target, prompts: list[list[int]], answers: list[list[int]], 
 
 @torch.inference_mode()
 def replay(target: Target, drafter: Drafter, material: Material, taps: Sequence[Tap], margin: int) -> list[Acceptance]:
-    """Draft chains along the answers; return what was accepted, text by text. A round counts if it begins before a
-    text's last `margin` tokens."""
+    """Draft chains along the answers; return what was accepted, text by text. A round counts if it
+    begins before a text's last `margin` tokens."""
     length, rows = drafter.block_size - 1, len(material.answers)
     features = torch.cat([material.states[tap] for tap in taps], dim=-1)  # (B, T, F)
     widths = [len(prompt) for prompt in material.prompts]

@@ -1,20 +1,24 @@
-"""What the families of drafters share: where they tap the target, their attention, and their memory while decoding.
+"""What the families of drafters share: where they tap the target, their attention, and their memory
+while decoding.
 
-B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions), W
-queries of a block, D hidden size, F features of a position, H heads, E head size, V vocabulary.
+B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted
+positions), W queries of a block, D hidden size, F features of a position, H heads, E head size, V
+vocabulary.
 
-A family is a subclass of `Drafter` that a row of `infer.drafters.families` names. What it has besides what stands here
-(dflash/model.py is the one to read):
+A family is a subclass of `Drafter` that a row of `infer.drafters.families` names. What it has besides
+what stands here (dflash/model.py is the one to read):
 
-- `default_layer_ids`, `own_config`: where it taps the target, and its own part of a new drafter's config.json;
+- `default_layer_ids`, `own_config`: where it taps the target, and its own part of a new drafter's
+config.json;
 - `read` and `writers`: its layouts of config.json, to and fro;
-- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`block_mask`, one for
-  each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first query stands
-  `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first whose state is read;
-- `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens of newly
-  committed positions in; states of a block out, which `draft_block` turns into marginals;
-- `warm_layers`, `warm_tap`, `finish_warm_start`: which of the target's layers its own can start as, which of the tapped
-  layers they then read, and what else a warm start sets.
+- `inputs` and `forward` for training: many blocks of packed rows under shared masks (`block_mask`, one
+  for each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first
+  query stands `anchor_offset` positions before the anchor, and slot `first_draft_slot` is the first
+  whose state is read;
+- `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens
+  of newly committed positions in; states of a block out, which `draft_block` turns into marginals;
+- `warm_layers`, `warm_tap`, `finish_warm_start`: which of the target's layers its own can start as,
+  which of the tapped layers they then read, and what else a warm start sets.
 """
 
 import re
@@ -42,16 +46,18 @@ from infer.targets.layers import read_norm
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
 
-# Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by number.
+# Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by
+# number.
 SPARE = re.compile(r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE)
 FLAT, PROBES = 3.0, 32  # largest logit of a fresh drafter for what enters it, over so many tokens
 
 
 def mask_candidates(tokenizer, vocabulary: int, end_ids: Collection[int]) -> Iterator[int]:
-    """Yield ids that text does not use, the surest first: the tokenizer's own mask token; the first id past the
-    tokenizer's inside the padded vocabulary (Qwen3: 151669); a token that is a mask, reserved or unused by name
-    (Gemma, Llama 3, Nemotron); the padding token, if nothing else ends or begins with it; the last of the special
-    tokens that neither begin or end texts nor stand in the chat template (SmolLM2: <empty_output>)."""
+    """Yield ids that text does not use, the surest first: the tokenizer's own mask token; the first id
+    past the tokenizer's inside the padded vocabulary (Qwen3: 151669); a token that is a mask, reserved
+    or unused by name (Gemma, Llama 3, Nemotron); the padding token, if nothing else ends or begins with
+    it; the last of the special tokens that neither begin or end texts nor stand in the chat template
+    (SmolLM2: <empty_output>)."""
     if tokenizer.mask_token_id is not None:
         yield tokenizer.mask_token_id
     if len(tokenizer) < vocabulary:
@@ -70,8 +76,9 @@ def mask_candidates(tokenizer, vocabulary: int, end_ids: Collection[int]) -> Ite
 def default_mask_token(
     tokenizer, vocabulary: int, end_ids: Collection[int], used: Callable[[], Collection[int]] | None = None
 ) -> int:
-    """Return the first of `mask_candidates` that the data do not use, where `used()` says which ids they do; then any
-    other id that they do not, the last one, will do. Raises ValueError where there is none."""
+    """Return the first of `mask_candidates` that the data do not use, where `used()` says which ids
+    they do; then any other id that they do not, the last one, will do. Raises ValueError where there is
+    none."""
     masks = mask_candidates(tokenizer, vocabulary, end_ids)
     first = next(masks, None)
     if first is not None and (used is None or first >= len(tokenizer)):  # no text has the latter
@@ -86,14 +93,15 @@ def default_mask_token(
 
 
 def tap_ids(own: dict, layers: int | None) -> tuple[int, ...]:
-    """Return the tapped layers as `Target` counts them, where id `layers` is the last layer's states behind the last
-    norm. own: the family's part of config.json; layers: how many the target has."""
+    """Return the tapped layers as `Target` counts them, where id `layers` is the last layer's states
+    behind the last norm. own: the family's part of config.json; layers: how many the target has."""
     normed = layers is not None and own.get("last_tap") == "normed"
     return tuple(layers if normed and i == layers - 1 else i for i in own["target_layer_ids"])
 
 
 def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
-    """Return the keys of a drafter's config.json that all families share: sizes of the target and of the options."""
+    """Return the keys of a drafter's config.json that all families share: sizes of the target and of
+    the options."""
     same = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
     return {
         "block_size": options.block_size - bool(options.sample_from_anchor),
@@ -113,7 +121,8 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin signed."""
+    """Apply rotary positions to (B, H, T, E); cos and sin (B, T, E) as `Drafter.angles` gives them, sin
+    signed."""
     low, high = states.chunk(2, dim=-1)
     return states * cos[:, None] + torch.cat([high, low], dim=-1) * sin[:, None]
 
@@ -136,7 +145,8 @@ class Attention(nn.Module):
         return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
 
     def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E)."""
+        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T,
+        E)."""
         keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
         return rotate(keys, cos, sin), self.heads(self.v_proj(states)).transpose(1, 2)
 
@@ -179,7 +189,8 @@ class DrafterLayer(nn.Module):
         return self.input_layernorm(states)
 
     def around(self, name: str, states: torch.Tensor, sublayer: Callable) -> torch.Tensor:
-        """What `sublayer`, attention or MLP, makes of normalised states, and what a family puts around it."""
+        """What `sublayer`, attention or MLP, makes of normalised states, and what a family puts around
+        it."""
         return sublayer(states)
 
     def forward(
@@ -189,9 +200,9 @@ class DrafterLayer(nn.Module):
         attend: Callable,
         items: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layer over states of blocks (B, Q, D). `attend(queries, keys, values)`, all of the blocks, (B, H, Q, E),
-        adds the context to the keys and values and returns (B, H, Q, E): from a cache or from a packed row. items:
-        what attention reads, if not `items(states)`."""
+        """The layer over states of blocks (B, Q, D). `attend(queries, keys, values)`, all of the
+        blocks, (B, H, Q, E), adds the context to the keys and values and returns (B, H, Q, E): from a
+        cache or from a packed row. items: what attention reads, if not `items(states)`."""
 
         def attention(items: torch.Tensor) -> torch.Tensor:
             queries = self.self_attn.queries(items, *rotary)
@@ -204,21 +215,22 @@ class DrafterLayer(nn.Module):
 
 
 def masked_attention_behind(before: tuple[torch.Tensor, torch.Tensor], mask, queries, keys, values) -> torch.Tensor:
-    """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and the blocks' own."""
+    """Training: attention of queries (B, H, Q, E) over the context's keys and values, `before`, and the
+    blocks' own."""
     keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (keys, values), strict=True))
     return attend(queries, keys, values, mask)
 
 
 def attend_cached(window: Window, layer: int, mask, queries, keys, values) -> torch.Tensor:
-    """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's own keys and
-    values."""
+    """Decoding: attention of queries (B, H, Q, E) over what a layer's cache holds and the block's own
+    keys and values."""
     return attend(queries, *window.update(keys, values, layer), mask)
 
 
 @dataclass
 class DraftState:
-    """A drafter's memory of the texts it drafts for: keys and values of their context. Rows come and go as in the
-    cache."""
+    """A drafter's memory of the texts it drafts for: keys and values of their context. Rows come and go
+    as in the cache."""
 
     cache: KVCache
     angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin of every position, (1, capacity, E) each
@@ -230,7 +242,8 @@ class DraftState:
             yield replace(self, cache=cache)
 
     def pass_inputs(self, rows: int) -> tuple:
-        """Return what `Drafter.block_states` takes beside what every family's does, for the first `rows` rows."""
+        """Return what `Drafter.block_states` takes beside what every family's does, for the first
+        `rows` rows."""
         return ()
 
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,7 +317,8 @@ class Drafter(nn.Module):
         return None if self.head_row is None else self.get_submodule(self.head_row.attribute)
 
     def add_conditional_head(self) -> None:
-        """Give the drafter the conditional head that its config.json names, if any, without weights yet."""
+        """Give the drafter the conditional head that its config.json names, if any, without weights
+        yet."""
         row, own = head_of(self.own), self.own
         self.head_row = row
         if row is None:
@@ -317,8 +331,9 @@ class Drafter(nn.Module):
             self.confidence_head = Confidence(self.config.hidden_size + beside)
 
     def add_ends(self, embedding: bool, head: bool) -> None:
-        """Give the drafter an embedding and a head of its own; otherwise it uses the target's. In a head with fewer
-        rows than there are tokens (`draft_vocab_size`), row r is token r + d2t[r], d2t (rows,) int64."""
+        """Give the drafter an embedding and a head of its own; otherwise it uses the target's. In a
+        head with fewer rows than there are tokens (`draft_vocab_size`), row r is token r + d2t[r], d2t
+        (rows,) int64."""
         config, vocabulary = self.config, self.config.vocab_size
         if embedding:
             self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size)
@@ -334,18 +349,19 @@ class Drafter(nn.Module):
         return embedded.to(self.norm.weight.dtype)
 
     def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the drafter's own
-        head has no row for are at minus infinity."""
+        """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the
+        drafter's own head has no row for are at minus infinity."""
         return whole_vocabulary(self, self.logits(target, states).log_softmax(dim=-1))
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """States behind the last norm (..., D) to what the head makes of them, float32: a row of the head each."""
+        """States behind the last norm (..., D) to what the head makes of them, float32: a row of the
+        head each."""
         logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
         return logits.float()
 
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
-        """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last norm, unless
-        the conditional head reads them before it."""
+        """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last
+        norm, unless the conditional head reads them before it."""
         return states if self.raw_states else self.last_norm(states)
 
     def check_target(self, target: Target) -> None:
@@ -367,7 +383,8 @@ class Drafter(nn.Module):
             raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw fresh weights: matrices normal with the config's standard deviation (0.02), norms one."""
+        """Draw fresh weights: matrices normal with the config's standard deviation (0.02), norms
+        one."""
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=self.config.initializer_range, generator=generator)
@@ -377,8 +394,8 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
-        """Draw fresh weights, or copy the target's head; then take over the target's own layers, if `warm` and they
-        compute what ours do."""
+        """Draw fresh weights, or copy the target's head; then take over the target's own layers, if
+        `warm` and they compute what ours do."""
         self.init_weights(generator)
         init_last_norm(self, target)
         if self.family.own_head:
@@ -388,8 +405,8 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:
-        """Start from the target's own layers (`warm_layers`), where they compute what ours do, on the features of one
-        tapped layer, and from its last norm; return whether they do."""
+        """Start from the target's own layers (`warm_layers`), where they compute what ours do, on the
+        features of one tapped layer, and from its last norm; return whether they do."""
         layers = [part for part in self.modules() if isinstance(part, DrafterLayer)]
         chosen = self.warm_layers(self.layer_ids, len(layers), target.config)
         source = [target.body.layers[i] for i in chosen]
@@ -411,7 +428,8 @@ class Drafter(nn.Module):
         return self.norm(states)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the sines."""
+        """Return cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the
+        sines."""
         cos, sin = self.rotary[0].to(positions.device)(self.norm.weight, positions)
         half = sin.shape[-1] // 2
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
@@ -427,8 +445,8 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:
-        """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept. With a conditional
-        head, marginals are the scores without its corrections."""
+        """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept. With
+        a conditional head, marginals are the scores without its corrections."""
         ends = state.cache.ends_of(len(bonus))
         positions = ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
         place = Place(ends, state.angles_at(positions), state.cache.window(self.num_queries))
@@ -439,8 +457,8 @@ class Drafter(nn.Module):
 
 
 def whole_vocabulary(drafter: Drafter, known: torch.Tensor) -> torch.Tensor:
-    """Scores of the rows of a drafter's head (..., rows) to scores of all tokens (..., V), minus infinity where there
-    is no row."""
+    """Scores of the rows of a drafter's head (..., rows) to scores of all tokens (..., V), minus
+    infinity where there is no row."""
     if drafter.d2t is None:
         return known
     tokens = drafter.d2t + torch.arange(len(drafter.d2t), device=known.device)
@@ -464,7 +482,8 @@ def init_head(drafter: Drafter, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def init_last_norm(drafter: Drafter, target: Target) -> None:
-    """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it, guesses nearly
+    """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it,
+    guesses nearly
     uniformly: a head tied to the embedding otherwise gives the token that entered all probability."""
     ids = torch.linspace(0, len(target.head_weight) - 1, PROBES, device=target.device).long()
     states = drafter.norm(target.embed(ids).cpu().float()).to(target.head_weight)
@@ -472,7 +491,8 @@ def init_last_norm(drafter: Drafter, target: Target) -> None:
 
 
 def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int, ...]:
-    """Return the tapped layers of a target, from its config. Raises ValueError for layers that it does not have."""
+    """Return the tapped layers of a target, from its config. Raises ValueError for layers that it does
+    not have."""
     count, family = theirs.num_hidden_layers, FAMILIES[options.family].load()
     ids = options.target_layer_ids or family.default_layer_ids(count, options.layers)
     if any(not 0 <= layer < count for layer in ids):
@@ -481,8 +501,8 @@ def tapped_layers(options: DrafterConfig, theirs: PretrainedConfig) -> tuple[int
 
 
 def taps(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
-    """Return what every family's part of config.json says of the tapped layers. Raises ValueError as `tapped_layers`
-    does, and for a `last_tap` without a tap of the last layer."""
+    """Return what every family's part of config.json says of the tapped layers. Raises ValueError as
+    `tapped_layers` does, and for a `last_tap` without a tap of the last layer."""
     ids, last = list(tapped_layers(options, theirs)), theirs.num_hidden_layers - 1
     if last in ids:
         return {"target_layer_ids": ids, "last_tap": options.last_tap}
@@ -492,8 +512,8 @@ def taps(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
 
 
 def config_for(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Qwen3Config:
-    """Return the config.json of a new drafter for a target; without one, of the same sizes for the target config
-    `theirs`. Raises ValueError for options that do not fit."""
+    """Return the config.json of a new drafter for a target; without one, of the same sizes for the
+    target config `theirs`. Raises ValueError for options that do not fit."""
     options.check()
     theirs, family = theirs if target is None else target.config, FAMILIES[options.family]
     own = family.load().own_config(options, theirs, target) | new_head(options.head)
@@ -501,19 +521,22 @@ def config_for(options: DrafterConfig, target: Target | None, theirs: Pretrained
 
 
 def new_drafter(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Drafter:
-    """Return a drafter with the config of `config_for`, whose exceptions it raises, without weights yet."""
+    """Return a drafter with the config of `config_for`, whose exceptions it raises, without weights
+    yet."""
     return FAMILIES[options.family].load()(config_for(options, target, theirs))
 
 
 @torch.no_grad()
 def target_embeddings(target: Target) -> torch.Tensor:
-    """Return what enters the target's first layer for every token, (V, D). Some targets scale their embeddings."""
+    """Return what enters the target's first layer for every token, (V, D). Some targets scale their
+    embeddings."""
     return target.embed(torch.arange(len(target.embedding.weight), device=target.device))
 
 
 def drop_copies(drafter: Drafter, target: Target) -> None:
-    """Remove an embedding and a head of the drafter's own that are the target's, bit for bit in the dtype of one of the
-    two, where its family can do without. Raises ValueError where they differ, or know a part of the vocabulary only."""
+    """Remove an embedding and a head of the drafter's own that are the target's, bit for bit in the
+    dtype of one of the two, where its family can do without. Raises ValueError where they differ, or
+    know a part of the vocabulary only."""
     if drafter.family.own_head:
         return
     if drafter.d2t is not None:
@@ -530,7 +553,8 @@ def drop_copies(drafter: Drafter, target: Target) -> None:
 
 
 def fixed_options(drafter: Drafter) -> dict:
-    """Return the fields of `infer.config.DrafterConfig` that a drafter's config.json decides, without its head's."""
+    """Return the fields of `infer.config.DrafterConfig` that a drafter's config.json decides, without
+    its head's."""
     own, row = drafter.own, drafter.family
     known = {
         "family": row.name,

@@ -1,7 +1,8 @@
-"""Read a drafter's config.json without trusting it, and write it: what the families' layouts are made of.
+"""Read a drafter's config.json without trusting it, and write it: what the families' layouts are made
+of.
 
-A key that is missing or wrong is a fault, and so is one that makes it another drafter than ours (`PLAIN`); a key that
-nobody here knows is a doubt, which is said and stops nothing. V vocabulary.
+A key that is missing or wrong is a fault, and so is one that makes it another drafter than ours
+(`PLAIN`); a key that nobody here knows is a doubt, which is said and stops nothing. V vocabulary.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,7 +28,8 @@ TYPES = {  # by kind: which values fit, in words
 
 
 class KeyRule(NamedTuple):
-    """What must stand under a key: a whole number, one of `choices`, or a value of a kind of `TYPES`."""
+    """What must stand under a key: a whole number, one of `choices`, or a value of a kind of
+    `TYPES`."""
 
     kind: str = "whole"
     least: int = 1
@@ -97,7 +99,8 @@ ROPES = {  # kinds of rotary positions, and the keys that each needs
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# what else published drafters have, beside what transformers writes into every config.json: none of it is computed
+# what else published drafters have, beside what transformers writes into every config.json: none of it
+# is computed
 HARMLESS = {
     *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors", "max_anchors"),
     *("loss_decay_gamma", "torch_dtype", "confidence_head_alpha", "selector_loss_weight"),
@@ -155,9 +158,9 @@ class ConfigReading:
 
 
 class Keys(dict):
-    """What `KEYS` knows of a config.json and of the objects in it that are named `parts`, as one level, checked. null
-    counts as missing. What is wrong is left out and noted in `problems`, what nobody knows in `doubts`; `defaults`
-    stand for what is missing, `renames` are keys: theirs to ours."""
+    """What `KEYS` knows of a config.json and of the objects in it that are named `parts`, as one level,
+    checked. null counts as missing. What is wrong is left out and noted in `problems`, what nobody
+    knows in `doubts`; `defaults` stand for what is missing, `renames` are keys: theirs to ours."""
 
     def __init__(self, raw: dict, parts: Collection[str], defaults: Mapping = {}, renames: Mapping = {}) -> None:
         super().__init__()
@@ -226,8 +229,8 @@ class Keys(dict):
         return options | self.sliding(options["num_hidden_layers"])
 
     def rope(self) -> dict[str, Any]:
-        """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from `rope_theta` and
-        `rope_scaling`."""
+        """Return the rotary positions from `rope_parameters`, as transformers 5 writes them, or from
+        `rope_theta` and `rope_scaling`."""
         given = self.get("rope_parameters") or self.get("rope_scaling") or {}
         given = {key: value for key, value in given.items() if value is not None}
         kind = given.pop("type", "default")
@@ -247,7 +250,8 @@ class Keys(dict):
         return {"rope_type": kind, "rope_theta": theta} | given
 
     def sliding(self, layers: int) -> dict[str, Any]:
-        """Return which layers slide, and their window. Qwen3 forgets the window unless `use_sliding_window` is true."""
+        """Return which layers slide, and their window. Qwen3 forgets the window unless
+        `use_sliding_window` is true."""
         first = min(self.get("max_window_layers", layers), layers) if self.get("use_sliding_window") else layers
         kinds = self.get("layer_types", ["full_attention"] * first + ["sliding_attention"] * (layers - first))
         if len(kinds) != layers:
@@ -258,9 +262,10 @@ class Keys(dict):
         return {"layer_types": kinds, "use_sliding_window": True, "sliding_window": self.get("sliding_window")}
 
     def tapped(self, layers: int | None, first: int, last_tap: str) -> dict[str, Any]:
-        """Return the tapped layers, which the layout counts from `first`, and where a tap of the target's last one
-        reads: `raw`, as the layer puts states out, or `normed`, behind the target's last norm. layers: how many the
-        target has, if that is known; last_tap: what the layout's own code reads."""
+        """Return the tapped layers, which the layout counts from `first`, and where a tap of the
+        target's last one
+        reads: `raw`, as the layer puts states out, or `normed`, behind the target's last norm. layers:
+        how many the target has, if that is known; last_tap: what the layout's own code reads."""
         ids = self["target_layer_ids"]
         if min(ids) < first or (layers and max(ids) >= layers + first):
             last = f" to {layers - 1 + first}" if layers else " on"
@@ -277,8 +282,8 @@ def named_class(raw: dict) -> str | None:
 
 
 def config_dict(config: Qwen3Config) -> dict:
-    """Return config.json with exactly the keys of the public layout; what the dataclass adds would only confuse its
-    readers."""
+    """Return config.json with exactly the keys of the public layout; what the dataclass adds would only
+    confuse its readers."""
     rope = dict(config.rope_parameters)
     everything = config.to_dict() | {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta")}
     everything["architectures"] = config.architectures
@@ -290,7 +295,8 @@ def config_dict(config: Qwen3Config) -> dict:
 
 
 def known_tokens(d2t: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
-    """Return t2d, (V,) bool: the tokens that a head has rows for; d2t (rows,) offsets, None for a whole vocabulary."""
+    """Return t2d, (V,) bool: the tokens that a head has rows for; d2t (rows,) offsets, None for a whole
+    vocabulary."""
     if d2t is None:
         return torch.ones(vocabulary, dtype=torch.bool)
     tokens = d2t.cpu() + torch.arange(len(d2t))

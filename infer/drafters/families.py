@@ -1,8 +1,8 @@
-"""The table of drafter families. No torch here, and nothing of this project: options are checked against the table
-before anything is loaded, and a family's own code is imported when it is first used.
+"""The table of drafter families. No torch here, and nothing of this project: options are checked
+against the table before anything is loaded, and a family's own code is imported when it is first used.
 
-A new family is a subclass of `infer.drafters.base.Drafter` in a file or folder of this room, a row here, and a file in
-conf/drafter.
+A new family is a subclass of `infer.drafters.base.Drafter` in a file or folder of this room, a row
+here, and a file in conf/drafter.
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,16 @@ class ExportFormat:
     refuses: tuple[str, ...] = ()  # names in `infer.formats.export.faults`
 
     def fits(self, head, convolutions: bool) -> bool:
-        """Return whether it has words for a drafter's conditional head, or for none, and for its convolutions."""
+        """Return whether it has words for a drafter's conditional head, or for none, and for its
+        convolutions."""
         worded = self.headless if head is None else head.name in self.heads
         return worded and (not convolutions or (self.convolutions and head is not None and head.name == "selector"))
 
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table: what options and readers of a config.json need to know of a family without loading it."""
+    """A row of the table: what options and readers of a config.json need to know of a family without
+    loading it."""
 
     name: str  # of `drafter.family`
     title: str  # for people
@@ -46,7 +48,8 @@ class Family:
         return resolve_name(self.drafter)
 
     def config_part(self, own: dict) -> dict:
-        """Return the keys of a config.json that belong to the family; `own`: the content of `config_key`."""
+        """Return the keys of a config.json that belong to the family; `own`: the content of
+        `config_key`."""
         return {"architectures": [self.architecture], self.config_key: own}
 
 
@@ -118,8 +121,9 @@ def check_blocks(options) -> None:
 
 
 def check_format(family: Family, name: str, head, convolutions: bool) -> None:
-    """Raise ValueError where a drafter of a family, with a conditional head (`infer.drafters.heads.table.HeadRow`) or
-    None, and with or without convolutions, cannot be exported in a format."""
+    """Raise ValueError where a drafter of a family, with a conditional head
+    (`infer.drafters.heads.table.HeadRow`) or None, and with or without convolutions, cannot be exported
+    in a format."""
     format = family.formats.get(name)
     if format is None or not format.fits(head, convolutions):
         what = f"{family.title} drafter {'without a' if head is None else 'with a ' + head.title} conditional head"

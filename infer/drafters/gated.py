@@ -1,4 +1,5 @@
-"""Gated attention layers of a target (Qwen3.5, Qwen3-Next) as a drafter's plain layers: near, not equal.
+"""Gated attention layers of a target (Qwen3.5, Qwen3-Next) as a drafter's plain layers: near, not
+equal.
 
 H heads, E head size, R of its entries rotate in the target; all E do in a drafter.
 """
@@ -24,9 +25,10 @@ def is_gated(layer: nn.Module) -> bool:
 
 
 def plain_order(size: int, share: float) -> torch.Tensor | None:
-    """Return which of the target's head entries each entry of ours is, (E,), so that those that rotate do so by the
-    same angles: the target's pairs (i, i + R / 2) turn by base^(-2 i / R), ours (s, s + E / 2) by base^(-2 s / E), the
-    same for s = i E / R. The others turn where the target's stand still. None where E / R is no whole number."""
+    """Return which of the target's head entries each entry of ours is, (E,), so that those that rotate
+    do so by the same angles: the target's pairs (i, i + R / 2) turn by base^(-2 i / R), ours (s, s + E
+    / 2) by base^(-2 s / E), the same for s = i E / R. The others turn where the target's stand still.
+    None where E / R is no whole number."""
     rotating = int(size * share)
     if rotating == 0 or rotating % 2 or size % rotating:
         return None
@@ -39,8 +41,8 @@ def plain_order(size: int, share: float) -> torch.Tensor | None:
 
 @torch.no_grad()
 def openness(layer: nn.Module, target: Target, tokens: int = 128) -> torch.Tensor:
-    """Return how open each of a layer's gates is on average, (H E,), over a random text; half where the target is not
-    in memory as a whole."""
+    """Return how open each of a layer's gates is on average, (H E,), over a random text; half where the
+    target is not in memory as a whole."""
     attention = layer.self_attn
     if any(weight.is_meta for weight in target.body.parameters()):
         return torch.full((attention.o_proj.in_features,), 0.5)
@@ -56,9 +58,9 @@ def openness(layer: nn.Module, target: Target, tokens: int = 128) -> torch.Tenso
 
 @torch.no_grad()
 def plain_weights(layer: nn.Module, target: Target) -> dict[str, torch.Tensor]:
-    """Return a gated layer's weights as those of a plain one: gates at their average, head entries in `plain_order`.
-    Exact but for what the gates do beyond their average and for entries that stand still in the target. None at all
-    for a layer with other norms, experts or rotary positions."""
+    """Return a gated layer's weights as those of a plain one: gates at their average, head entries in
+    `plain_order`. Exact but for what the gates do beyond their average and for entries that stand still
+    in the target. None at all for a layer with other norms, experts or rotary positions."""
     weights = {name: value.cpu().float() for name, value in layer.state_dict().items()}
     size = layer.self_attn.head_dim
     order = plain_order(size, rope(target.config).get("partial_rotary_factor") or 1)

@@ -1,5 +1,5 @@
-"""Prompt lookup: the text's own n-grams draft (https://github.com/apoorvumang/prompt-lookup-decoding), behind the
-interface that the engine knows: what a drafter with a network has to beat.
+"""Prompt lookup: the text's own n-grams draft (https://github.com/apoorvumang/prompt-lookup-decoding),
+behind the interface that the engine knows: what a drafter with a network has to beat.
 
 B rows, L drafted positions, V vocabulary, P earlier places.
 """
@@ -49,11 +49,12 @@ class Texts:
 
 
 class Lookup(nn.Module):
-    """A drafter of blocks of `block_size`, bonus token included, that reads a text and no features of the target.
+    """A drafter of blocks of `block_size`, bonus token included, that reads a text and no features of
+    the target.
 
-    A position's distribution is what stood at that distance behind earlier places in the text that end as the text
-    does now: longer matches count TRUST times as much a token, and of equal ones the later. Copies that run into the
-    text's end go on with what they copied."""
+    A position's distribution is what stood at that distance behind earlier places in the text that end
+    as the text does now: longer matches count TRUST times as much a token, and of equal ones the later.
+    Copies that run into the text's end go on with what they copied."""
 
     family = LOOKUP
     layer_ids: tuple[int, ...] = ()
@@ -94,7 +95,8 @@ class Lookup(nn.Module):
 
 
 def continuations(text: np.ndarray, length: int, vocabulary: int) -> np.ndarray:
-    """Return the distributions of the next `length` tokens of a text (T,), (L, V) float64; uniform without a match."""
+    """Return the distributions of the next `length` tokens of a text (T,), (L, V) float64; uniform
+    without a match."""
     last = len(text) - 1
     places = np.flatnonzero(text[:-1] == text[-1])  # (P,) earlier places of the last token
     if not len(places):

@@ -1,5 +1,5 @@
-"""Warm starts: a drafter's layers begin with the weights of the target's, where they compute the same, or nearly
-(gated.py)."""
+"""Warm starts: a drafter's layers begin with the weights of the target's, where they compute the same,
+or nearly (gated.py)."""
 
 import math
 from copy import deepcopy
@@ -19,12 +19,14 @@ from infer.targets.target import Target
 def can_start_as(
     layer: nn.Module, weights: dict[str, torch.Tensor], source: nn.Module, drafter: nn.Module, target: Target
 ) -> bool:
-    """Return whether a drafter's layer with these weights computes what the target's layer `source` does. `weights`
-    must be those of the layer in name and shape, but for those that only drafters have (its `own_weights`).
+    """Return whether a drafter's layer with these weights computes what the target's layer `source`
+    does. `weights` must be those of the layer in name and shape, but for those that only drafters have
+    (its `own_weights`).
 
-    Shapes do not tell: norms that multiply by one more than their weight, other activations, residuals that are scaled,
-    and rotary positions in other pairs look alike. Both see a few random states, causally, at the drafter's angles. A
-    gated layer is compared where nothing turns, with its gates as they are: near is all that can be asked."""
+    Shapes do not tell: norms that multiply by one more than their weight, other activations, residuals
+    that are scaled, and rotary positions in other pairs look alike. Both see a few random states,
+    causally, at the drafter's angles. A gated layer is compared where nothing turns, with its gates as
+    they are: near is all that can be asked."""
     ours = {name: tensor.shape for name, tensor in layer.state_dict().items() if not name.startswith(layer.own_weights)}
     gated, rotating = is_gated(source), rope(target.config).get("partial_rotary_factor") or 1
     if (rotating != 1 and not gated) or ours != {name: tensor.shape for name, tensor in weights.items()}:

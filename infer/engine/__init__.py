@@ -1,4 +1,6 @@
-"""Decoding with a causal target: the round loop, its queue, sampling, verification, and the node budget.
+"""Decoding with a causal target: the round loop, its queue, sampling, verification, and the node
+budget.
 
-May import infer.targets, drafters, trees, ngrams, attention and utils. Start with round.py, then engine.py.
+May import infer.targets, drafters, trees, ngrams, attention and utils. Start with round.py, then
+engine.py.
 """

@@ -1,5 +1,5 @@
-"""A node budget for the machine and its load: measures how long a pass takes at every size, notes what rounds really
-take and commit, and picks the fastest size of a round, down to none at all.
+"""A node budget for the machine and its load: measures how long a pass takes at every size, notes what
+rounds really take and commit, and picks the fastest size of a round, down to none at all.
 
 B rows, M tree nodes, S sizes.
 """
@@ -47,8 +47,8 @@ class BudgetRule:
     other: float  # of one row's draft
 
     def cost(self, positions: int, drafts: bool = True) -> float:
-        """Return the seconds of a round whose target pass computes this many positions, all rows together: interpolated
-        between measurements, and extrapolated linearly beyond them."""
+        """Return the seconds of a round whose target pass computes this many positions, all rows
+        together: interpolated between measurements, and extrapolated linearly beyond them."""
         i = min(max(1, bisect_left(self.positions, positions)), len(self.positions) - 1)
         left, right = self.positions[i - 1], self.positions[i]
         slope = (self.seconds[i] - self.seconds[i - 1]) / (right - left)
@@ -80,16 +80,17 @@ class Budget:
 
 
 class BudgetController(Budget):
-    """What rounds cost and commit lately, by which each round's nodes are chosen: a tree's, or none, where plain
-    decoding is faster, as it is when many rows share the machine. A round of the other kind now and then keeps both
-    known, and one of a size larger than seems best what that would bring.
+    """What rounds cost and commit lately, by which each round's nodes are chosen: a tree's, or none,
+    where plain decoding is faster, as it is when many rows share the machine. A round of the other kind
+    now and then keeps both known, and one of a size larger than seems best what that would bring.
 
-    A node commits what the drafter promises, its probability, times how much of such promises was kept. Among the sizes
-    of a tree that is there, the next nodes are worth their time where they commit more than rounds do in that time on
+    A node commits what the drafter promises, its probability, times how much of such promises was kept.
+    Among the sizes of a tree that is there, the next nodes are worth their time where they commit more
+    than rounds do in that time on
     average: as many as possible a second over all rounds, not in each by itself.
 
-    Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and size; those of like
-    rows and sizes lean on each other.
+    Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and
+    size; those of like rows and sizes lean on each other.
     """
 
     adapts = True
@@ -122,8 +123,8 @@ class BudgetController(Budget):
         return bisect_right(self.sizes, nodes) - 1
 
     def costs(self, rows: int) -> np.ndarray:
-        """Return the seconds of a round of so many rows, by size, (S,); without nodes nothing is drafted. A known ratio
-        of twice the rows or nodes weighs a NEAR-th of one of the same."""
+        """Return the seconds of a round of so many rows, by size, (S,); without nodes nothing is
+        drafted. A known ratio of twice the rows or nodes weighs a NEAR-th of one of the same."""
         if rows not in self._costs:
             weights = NEAR ** -abs(np.arange(32.0) - rows.bit_length())[:, None] * self.known  # (32, S)
             ratios = (weights * self.ratios).sum(0) @ self.near + NOTHING
@@ -131,7 +132,8 @@ class BudgetController(Budget):
         return self._costs[rows]
 
     def most_nodes(self, rows: int, most: int) -> int:
-        """Return how many nodes the next round drafts, at most so many, and no more than it is worth; 0: none."""
+        """Return how many nodes the next round drafts, at most so many, and no more than it is worth;
+        0: none."""
         self.rounds += 1
         last = self.place(max(1, min(most, POSITIONS // rows - 1)))
         if self.rounds <= TRIAL or not self.promised.any():
@@ -151,34 +153,36 @@ class BudgetController(Budget):
         return self.rounds % BESIDE == BESIDE - 1
 
     def _patience(self, rows: int, gain: float, cost: float) -> float:
-        """Return how many rounds of the better kind come between two of the other, where a plain round costs so much of
-        one that drafts; few where nothing is known of it."""
+        """Return how many rounds of the better kind come between two of the other, where a plain round
+        costs so much of one that drafts; few where nothing is known of it."""
         rounds = max(SOON, OTHER * (cost * (1 - 1 / gain) if gain > 1 else (1 - gain) / cost))
         known = self.known[rows.bit_length()]
         return rounds if (known[:1] if gain > 1 else known[1:]).any() else min(rounds, UNKNOWN)
 
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
-        """Return the size, at most so many nodes, that commits most tokens a second over all rounds, for ranked trees
-        with log-probabilities (B, M): the first n nodes are the best tree of n, whose expected acceptance length is the
-        sum of their probabilities (DDTree proposition 1), which is corrected by how right they were lately. All rows
-        get the same size."""
+        """Return the size, at most so many nodes, that commits most tokens a second over all rounds,
+        for ranked trees with log-probabilities (B, M): the first n nodes are the best tree of n, whose
+        expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
+        corrected by how right they were lately. All rows get the same size."""
         self._expect(log_probs.tolist())
         return self._best(len(log_probs), most)
 
     def _expect(self, log_probs: list[list[float]]) -> None:
-        """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1, ... nodes."""
+        """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1,
+        ... nodes."""
         probabilities = np.exp(log_probs)
         probabilities[:, 0] = 0.0
         self.expected = probabilities.mean(0).cumsum()
 
     def nodes_ahead(self, rows: int, most: int) -> int:
-        """Return the size of the next trees, at most so many nodes, before they are drafted: as if their probabilities
-        were those of the last ones."""
+        """Return the size of the next trees, at most so many nodes, before they are drafted: as if
+        their probabilities were those of the last ones."""
         known = len(self.expected) - 1
         return self._best(rows, min(most, known)) if known else min(most, FIRST)
 
     def grown(self, nodes: int) -> int:
-        """Return how many nodes are to be found where so many are verified: what more would be worth shows so."""
+        """Return how many nodes are to be found where so many are verified: what more would be worth
+        shows so."""
         return next((size for size in self.sizes if size >= 2 * nodes), self.sizes[-1])
 
     def _best(self, rows: int, most: int) -> int:
@@ -192,7 +196,8 @@ class BudgetController(Budget):
     def note(
         self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
     ) -> None:
-        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root left out;
+        """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root
+        left out;
         `promised`: the log-probabilities of all nodes found, where `nodes` was not told them."""
         self.last, rows, place = nodes, len(paths), self.place(nodes)
         seconds = min(seconds, PAUSE * self.costs(rows)[place])  # a pause is not the machine's pace
@@ -214,8 +219,8 @@ class BudgetController(Budget):
 
 
 def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> BudgetRule:
-    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as long as there is the
-    drafter."""
+    """Return what `calibrate` measures, once for a target and a drafter: the target keeps it as long as
+    there is the drafter."""
     if drafter not in target.budget_rules:
         target.budget_rules[drafter] = calibrate(target, drafter, clock)
     return target.budget_rules[drafter]
@@ -223,8 +228,8 @@ def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> Bud
 
 @torch.inference_mode()
 def calibrate(target: Target, drafter: Drafter, clock: Callable[[], float], repeats: int = 7) -> BudgetRule:
-    """Measure one row's draft and its target passes behind `CONTEXT` positions, size by size until one costs `DEAR`
-    plain ones, in turns: medians of `repeats`. About a second on a laptop."""
+    """Measure one row's draft and its target passes behind `CONTEXT` positions, size by size until one
+    costs `DEAR` plain ones, in turns: medians of `repeats`. About a second on a laptop."""
     cache, state = target.cache(1, CONTEXT + SIZES[-1] + 1), drafter.state(1, CONTEXT + 2 * DRAFTS)
     prompt = [i % target.config.vocab_size for i in range(CONTEXT)]
     with cache.add(1) as new:

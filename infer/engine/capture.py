@@ -1,4 +1,5 @@
-"""Rounds as CUDA graphs: launched by one call instead of thousands, where the host would be slower than the device."""
+"""Rounds as CUDA graphs: launched by one call instead of thousands, where the host would be slower than
+the device."""
 
 import warnings
 from collections.abc import Callable, Hashable
@@ -10,14 +11,16 @@ from infer.engine.sampling import Sampling
 
 
 class Columns:
-    """Device memory for what rows ask: written when other texts come into the rows, read by captured rounds."""
+    """Device memory for what rows ask: written when other texts come into the rows, read by captured
+    rounds."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)  # tokens that the rows hold
         self.sampling = Sampling.of([TextOptions(temperature=1.0)] * rows, vocabulary, device)
 
     def write(self, sampling: Sampling, seen: torch.Tensor | None) -> None:
-        """Note what the first rows ask, and the tokens (B, V) that they hold, needed for a penalty only."""
+        """Note what the first rows ask, and the tokens (B, V) that they hold, needed for a penalty
+        only."""
         if seen is not None:
             self.seen[: len(seen)] = seen
         for name, column in sampling.columns.items():
@@ -25,12 +28,14 @@ class Columns:
 
 
 class Graphs:
-    """Runs functions of device memory, each known by a key, as CUDA graphs; elsewhere than on CUDA, as they are.
+    """Runs functions of device memory, each known by a key, as CUDA graphs; elsewhere than on CUDA, as
+    they are.
 
-    A function reads and writes tensors that stay where they are, and what it does may depend on nothing else: no host
-    value that changes, no wait for the device. The first time it is run as it is, which compiles kernels and fills
-    caches; the second time it is captured, from then on replayed. Its results are overwritten by the next replay of any
-    graph, as all share their memory. Where a capture fails, one warning says why and functions run as they are.
+    A function reads and writes tensors that stay where they are, and what it does may depend on nothing
+    else: no host value that changes, no wait for the device. The first time it is run as it is, which
+    compiles kernels and fills caches; the second time it is captured, from then on replayed. Its
+    results are overwritten by the next replay of any graph, as all share their memory. Where a capture
+    fails, one warning says why and functions run as they are.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""What the target chooses at the nodes of trees, and the walk: the drafted path that it accepts, and the bonus token
-after it (DDTree section 4.4).
+"""What the target chooses at the nodes of trees, and the walk: the drafted path that it accepts, and
+the bonus token after it (DDTree section 4.4).
 
 B rows, M tree nodes, W = max depth + 1, D hidden size, V vocabulary.
 """
@@ -29,7 +29,8 @@ class RowsAsked:
 
 
 def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:
-    """Return what texts ask of sampling, and which tokens every row holds, (B, V) bool, where a penalty needs them."""
+    """Return what texts ask of sampling, and which tokens every row holds, (B, V) bool, where a penalty
+    needs them."""
     vocabulary = target.head_weight.shape[0]
     sampling = Sampling.of([text.options for text in texts], vocabulary, target.device)
     seen = seen_tokens([text.known for text in texts], vocabulary, target.device) if sampling.kind.penalised else None
@@ -37,7 +38,8 @@ def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling
 
 
 def texts_ask(target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor, depth: int) -> RowsAsked:
-    """Return what texts ask of a round with trees of so much depth behind roots at positions start (B,)."""
+    """Return what texts ask of a round with trees of so much depth behind roots at positions start
+    (B,)."""
     sampling, seen = sampling_of(target, texts)
     return RowsAsked(sampling, round_noise(sampling, start, depth + 1, target.head_weight.shape[0]), seen, texts)
 
@@ -54,8 +56,8 @@ def choose_tokens(
     last: torch.Tensor,
     asked: RowsAsked,
 ) -> torch.Tensor:
-    """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made for a `piece` of
-    the nodes at a time, unless processors want to see them."""
+    """Return the target's token after every node with final states (B, M, D), (B, M). Logits are made
+    for a `piece` of the nodes at a time, unless processors want to see them."""
     pieces = []
     width = last.shape[1] if any(text.judged for text in asked.texts) else piece(len(last))
     for first in range(0, last.shape[1], width):
@@ -78,9 +80,10 @@ def choose_processed(
     logits: torch.Tensor,
     within: SeenAt | None,
 ) -> torch.Tensor:
-    """Return the same for one row whose logits go through processors or a grammar, (M,). These see the true prefix
-    of one node at a time, and so only the nodes on the path that the target takes, as far as the text goes; -1,
-    which no child carries, elsewhere. Behind the end of the text the last token stands, which is cut off."""
+    """Return the same for one row whose logits go through processors or a grammar, (M,). These see the
+    true prefix of one node at a time, and so only the nodes on the path that the target takes, as far
+    as the text goes; -1, which no child carries, elsewhere. Behind the end of the text the last token
+    stands, which is cut off."""
     text, sampling = asked.texts[row], asked.sampling.rows(slice(row, row + 1))
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     chosen = torch.full_like(tree.tokens[row], -1)
@@ -112,11 +115,12 @@ class Accepted:
 
 
 def walk(tree: DraftTree, chosen: torch.Tensor, ancestors: torch.Tensor | None = None) -> Accepted:
-    """Go from the root to a child as long as a child carries the token that the target chose at the node.
+    """Go from the root to a child as long as a child carries the token that the target chose at the
+    node.
 
-    chosen (B, M): the target's token after every node, greedy or sampled: the same rule makes both lossless. Stays on
-    the device: a node is reached if it and all its ancestors carry what was chosen at their parents, and the
-    deepest of these ends the path.
+    chosen (B, M): the target's token after every node, greedy or sampled: the same rule makes both
+    lossless. Stays on the device: a node is reached if it and all its ancestors carry what was chosen
+    at their parents, and the deepest of these ends the path.
     """
     if tree.max_depth == 0:
         return Accepted(tree.parents, torch.ones_like(tree.parents[:, 0]), chosen[:, 0])

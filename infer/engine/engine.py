@@ -1,4 +1,5 @@
-"""The engine: schedule, run, take note. What is written when is the scheduler's, how it is computed the runner's."""
+"""The engine: schedule, run, take note. What is written when is the scheduler's, how it is computed the
+runner's."""
 
 import time
 from collections import abc
@@ -15,14 +16,16 @@ from infer.targets.target import Target
 
 
 class Engine:
-    """Writes texts side by side: every row has its own length and end; a row that ends makes room for the next text.
+    """Writes texts side by side: every row has its own length and end; a row that ends makes room for
+    the next text.
 
-    A text waits, enters while its prompt is computed, and is written. `capacity` is the number of positions a row may
-    take, prompt and answer. `clock` times the stages; on CUDA pass one that synchronises.
+    A text waits, enters while its prompt is computed, and is written. `capacity` is the number of
+    positions a row may take, prompt and answer. `clock` times the stages; on CUDA pass one that
+    synchronises.
 
-    A text does not depend on what is written beside it (float32; lower precisions round differently in other batch
-    shapes). The drafter may be None for methods that draft nothing. Raises ValueError where options do not fit the
-    drafter or the target.
+    A text does not depend on what is written beside it (float32; lower precisions round differently in
+    other batch shapes). The drafter may be None for methods that draft nothing. Raises ValueError where
+    options do not fit the drafter or the target.
     """
 
     def __init__(
@@ -42,8 +45,9 @@ class Engine:
         self.clock, self.seconds = runner.watch.clock, runner.watch.seconds
 
     def reset(self) -> None:
-        """Give up all texts in work; those that wait go on waiting. Caches are allocated anew, since after an error
-        their contents are unknown, and the old ones are freed before. After an error here it can be called again."""
+        """Give up all texts in work; those that wait go on waiting. Caches are allocated anew, since
+        after an error their contents are unknown, and the old ones are freed before. After an error
+        here it can be called again."""
         self.scheduler.reset()
         self.runner.reset()
 
@@ -72,8 +76,9 @@ class Engine:
         report: abc.Callable[[int, int], None] = lambda done, all: None,
         texts: abc.Sequence[TextOptions] = (TextOptions(),),
     ) -> None:
-        """Prepare what the first rounds of every size would wait for, of texts with such options, each alone and all
-        side by side; `report` is told how many of how many are done. For an engine without texts."""
+        """Prepare what the first rounds of every size would wait for, of texts with such options, each
+        alone and all side by side; `report` is told how many of how many are done. For an engine
+        without texts."""
         self.runner.warm(report, texts)
 
     @torch.inference_mode()
@@ -122,7 +127,7 @@ class Engine:
             text.stats.stage_seconds = {stage: self.seconds[stage] - before[stage] for stage in STAGES}
 
     def retry(self) -> Sequence | None:
-        """After a step that raised: let its texts wait again, to go on from the tokens that they have, and half as many
-        be written side by side; each text that ends lets one more in. A text that failed alone is returned instead, and
-        all rows may be used again. `reset` comes next."""
+        """After a step that raised: let its texts wait again, to go on from the tokens that they have,
+        and half as many be written side by side; each text that ends lets one more in. A text that
+        failed alone is returned instead, and all rows may be used again. `reset` comes next."""
         return self.scheduler.retry()

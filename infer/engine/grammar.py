@@ -1,8 +1,8 @@
 """Structured output: texts that a JSON schema, a regular expression or a grammar allows, and no others.
 
-llguidance compiles what is asked for and says which tokens may follow a text. The target chooses among these alone, on
-its own path through the draft tree, so that the text is the one of constrained plain decoding; the draft tree is the
-best one among what is allowed (`infer/trees/constrained.py`).
+llguidance compiles what is asked for and says which tokens may follow a text. The target chooses among
+these alone, on its own path through the draft tree, so that the text is the one of constrained plain
+decoding; the draft tree is the best one among what is allowed (`infer/trees/constrained.py`).
 
 V vocabulary.
 """
@@ -31,8 +31,8 @@ def asked_grammar(options: TextOptions) -> tuple[str, str] | None:
 
 
 def follow(options: TextOptions, model) -> "GrammarState | None":
-    """Return what holds a text to the grammar of its options, None if they ask for none. `model`: a Target. Raises
-    ValueError, with the reason, for a grammar that cannot be followed."""
+    """Return what holds a text to the grammar of its options, None if they ask for none. `model`: a
+    Target. Raises ValueError, with the reason, for a grammar that cannot be followed."""
     asked = asked_grammar(options)
     if asked is None:
         return None
@@ -40,9 +40,10 @@ def follow(options: TextOptions, model) -> "GrammarState | None":
 
 
 class GrammarState:
-    """Where a text stands in its grammar. A place is a text, which only grows, and a path of drafted tokens behind it;
-    the state goes from place to place by way of what the paths have in common: states of siblings are rolled back, not
-    rebuilt. Where the grammar takes more than its limits behind a path, nothing may follow that."""
+    """Where a text stands in its grammar. A place is a text, which only grows, and a path of drafted
+    tokens behind it; the state goes from place to place by way of what the paths have in common: states
+    of siblings are rolled back, not rebuilt. Where the grammar takes more than its limits behind a
+    path, nothing may follow that."""
 
     def __init__(self, compiled, vocabulary: int, ends: Collection[int]) -> None:
         self.compiled, self.vocabulary, self.ends = compiled, vocabulary, sorted(ends)
@@ -78,13 +79,14 @@ class GrammarState:
         return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(bool)
 
     def drafted(self, text: list[int], path: list[int]) -> np.ndarray:
-        """Return the same for a draft: nothing where the grammar is slow, which changes how much is drafted and not
-        what is written."""
+        """Return the same for a draft: nothing where the grammar is slow, which changes how much is
+        drafted and not what is written."""
         return np.zeros(self.vocabulary, bool) if self.slow else self.allowed(text, path)
 
     def forced(self, text: list[int]) -> list[int]:
-        """Return the tokens that write what the grammar forces behind a text: as the tokenizer writes it. A model may
-        write the same letters in other tokens. Nothing where that is much, or the grammar slow."""
+        """Return the tokens that write what the grammar forces behind a text: as the tokenizer writes
+        it. A model may write the same letters in other tokens. Nothing where that is much, or the
+        grammar slow."""
         if self.slow:
             return []
         self._go(text, [])
@@ -96,7 +98,8 @@ class GrammarState:
         return tokens
 
     def mask(self, scores: torch.Tensor, text: list[int], path: list[int]) -> torch.Tensor:
-        """Return scores (1, V) with minus infinity at tokens that may not follow. Where none may, the text ends."""
+        """Return scores (1, V) with minus infinity at tokens that may not follow. Where none may, the
+        text ends."""
         allowed = self.allowed(text, path)[: scores.shape[-1]]
         if not allowed.any():
             self.failed = True
@@ -105,7 +108,8 @@ class GrammarState:
 
 
 def serialised_tokenizer(model) -> dict:
-    """Return the arguments of llguidance's tokenizer, as JSON has them. Raises ValueError where there is none."""
+    """Return the arguments of llguidance's tokenizer, as JSON has them. Raises ValueError where there
+    is none."""
     own = model.tokenizer
     if getattr(own, "backend_tokenizer", None) is None:
         raise ValueError("a schema, an expression or a grammar needs a target with a fast tokenizer")
@@ -119,7 +123,8 @@ def serialised_tokenizer(model) -> dict:
 
 
 def grammar_tokenizer(model) -> object:
-    """Return llguidance's view of a model's tokenizer. Raises ValueError where there is none to be had."""
+    """Return llguidance's view of a model's tokenizer. Raises ValueError where there is none to be
+    had."""
     own = model.tokenizer
     if own is None or own not in _tokenizers:
         arguments = serialised_tokenizer(model)
@@ -134,8 +139,8 @@ def grammar_tokenizer(model) -> object:
 
 @lru_cache(maxsize=COMPILED)
 def compile_grammar(kind: str, text: str, tokenizer: object):
-    """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError with the reason
-    where the text is no grammar of its kind, or a too large one."""
+    """Return llguidance's matcher at the beginning of a text; take copies of it. Raises ValueError with
+    the reason where the text is no grammar of its kind, or a too large one."""
     if len(text) > MOST_LETTERS:
         raise ValueError(f"{kind}: {len(text)} letters, {MOST_LETTERS} may be")
     return build(kind, text, tokenizer)

@@ -1,4 +1,5 @@
-"""What an engine keeps on the device of the texts that are written, a row each; and of prompts that enter.
+"""What an engine keeps on the device of the texts that are written, a row each; and of prompts that
+enter.
 
 B rows, C positions, F features of a position, D hidden size.
 """
@@ -27,8 +28,9 @@ class Committed:
 
 
 class Memory:
-    """Keys and values of target and drafter, and the bonus tokens; rows in use are the first ones. A row holds
-    `capacity` positions, and trees of so many nodes behind them. `drafter` is None where nothing is drafted."""
+    """Keys and values of target and drafter, and the bonus tokens; rows in use are the first ones. A
+    row holds `capacity` positions, and trees of so many nodes behind them. `drafter` is None where
+    nothing is drafted."""
 
     def __init__(self, target: Target, drafter: Drafter | None, rows: int, capacity: int, nodes: int) -> None:
         self.target, self.drafter = target, drafter
@@ -53,8 +55,8 @@ class Memory:
         self.pending.append(committed)
 
     def tell_drafter(self) -> None:
-        """Give the drafter the features that it has not seen: of the last round, or of several that committed roots
-        alone, at once."""
+        """Give the drafter the features that it has not seen: of the last round, or of several that
+        committed roots alone, at once."""
         parts, self.pending = self.pending, []
         if len(parts) > 1:
             context = torch.cat([part.context for part in parts], 1)
@@ -108,8 +110,8 @@ class Prefill:
             self.state.restore(row, text.known[: text.reused], [block.drafter for block in blocks])
 
     def run(self, done: int, width: int) -> int:
-        """Run the next `width` positions of the prompts, behind the `done` ones, through target and drafter; return how
-        many positions were computed, padding included."""
+        """Run the next `width` positions of the prompts, behind the `done` ones, through target and
+        drafter; return how many positions were computed, padding included."""
         memory, texts = self.memory, self.texts
         begun = [text.reused + done for text in texts]
         parts = [text.known[start : start + width] for text, start in zip(texts, begun, strict=True)]

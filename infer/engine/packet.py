@@ -24,8 +24,9 @@ class Told:
 
 
 def pack(target: Target, found: RoundResult, most: int | None, promises: bool) -> torch.Tensor:
-    """Return a round as numbers (B, n) float64, which holds token ids as they are: lengths, bonus tokens, tokens and
-    nodes of the paths; `promises`: log-probabilities of all nodes found; unless `most` is None, `logprobs_of`."""
+    """Return a round as numbers (B, n) float64, which holds token ids as they are: lengths, bonus
+    tokens, tokens and nodes of the paths; `promises`: log-probabilities of all nodes found; unless
+    `most` is None, `logprobs_of`."""
     accepted = found.accepted
     drafted = found.tree.tokens.gather(1, accepted.path)  # (B, W)
     columns = [accepted.lengths[:, None], accepted.bonus[:, None], drafted, accepted.path]
@@ -49,8 +50,9 @@ def unpack(numbers: list[float], width: int, promised: int) -> Told:
 
 
 def logprobs_of(target: Target, last: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the target's own log-probabilities at places with final states (B, W, D): of the token that was chosen
-    there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k) float64."""
+    """Return the target's own log-probabilities at places with final states (B, W, D): of the token
+    that was chosen there, (B, W), then of the k = `most` likeliest, then their ids: (B, W, 1 + 2 k)
+    float64."""
     log_probs = target.head(last).float().log_softmax(-1)
     top, ids = log_probs.topk(most, dim=-1)
     return torch.cat([log_probs.gather(2, chosen[..., None]), top, ids.double()], -1)
@@ -65,8 +67,8 @@ def note_logprobs(text: Sequence, places: list[list[float]]) -> None:
 
 
 def rejected_path(tree: DraftTree, row: int, node: int) -> list[int]:
-    """Return the likeliest rejected path of a row: from the last accepted node on, each node's first child (siblings
-    are sorted by probability)."""
+    """Return the likeliest rejected path of a row: from the last accepted node on, each node's first
+    child (siblings are sorted by probability)."""
     tokens, parents, rejected = tree.tokens[row].tolist(), tree.parents[row].tolist(), []
     while node in parents[node + 1 :]:
         node = parents.index(node, node + 1)

@@ -1,7 +1,9 @@
-"""What target and drafter keep of earlier texts, so that a prompt that begins alike is computed from there on.
+"""What target and drafter keep of earlier texts, so that a prompt that begins alike is computed from
+there on.
 
-A text is kept in blocks of positions. A block belongs to all tokens before it, and to the one behind it: a drafter's
-item may hold the token after its position (`infer.drafters.dart`). Copies are kept, not rows: rows come and go.
+A text is kept in blocks of positions. A block belongs to all tokens before it, and to the one behind
+it: a drafter's item may hold the token after its position (`infer.drafters.dart`). Copies are kept, not
+    rows: rows come and go.
 """
 
 from collections import OrderedDict
@@ -31,23 +33,23 @@ class PrefixBlock:
 
 
 class Prefixes:
-    """The blocks of earlier texts, in so many bytes: the least recently used leave first, a text's end before its
-    beginning."""
+    """The blocks of earlier texts, in so many bytes: the least recently used leave first, a text's end
+    before its beginning."""
 
     def __init__(self, memory: int) -> None:
         self.memory, self.bytes, self.made = memory, 0, 0
         self.blocks: OrderedDict[Key, PrefixBlock] = OrderedDict()  # no block stands behind the one that it follows
 
     def find(self, ids: list[int]) -> tuple[list[PrefixBlock], Key | None]:
-        """Return the blocks that a text begins with, of which a token at least is left to be computed; and the key of
-        the first that is not kept, None where there is no further whole one."""
+        """Return the blocks that a text begins with, of which a token at least is left to be computed;
+        and the key of the first that is not kept, None where there is no further whole one."""
         path = self._path(ids)
         blocks = [self.blocks[key] for key in path]
         return blocks, self._key(ids, len(path), blocks[-1].number if blocks else 0)
 
     def keep(self, ids: list[int], read: Callable[[int], tuple[Part, Part]]) -> None:
-        """Keep the blocks of a text that are not kept yet, as far as the memory goes. `read` returns what target and
-        drafter have of BLOCK positions from a position on."""
+        """Keep the blocks of a text that are not kept yet, as far as the memory goes. `read` returns
+        what target and drafter have of BLOCK positions from a position on."""
         path = self._path(ids)
         for key in reversed(path):
             self.blocks.move_to_end(key)
@@ -65,7 +67,8 @@ class Prefixes:
             self.blocks.move_to_end(key)
 
     def _make_room(self, size: int, own: set[Key]) -> bool:
-        """Let old blocks go until `size` bytes fit; return whether they do without letting any of `own` go."""
+        """Let old blocks go until `size` bytes fit; return whether they do without letting any of `own`
+        go."""
         while self.bytes + size > self.memory:
             oldest = next((key for key in self.blocks if key not in own), None)
             if oldest is None:

@@ -1,7 +1,7 @@
 """A round: draft, build, verify, walk, commit. One loop for every method (DDTree section 4.1).
 
-A chain is a tree of width one and plain decoding is a tree with a root alone, so that baselines and methods are
-measured by the same code. What differs is handed in.
+A chain is a tree of width one and plain decoding is a tree with a root alone, so that baselines and
+methods are measured by the same code. What differs is handed in.
 
 B rows, M tree nodes, W = max depth + 1, D hidden size.
 """
@@ -58,15 +58,17 @@ def run_round(
 def follow_target(
     target: Target, tree: DraftTree, ancestors: torch.Tensor, last: torch.Tensor, asked: RowsAsked
 ) -> tuple[Accepted, torch.Tensor]:
-    """Return the path that the target takes by final states (B, M, D), and its token after every node, (B, M)."""
+    """Return the path that the target takes by final states (B, M, D), and its token after every node,
+    (B, M)."""
     within = None if asked.seen is None else partial(seen_at_nodes, asked.seen, tree.tokens, ancestors)
     chosen = choose_tokens(target, tree, within, last, asked)
     return walk(tree, chosen, ancestors), chosen
 
 
 def commit(memory: Memory, found: RoundResult, path: torch.Tensor, counts: list[int] | None) -> None:
-    """Keep the first counts[b] nodes of a path (B, W) in the cache, note them for the drafter, and begin the next round
-    with the target's token behind them. counts None: the device alone knows them."""
+    """Keep the first counts[b] nodes of a path (B, W) in the cache, note them for the drafter, and
+    begin the next round with the target's token behind them. counts None: the device alone knows
+    them."""
     accepted = found.accepted
     memory.cache.commit(path, counts, accepted.lengths)
     if memory.state is not None:

@@ -1,4 +1,5 @@
-"""Prompts and rounds of a causal target: the same round eager, or captured as a CUDA graph in fixed shapes.
+"""Prompts and rounds of a causal target: the same round eager, or captured as a CUDA graph in fixed
+shapes.
 
 B rows, M tree nodes, W = max depth + 1, V vocabulary.
 """
@@ -46,10 +47,11 @@ class Size(NamedTuple):
 
 
 class Runner:
-    """Runs what a `Scheduler` decides. A text does not depend on what is written beside it (float32; lower precisions
-    round differently in other batch shapes). The drafter may be None for methods that draft nothing. On CUDA, rounds of
-    texts without logits processors are graphs, one for every power of two of rows, every number of nodes and every
-    `Kind` of sampling; the first two rounds of each take longer. Raises ValueError where options do not fit."""
+    """Runs what a `Scheduler` decides. A text does not depend on what is written beside it (float32;
+    lower precisions round differently in other batch shapes). The drafter may be None for methods that
+    draft nothing. On CUDA, rounds of texts without logits processors are graphs, one for every power of
+    two of rows, every number of nodes and every `Kind` of sampling; the first two rounds of each take
+    longer. Raises ValueError where options do not fit."""
 
     def __init__(
         self, target: Target, drafter: Drafter | None, options: EngineConfig, capacity: int, watch: Stopwatch
@@ -96,8 +98,8 @@ class Runner:
         return Sequence(prompt, options, processors)
 
     def weights_changed(self, enters: bool) -> bool:
-        """Return whether weights are others than those that all memory was computed with. Weights that were written to
-        in a way that PyTorch does not see are looked at where a text `enters`."""
+        """Return whether weights are others than those that all memory was computed with. Weights that
+        were written to in a way that PyTorch does not see are looked at where a text `enters`."""
         if not (enters or self.target.watch.written() or self.weights.written() or self.changes != self.target.changes):
             return False
         before, self.changes = self.changes, self.target.follow_weights()
@@ -112,12 +114,14 @@ class Runner:
         return next_key
 
     def prefill(self, texts: list[Sequence], done: int, width: int) -> int:
-        """Compute the next `width` positions of prompts; return how many there were, padding included."""
+        """Compute the next `width` positions of prompts; return how many there were, padding
+        included."""
         self.prompts = self.prompts or Prefill(self.memory, texts)
         return self.prompts.run(done, width)
 
     def begin(self, texts: list[Sequence]) -> None:
-        """Take the rows into use whose prompts are computed: their last positions yield the first bonus tokens."""
+        """Take the rows into use whose prompts are computed: their last positions yield the first bonus
+        tokens."""
         memory, last = self.memory, self.prompts.finish()
         self.prompts, rows = None, range(len(memory.cache.lengths) - len(texts), len(memory.cache.lengths))
         for row, text in zip(rows, texts, strict=True):
@@ -187,8 +191,8 @@ class Runner:
         return self.graphs.run(size, partial(self._captured, size))
 
     def _captured(self, size: Size) -> tuple[RoundResult, torch.Tensor]:
-        """Compute and commit a round on the device alone, in shapes that depend on nothing but its size, of whose rows
-        the used ones are the first: what a CUDA graph can hold."""
+        """Compute and commit a round on the device alone, in shapes that depend on nothing but its
+        size, of whose rows the used ones are the first: what a CUDA graph can hold."""
         memory = self.memory
         with ExitStack() as fixed:
             fixed.enter_context(memory.cache.fixed(size.rows))
@@ -209,7 +213,8 @@ class Runner:
         return replace(found, features=None, chosen=None), packet  # a graph keeps the memory of its results
 
     def _method(self, asked: RowsAsked, nodes: int, found: int, size: abc.Callable[[DraftTree], int]) -> Method:
-        """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to `size`."""
+        """Return how trees of `nodes` nodes at most come about: `found` are built, and cut to
+        `size`."""
         if not nodes:
             return Method(partial(Proposal, self.memory.bonus, None), plain)
 
@@ -223,8 +228,8 @@ class Runner:
         return Method(partial(propose, self.memory, asked, found, self.method, self.options, self.ngram), build, cut)
 
     def warm(self, report: abc.Callable[[int, int], None], texts: abc.Sequence[TextOptions]) -> None:
-        """Capture rounds, see `Engine.warm`, the largest first. Changes no memory of texts, but writes over the last
-        tokens."""
+        """Capture rounds, see `Engine.warm`, the largest first. Changes no memory of texts, but writes
+        over the last tokens."""
         if not self.captures:
             return
         for width in (1, min(32, self.capacity)):  # prompts, for the kernels that they need
@@ -243,7 +248,8 @@ class Runner:
         report(len(sizes), len(sizes))
 
     def _sizes(self, rows: int) -> list[int]:
-        """Return the node counts that rounds of so many rows, a power of two, may have, the largest first."""
+        """Return the node counts that rounds of so many rows, a power of two, may have, the largest
+        first."""
         most, limited = self.budget.most, self.options.positions is not None
         if not most or not (limited or self.budget.adapts):
             return [most]
@@ -253,7 +259,8 @@ class Runner:
         return sorted(none | {self._graph_size(nodes) for nodes in range(1, most + 1)}, reverse=True)
 
     def _graph_size(self, nodes: int) -> int:
-        """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all there may be."""
+        """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all
+        there may be."""
         return nodes if nodes in (0, self.budget.most) else max(size for size in SIZES if size <= nodes)
 
     def free(self, texts: list[Sequence], entering: list[Sequence], order: list[int]) -> None:
@@ -272,7 +279,8 @@ class Runner:
     def _keep_prefix(self, row: int, text: Sequence) -> None:
         """Keep what a used row holds of its text for texts to come."""
         if self.prefixes is not None:
-            # the last token's position may be there or not, and a drafter's item there waits for the next one
+            # the last token's position may be there or not, and a drafter's item there waits for the
+            # next one
             ids = text.known[: self.memory.cache.lengths[row]]
             self.prefixes.keep(ids, partial(self.memory.read, row))
 
@@ -287,8 +295,8 @@ def check_drafter(target: Target, drafter: Drafter | None, options: EngineConfig
 
 
 def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram:
-    """Return the n-grams that trees ask beside the text's own: those of the file that a user `asked` for, none where
-    the text's are to do, else the drafter's."""
+    """Return the n-grams that trees ask beside the text's own: those of the file that a user `asked`
+    for, none where the text's are to do, else the drafter's."""
     if asked == TEXT_NGRAMS:
         return NGram.uniform(target.head_weight.shape[0])
     # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
@@ -298,7 +306,8 @@ def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram
 def propose(
     memory: Memory, asked: RowsAsked, nodes: int, method: TreeMethod, options: EngineConfig, ngram: NGram | None
 ) -> Proposal:
-    """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at most."""
+    """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at
+    most."""
     target, drafter = memory.target, memory.drafter
     told = asked.sampling, asked.noise, None if asked.seen is None else asked.seen[:, None]
     block, steps = drafter.draft_block(target, memory.bonus, memory.state), None

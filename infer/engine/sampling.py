@@ -2,9 +2,10 @@
 
 B rows, Q nodes, q of them in a part, L drafted positions, V vocabulary.
 
-The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard Gumbel noise G. That
-is an exact sample from softmax(logits / temperature), and since the noise depends on nothing but seed, position and
-token, every method, tree, budget and batch gives the same text for the same seed.
+The token at absolute position t is argmax(logits / temperature + G(seed, t, token)) with standard
+Gumbel noise G. That is an exact sample from softmax(logits / temperature), and since the noise depends
+on nothing but seed, position and token, every method, tree, budget and batch gives the same text for
+the same seed.
 """
 
 import math
@@ -56,7 +57,8 @@ def _bucket(count: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What B rows ask of sampling: columns (B,) on the device, where options that a row does not use change nothing."""
+    """What B rows ask of sampling: columns (B,) on the device, where options that a row does not use
+    change nothing."""
 
     kind: Kind
     columns: dict[str, torch.Tensor]
@@ -106,24 +108,25 @@ def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The splitmix64 finaliser: every bit of the result depends on every bit of x. int64, wrapping around."""
+    """The splitmix64 finaliser: every bit of the result depends on every bit of x. int64, wrapping
+    around."""
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """Return the seed of text `number` (from 0) of those that are asked for with one seed: the seed itself for
-    the first, else 53 bits of its own, which every reader of JSON keeps exactly. Texts that share a seed share their
-    noise, and with it much of what they say."""
+    """Return the seed of text `number` (from 0) of those that are asked for with one seed: the seed
+    itself for the first, else 53 bits of its own, which every reader of JSON keeps exactly. Texts that
+    share a seed share their noise, and with it much of what they say."""
     if number == 0:
         return seed
     return int(_shift(_mix(_mix(torch.tensor(seed) * _GOLDEN + 2) + torch.tensor(number) * _GOLDEN), 11))
 
 
 def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a pure function of
-    seed, position and token id, whatever the shape around them and the device."""
+    """Return Gumbel(0, 1) noise (B, Q, V) float32 for seeds (B,) and positions (B, Q), both int64: a
+    pure function of seed, position and token id, whatever the shape around them and the device."""
     tokens = torch.arange(vocabulary, device=positions.device)
     keys = _mix(_mix(seed * _GOLDEN + 1)[:, None] + positions * _GOLDEN).flatten()  # (B Q,)
     noise = torch.empty(len(keys), vocabulary, device=positions.device)
@@ -135,15 +138,16 @@ def gumbel_noise(seed: torch.Tensor, positions: torch.Tensor, vocabulary: int) -
 
 
 def slabs(count: int, width: int, device: torch.device, on_device: int = ON_DEVICE) -> Iterator[slice]:
-    """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers (elsewhere than on the
-    CPU `on_device`) or 1/64 of all, whichever is more, so that steps are few and what lies between them is small."""
+    """Cut `count` rows of `width` numbers into slices that one step works on: of SLAB numbers
+    (elsewhere than on the CPU `on_device`) or 1/64 of all, whichever is more, so that steps are few and
+    what lies between them is small."""
     size = max(1, (SLAB if device.type == "cpu" else on_device) // width, count // 64)
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
 def round_noise(asked: Sampling, start: torch.Tensor, steps: int, vocabulary: int) -> torch.Tensor | None:
-    """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V), 0 for greedy
-    rows; None where no row is sampled. It belongs to positions, not to nodes."""
+    """Return the noise of one round's positions start + 1 .. start + steps, start (B,): (B, steps, V),
+    0 for greedy rows; None where no row is sampled. It belongs to positions, not to nodes."""
     if not asked.kind.sampled:
         return None
     places = start[:, None] + 1 + torch.arange(steps, device=start.device)
@@ -151,9 +155,9 @@ def round_noise(asked: Sampling, start: torch.Tensor, steps: int, vocabulary: in
 
 
 def adjust(logits: torch.Tensor, asked: Sampling, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """Return logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging Face's processors
-    would leave them: float32, tokens that may not be chosen at minus infinity. `seen` (B, Q, V) bool marks the tokens
-    in a node's true prefix."""
+    """Return logits (B, Q, V) under every row's own penalty, temperature and filters, as Hugging Face's
+    processors would leave them: float32, tokens that may not be chosen at minus infinity. `seen` (B, Q,
+    V) bool marks the tokens in a node's true prefix."""
     logits, kind = logits.float(), asked.kind
     if seen is not None:
         penalty = asked["repetition_penalty"]
@@ -173,9 +177,10 @@ def adjust(logits: torch.Tensor, asked: Sampling, seen: torch.Tensor | None = No
 
 
 def lowest_of_top_p(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return the lowest logit that is kept, (B, Q, 1), of logits (B, Q, V) and top_p (B, 1, 1): all likelier tokens
-    together have less than top_p, and with it they have as much; minus infinity for 1. By bisection down to
-    neighbouring floats: what comes out for one place is the same whatever stands beside it."""
+    """Return the lowest logit that is kept, (B, Q, 1), of logits (B, Q, V) and top_p (B, 1, 1): all
+    likelier tokens together have less than top_p, and with it they have as much; minus infinity for 1.
+    By bisection down to neighbouring floats: what comes out for one place is the same whatever stands
+    beside it."""
     shares, above = logits.softmax(-1), torch.empty_like(logits)
     high = logits.amax(-1, keepdim=True)
     low = high - 110  # e^-110 is no float32: all mass lies above `low`
@@ -193,9 +198,10 @@ def choose(
     noise: torch.Tensor | None,
     seen: SeenAt | None = None,
 ) -> torch.Tensor:
-    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of depths (B, Q), the
-    round's noise (B, > max depth, V), and the tokens of every node's prefix, needed for a penalty only. Where a row is
-    sampled or penalised, a few nodes at a time, so that no second tensor of all logits comes about."""
+    """Return the target's token after every node: (B, Q) int64, from logits (B, Q, V) at nodes of
+    depths (B, Q), the round's noise (B, > max depth, V), and the tokens of every node's prefix, needed
+    for a penalty only. Where a row is sampled or penalised, a few nodes at a time, so that no second
+    tensor of all logits comes about."""
     if noise is None and seen is None:
         return logits.argmax(-1)
     chosen, rows = torch.empty_like(depths), torch.arange(len(logits), device=logits.device)[:, None]
@@ -214,9 +220,10 @@ def with_noise(
     noise: torch.Tensor | None,
     seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the adjusted scores (B, c, V) of `slots` with the target's noise there: the target's draw at a position is
-    a known function of its distribution and of the noise there, so that a drafter with the same noise guesses the draw
-    itself (DECODING.md). Lossless in any case, since a tree only proposes. `seen` (B, 1, V) is for the penalty."""
+    """Return the adjusted scores (B, c, V) of `slots` with the target's noise there: the target's draw
+    at a position is a known function of its distribution and of the noise there, so that a drafter with
+    the same noise guesses the draw itself (DECODING.md). Lossless in any case, since a tree only
+    proposes. `seen` (B, 1, V) is for the penalty."""
     scores = adjust(scores, asked, seen)
     return scores if noise is None else scores.add_(noise[:, slots])
 
@@ -234,8 +241,8 @@ def condition_on_noise(
 
 
 def judge_on_noise(asked: Sampling, noise: torch.Tensor | None, seen: torch.Tensor | None):
-    """Return what `condition_on_noise` does to marginals as a function of scores (B, c, V) and their slots (c,), not
-    normalised; None where it does nothing."""
+    """Return what `condition_on_noise` does to marginals as a function of scores (B, c, V) and their
+    slots (c,), not normalised; None where it does nothing."""
     if noise is None and seen is None:
         return None
     return lambda scores, slots: with_noise(scores.log_softmax(-1), slots, asked, noise, seen)
@@ -250,7 +257,8 @@ def seen_tokens(texts: Sequence[Sequence[int]], vocabulary: int, device: torch.d
 
 
 def seen_at_nodes(seen: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, nodes: slice) -> torch.Tensor:
-    """Return which tokens the true prefix of a node holds, itself included: (B, q, V) bool, from the trees' tokens
-    (B, M) and ancestors (B, M, M), and from the committed tokens' `seen` (B, V), which holds the root."""
+    """Return which tokens the true prefix of a node holds, itself included: (B, q, V) bool, from the
+    trees' tokens (B, M) and ancestors (B, M, M), and from the committed tokens' `seen` (B, V), which
+    holds the root."""
     carried = torch.where(ancestors[:, nodes], tokens[:, None], tokens[:, :1, None])  # (B, q, M)
     return seen[:, None].repeat(1, carried.shape[1], 1).scatter_(2, carried, True)

@@ -1,4 +1,5 @@
-"""Who is written when: texts wait, enter while their prompts are computed, are written, and leave their rows."""
+"""Who is written when: texts wait, enter while their prompts are computed, are written, and leave their
+rows."""
 
 import itertools
 import math
@@ -16,12 +17,14 @@ PREFILL_CHUNK = 1024  # prompt positions of a row per forward pass at most, so t
 class Scheduler:
     """The queue of an engine, and what it computes in a step.
 
-    Texts in work never wait for more than `positions` positions of the target, which a round's trees share with a piece
-    of the prompts that enter: many rows get small trees each, which is also where a target that is short of arithmetic
-    writes most. A position behind a long context counts more, see `_weight`. None: no limit.
+    Texts in work never wait for more than `positions` positions of the target, which a round's trees
+    share with a piece of the prompts that enter: many rows get small trees each, which is also where a
+    target that is short of arithmetic writes most. A position behind a long context counts more, see
+    `_weight`. None: no limit.
 
-    The runner's `budget` says how many nodes trees have. Its `find_prefix` notes in `text.reused` how many positions of
-    a text need not be computed; it returns what the text is the first to compute for others too, None for nothing.
+    The runner's `budget` says how many nodes trees have. Its `find_prefix` notes in `text.reused` how
+    many positions of a text need not be computed; it returns what the text is the first to compute for
+    others too, None for nothing.
     """
 
     def __init__(self, runner: "Runner") -> None:
@@ -46,8 +49,8 @@ class Scheduler:
         self.waiting.append(text)
 
     def begin_step(self) -> list[Sequence]:
-        """Take note of texts that were given up, and of the room for prompts; return all texts. While none is written
-        all that wait may enter, else a piece of them."""
+        """Take note of texts that were given up, and of the room for prompts; return all texts. While
+        none is written all that wait may enter, else a piece of them."""
         texts = [*self.writing, *self.entering, *self.waiting]
         for text in texts:
             if text.cancelled:
@@ -62,8 +65,8 @@ class Scheduler:
         return texts
 
     def next_piece(self) -> int:
-        """Return how many positions of each prompt of `entering` are computed next in this step, 0 for none. Waiting
-        texts enter when there is room."""
+        """Return how many positions of each prompt of `entering` are computed next in this step, 0 for
+        none. Waiting texts enter when there is room."""
         if self.room <= 0:
             return 0
         if not self.entering:
@@ -77,17 +80,17 @@ class Scheduler:
         return max(1, int(width))
 
     def note_piece(self, width: int, computed: int) -> bool:
-        """Take note of a piece for which so many positions were computed, padding included; return whether the prompts
-        are complete."""
+        """Take note of a piece for which so many positions were computed, padding included; return
+        whether the prompts are complete."""
         self.done += width
         cost = computed * self._weight(self._reached)
         self.room, self.computed = self.room - cost, self.computed + cost
         return self.done >= max(len(text.known) - text.reused for text in self.entering)
 
     def tree_positions(self, writing: list[Sequence], prompts: float) -> int:
-        """Return how many positions a row's tree may take, its root included, in a round before which prompts of this
-        cost are computed. Prompts count as whole thirds of the limit and leave one, rows as a power of two: rounds
-        have few sizes."""
+        """Return how many positions a row's tree may take, its root included, in a round before which
+        prompts of this cost are computed. Prompts count as whole thirds of the limit and leave one,
+        rows as a power of two: rounds have few sizes."""
         full = self.budget.most + 1
         if self.positions is None:
             return full
@@ -97,7 +100,8 @@ class Scheduler:
         return min(full, max(2, int(limit * thirds / 3 / weight) >> (len(writing) - 1).bit_length()))
 
     def release(self) -> list[int]:
-        """Take finished texts out; return which row moves into every row that is left, the last ones into holes."""
+        """Take finished texts out; return which row moves into every row that is left, the last ones
+        into holes."""
         texts = self.writing
         finished = sum(text.finish is not None for text in (*texts, *self.entering))
         self.most = min(self.rows, self.most + finished)
@@ -120,8 +124,8 @@ class Scheduler:
         return texts
 
     def retry(self) -> Sequence | None:
-        """Let the texts of a step that raised wait again, see `Engine.retry`. The dear and new ones go first, which are
-        the likely cause."""
+        """Let the texts of a step that raised wait again, see `Engine.retry`. The dear and new ones go
+        first, which are the likely cause."""
         texts = self.stop()
         texts.sort(key=lambda text: (text.options.temperature > 0 or text.options.logprobs is not None, text.number))
         if len(texts) < 2:
@@ -132,8 +136,8 @@ class Scheduler:
         return None
 
     def _weight(self, context: int) -> float:
-        """Return what a position behind so much context costs, in positions without one. In halves, so that rounds
-        have few sizes."""
+        """Return what a position behind so much context costs, in positions without one. In halves, so
+        that rounds have few sizes."""
         return 1 + round(2 * context / self.runner.target.context_reach) / 2
 
     @property
@@ -142,9 +146,9 @@ class Scheduler:
         return self.done + max(text.reused for text in self.entering)
 
     def _fitting(self) -> int:
-        """Return how many waiting texts enter together: as many as have free rows and prompts that fit into the room,
-        padded to one length. A longer prompt enters alone, over several rounds; one that begins as another of them
-        does enters after it."""
+        """Return how many waiting texts enter together: as many as have free rows and prompts that fit
+        into the room, padded to one length. A longer prompt enters alone, over several rounds; one that
+        begins as another of them does enters after it."""
         free = min(self.most - len(self.writing), len(self.waiting))
         longest, firsts = 0, set()
         for count in range(free):

@@ -40,9 +40,9 @@ class Stopwatch:
 
 @dataclass
 class DecodeStats:
-    """What decoding one text took. A round commits the accepted drafts and the next bonus token; the prefill yields the
-    first bonus token, so `tokens = 1 + sum of the rounds' commits`. The seconds are those that passed while the text
-    was being written, whatever other rows were written beside it."""
+    """What decoding one text took. A round commits the accepted drafts and the next bonus token; the
+    prefill yields the first bonus token, so `tokens = 1 + sum of the rounds' commits`. The seconds are
+    those that passed while the text was being written, whatever other rows were written beside it."""
 
     prompt_tokens: int
     tokens: int = 0  # kept new tokens
@@ -64,7 +64,8 @@ class DecodeStats:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's own log-probability of a token, and its likeliest tokens at that place, likeliest first."""
+    """The target's own log-probability of a token, and its likeliest tokens at that place, likeliest
+    first."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -72,8 +73,8 @@ class TokenLogprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing past the end;
-    `commits` their counts round by round, the prefill's one first."""
+    """One text: a prompt that waits, is being written, or is finished. `ids` are new tokens, nothing
+    past the end; `commits` their counts round by round, the prefill's one first."""
 
     prompt: list[int]
     options: TextOptions
@@ -135,8 +136,8 @@ def check_text(options: TextOptions, target: Target) -> None:
 
 
 def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabulary: int) -> None:
-    """Raise ValueError for a prompt that is empty, too long for an engine's rows of so many positions, or of tokens
-    that the model does not have."""
+    """Raise ValueError for a prompt that is empty, too long for an engine's rows of so many positions,
+    or of tokens that the model does not have."""
     if not prompt:
         raise ValueError("every prompt needs at least one token")
     unknown = [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocabulary]
@@ -150,8 +151,9 @@ def check_prompt(prompt: list[int], options: TextOptions, capacity: int, vocabul
 
 
 def text_end(ids: list[int], first: int, options: TextOptions, target: Target) -> tuple[int, str] | None:
-    """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes on. An end token is
-    kept, a stop string's tokens up to the one that completes it (`answer_text` cuts the text before it)."""
+    """Find where a text ends, from token `first` on: (length to keep, reason), or None if it goes on.
+    An end token is kept, a stop string's tokens up to the one that completes it (`answer_text` cuts the
+    text before it)."""
     limit = min(len(ids), options.max_new_tokens)
     for i in range(first, limit):
         if ids[i] in target.end_ids and not options.ignore_eos:

@@ -1,8 +1,8 @@
 """Grammars of strangers, compiled and tried in a process of their own.
 
-llguidance's limits count steps, and a single step may take seconds or gigabytes; out of memory, it ends the process.
-So a server first has a grammar compiled and followed for some tokens in a child process, which has little time
-and memory. This file is that process too, and imports nothing of this package.
+llguidance's limits count steps, and a single step may take seconds or gigabytes; out of memory, it ends
+the process. So a server first has a grammar compiled and followed for some tokens in a child process,
+which has little time and memory. This file is that process too, and imports nothing of this package.
 
 V vocabulary.
 """
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-# llguidance's own limits on what its lexer does, and less than its own of the rest. `precompute_large_lexemes` is what
-# makes `initial_lexer_fuel` hold until the first token.
+# llguidance's own limits on what its lexer does, and less than its own of the rest.
+# `precompute_large_lexemes` is what makes `initial_lexer_fuel` hold until the first token.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
@@ -43,8 +43,9 @@ TRIALS = 64  # passed grammars that are remembered
 
 
 def with_deep_stack(function: Callable[[], object]) -> object:
-    """Return a function's result, computed where rules that refer to rules, thousands deep, end in no overflow of the
-    stack, which would end the process. Raises MemoryError where there is no room for that stack and some more."""
+    """Return a function's result, computed where rules that refer to rules, thousands deep, end in no
+    overflow of the stack, which would end the process. Raises MemoryError where there is no room for
+    that stack and some more."""
     before = threading.stack_size(STACK)
     try:
         mmap.mmap(-1, STACK + HEADROOM).close()
@@ -57,8 +58,8 @@ def with_deep_stack(function: Callable[[], object]) -> object:
 
 
 def build(kind: str, text: str, tokenizer: object):
-    """Return llguidance's matcher at the beginning of a text. Raises ValueError with the reason where the text is no
-    grammar of its kind, or a too large one."""
+    """Return llguidance's matcher at the beginning of a text. Raises ValueError with the reason where
+    the text is no grammar of its kind, or a too large one."""
     from llguidance import LLMatcher, LLParserLimits
 
     make: dict[str, Callable[[str], str]] = {
@@ -77,7 +78,8 @@ def build(kind: str, text: str, tokenizer: object):
 
 
 class Trial:
-    """A child process that compiles grammars before this one does; it is started again where one ends it."""
+    """A child process that compiles grammars before this one does; it is started again where one ends
+    it."""
 
     def __init__(self, serialised: Callable[[], dict]) -> None:
         """`serialised`: returns the arguments of llguidance's tokenizer."""
@@ -141,7 +143,8 @@ def refusal(kind: str, text: str, tokenizer: object) -> str | None:
 
 
 def main() -> None:
-    """Read a tokenizer and then grammars, line by line; answer each with null or what is wrong with it."""
+    """Read a tokenizer and then grammars, line by line; answer each with null or what is wrong with
+    it."""
     import resource  # not everywhere
 
     from llguidance import LLTokenizer

@@ -1,5 +1,6 @@
-"""Acceptance by position that can be measured again: prompts that anybody may see, the target's answers, and how many
-drafts of a chain were accepted on them. `./launch.sh doctor` compares with it what an engine reaches.
+"""Acceptance by position that can be measured again: prompts that anybody may see, the target's
+answers, and how many drafts of a chain were accepted on them. `./launch.sh doctor` compares with it
+what an engine reaches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,8 @@ class AnyPrompt(Protocol):
 def reference_of(
     target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], texts: Sequence[Text]
 ) -> Reference | None:
-    """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no prompt can be sent."""
+    """Return the reference of greedy texts that a chain wrote, prompt by prompt; None where no prompt
+    can be sent."""
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
     if not pairs:
         return None
@@ -49,8 +51,8 @@ def reference_of(
 
 
 def count_accepted(commits: Iterable[int], length: int, drafted: int) -> Acceptance:
-    """Count the accepted drafts of a text of so many tokens, given what was committed round by round (the prefill's
-    first), by the rule of `Reference`."""
+    """Count the accepted drafts of a text of so many tokens, given what was committed round by round
+    (the prefill's first), by the rule of `Reference`."""
     written, *later = commits
     rounds, accepted = 0, [0] * drafted
     for commit in later:
@@ -65,7 +67,8 @@ def count_accepted(commits: Iterable[int], length: int, drafted: int) -> Accepta
 def measure_reference(
     target: Target, drafter: Drafter, prompts: Sequence[AnyPrompt], tokens: int = TOKENS
 ) -> Reference:
-    """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be sent."""
+    """Decode prompts by chains, greedily, as evaluations do. Raises ValueError where none can be
+    sent."""
     prompts = [prompt for prompt in prompts if prompt.said]
     if not prompts:
         raise ValueError("there is no prompt that could be sent to a server")
@@ -74,7 +77,8 @@ def measure_reference(
 
 
 def find_reference(checkpoint: str | Path) -> Reference | None:
-    """Return what a drafter's folder or a training checkpoint says of its acceptance, None where it says nothing."""
+    """Return what a drafter's folder or a training checkpoint says of its acceptance, None where it
+    says nothing."""
     folder = find_folder(checkpoint)
     if (folder / FILE).is_file():
         return read_result(folder / FILE, Reference)

@@ -1,7 +1,9 @@
-"""The card of an exported drafter: README.md, with the hub's front matter on top; card.md.j2 is its text.
+"""The card of an exported drafter: README.md, with the hub's front matter on top; card.md.j2 is its
+text.
 
-Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from a list of known
-keys of its run's config.json: paths, names of runs and all else in those files are not published.
+Every number comes from the checkpoint's evaluation/evaluation.json, every word about training from a
+list of known keys of its run's config.json: paths, names of runs and all else in those files are not
+published.
 """
 
 import json
@@ -37,11 +39,12 @@ SOURCES = {
 
 
 def write_card(checkpoint: str | Path, out: Path, license: str | None, base_model: str) -> Path:
-    """Write README.md, and the picture that it shows, into the exported drafter's folder `out`; return its path.
+    """Write README.md, and the picture that it shows, into the exported drafter's folder `out`; return
+    its path.
 
-    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license: the publisher's
-    word for it; None says nothing. base_model: the target's name on the hub; a local path is not shown. Raises
-    ValueError where `out` holds no drafter.
+    checkpoint: where the drafter was exported from, a training checkpoint or anything else. license:
+    the publisher's word for it; None says nothing. base_model: the target's name on the hub; a local
+    path is not shown. Raises ValueError where `out` holds no drafter.
     """
     reading = read_layout(open_folder(out))
     if reading.problems or not reading.options:
@@ -86,8 +89,8 @@ def write_card(checkpoint: str | Path, out: Path, license: str | None, base_mode
 
 
 def without_ngrams(evaluation: Evaluation) -> Evaluation:
-    """Return the evaluation of what an exported folder can do: an n-gram file, which is made of the training texts, is
-    no part of it."""
+    """Return the evaluation of what an exported folder can do: an n-gram file, which is made of the
+    training texts, is no part of it."""
     beside = [without_ngrams(one) for one in evaluation.beside or ()]
     return replace(evaluation, beside=beside, methods=[one for one in evaluation.methods if not one.tree.ngrams])
 

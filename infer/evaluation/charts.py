@@ -1,5 +1,5 @@
-"""Evaluations as charts and a round as a drawn tree: what a report's page, a card and a comparison show. Numbers and
-places are found here, chart.svg.j2 and tree.svg.j2 draw them."""
+"""Evaluations as charts and a round as a drawn tree: what a report's page, a card and a comparison
+show. Numbers and places are found here, chart.svg.j2 and tree.svg.j2 draw them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ CURVES = {  # a figure of a method with its interval, by what a chart calls it
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: points (x, y), an interval of y at each or None, a colour and a dash pattern."""
+    """One line of a chart: points (x, y), an interval of y at each or None, a colour and a dash
+    pattern."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -47,7 +48,8 @@ class AxisScale:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines of finite numbers in one drawing. A logarithmic x axis has ticks at the points' own values."""
+    """Lines of finite numbers in one drawing. A logarithmic x axis has ticks at the points' own
+    values."""
 
     title: str
     x_label: str
@@ -116,8 +118,8 @@ def budget_charts(evaluations: Mapping[str, Evaluation]) -> list[Chart]:
 
 
 def budget_lines(evaluation: Evaluation, curve: str, name: str, number: int) -> list[Line]:
-    """Return a line for every kind of tree, and level ones for the other methods; of drafters behind the first, whose
-    `number` is not 0, none for plain decoding."""
+    """Return a line for every kind of tree, and level ones for the other methods; of drafters behind
+    the first, whose `number` is not 0, none for plain decoding."""
     kinds: dict[str, list[MethodResult]] = {}
     for method in evaluation.methods:
         kinds.setdefault(method.name, []).append(method)
@@ -156,7 +158,8 @@ def loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:
 
 
 class TokenBox(NamedTuple):
-    """A token of a drawn tree: its centre, and how likely the drafter thought it behind the token above."""
+    """A token of a drawn tree: its centre, and how likely the drafter thought it behind the token
+    above."""
 
     x: int
     y: int
@@ -168,7 +171,8 @@ class TokenBox(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeDrawing:
-    """A round's tree with the accepted path, rejected branches, and below the path the token that the target added."""
+    """A round's tree with the accepted path, rejected branches, and below the path the token that the
+    target added."""
 
     boxes: list[TokenBox]
     said: str  # for those who do not see it
@@ -183,7 +187,8 @@ class TreeDrawing:
 
 
 def drawn_tree(example: ExampleRound) -> TreeDrawing:
-    """Return the drawing of a round: leaves side by side, parents above the middle of their children."""
+    """Return the drawing of a round: leaves side by side, parents above the middle of their
+    children."""
     nodes, last = example.nodes, max(i for i, node in enumerate(example.nodes) if node.accepted)
     parents = [*(node.parent for node in nodes), last]  # of the added token, too
     columns, depths, free = [0.0] * len(parents), [0] * len(parents), 0

@@ -1,4 +1,5 @@
-"""What an evaluation will cost, measured from a few rounds of every method, and its limit: `evaluation.minutes`."""
+"""What an evaluation will cost, measured from a few rounds of every method, and its limit:
+`evaluation.minutes`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ class Limits:
 
 
 def limits_of(target: Target, drafter: Drafter, parts: Sequence[PromptSet], processes: int = 1) -> Limits | None:
-    """Return what fits into `evaluation.minutes`, shorter answers rather than fewer prompts; None for an evaluation so
-    small that it is not worth asking. `processes` share the prompts."""
+    """Return what fits into `evaluation.minutes`, shorter answers rather than fewer prompts; None for
+    an evaluation so small that it is not worth asking. `processes` share the prompts."""
     config, methods = parts[0].config, variants(drafter, parts[0].config)
     # transformers' plain decoding is mostly too slow to be measured behind the first part
     counts = [len(variants(drafter, part.config)) - (part is not parts[0]) for part in parts]
@@ -45,8 +46,8 @@ def limits_of(target: Target, drafter: Drafter, parts: Sequence[PromptSet], proc
 
 
 def within(fixed: float, token: float, tokens: int, minutes: float | None) -> Limits:
-    """Return what of an evaluation that takes `fixed` seconds, and `token` for every token of an answer, fits into so
-    many minutes."""
+    """Return what of an evaluation that takes `fixed` seconds, and `token` for every token of an
+    answer, fits into so many minutes."""
     seconds = fixed + token * tokens
     if minutes is None or seconds <= 60 * minutes:
         return Limits(tokens, 1.0, seconds)

@@ -42,8 +42,9 @@ def evaluate(
     progress: Progress = lambda done, total: None,
     say: abc.Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Decode every prompt with every method; `say` is told what it will cost. Where a method of ours wrote something
-    else than plain decoding, `ties` and `defects` say on how many prompts and why, see `infer.evaluation.lossless`."""
+    """Decode every prompt with every method; `say` is told what it will cost. Where a method of ours
+    wrote something else than plain decoding, `ties` and `defects` say on how many prompts and why, see
+    `infer.evaluation.lossless`."""
     parts = parts_of(prompts, config)
     parts = fit(parts, decided(target, limits_of(target, drafter, parts)), say)
     measured = decode_all(target, drafter, parts, progress)
@@ -55,7 +56,8 @@ def evaluate(
 
 
 def explain_differences(target: Target, result: Evaluation, measured: list[Measured]) -> Evaluation:
-    """Return the evaluation with `ties` and `defects` of the methods that wrote something else than plain decoding."""
+    """Return the evaluation with `ties` and `defects` of the methods that wrote something else than
+    plain decoding."""
     methods = []
     for method, one in zip(result.methods, measured, strict=True):
         pairs = [] if method.name == GENERATE.name else zip(one.texts, measured[0].texts, strict=True)
@@ -68,8 +70,8 @@ def explain_differences(target: Target, result: Evaluation, measured: list[Measu
 
 
 def parts_of(prompts: abc.Sequence[AnyPrompt], config: EvaluationConfig) -> list[PromptSet]:
-    """Return what an evaluation decodes: its prompts; with one budget, those beside them, and every second of its own
-    sampled, if the others are greedy."""
+    """Return what an evaluation decodes: its prompts; with one budget, those beside them, and every
+    second of its own sampled, if the others are greedy."""
     groups: dict[str | None, list[int]] = {}
     for number, prompt in enumerate(prompts):
         groups.setdefault(prompt.beside, []).append(number)
@@ -96,9 +98,9 @@ def decode_all(
     parts: abc.Sequence[PromptSet],
     progress: Progress = lambda done, total: None,
 ) -> list[list[Measured]]:
-    """Decode the prompts of every part with every method, plain decoding first; of the first part, also keep what a
-    report shows of the texts. Where transformers' plain decoding is slower than ours there, it is left out of the other
-    parts."""
+    """Decode the prompts of every part with every method, plain decoding first; of the first part, also
+    keep what a report shows of the texts. Where transformers' plain decoding is slower than ours there,
+    it is left out of the other parts."""
     total, done, results, slower = sum(len(part.prompts) for part in parts), 0, [], False
     for part in parts:
 
@@ -118,7 +120,8 @@ def decode_all(
 
 
 def decided(target: Target, value: object) -> object:
-    """Return what the clock decided: where processes compute every pass of the target together, the first one's."""
+    """Return what the clock decided: where processes compute every pass of the target together, the
+    first one's."""
     return agreed(value) if target.spread else value
 
 
@@ -133,7 +136,8 @@ def summarise(
 def reference_among(
     target: Target, drafter: Drafter, parts: abc.Sequence[PromptSet], measured: list[list[Measured]]
 ) -> Reference | None:
-    """Return what chains took on the prompts that others may be asked, None where there are none, or no chain."""
+    """Return what chains took on the prompts that others may be asked, None where there are none, or no
+    chain."""
     for part, of_part in zip(parts, measured, strict=True):
         known = dict(zip(part.numbers, part.prompts, strict=True))
         for one in of_part if part.config.temperature == 0 else ():
@@ -164,7 +168,8 @@ def summarise_part(target: Target, drafter: Drafter, part: PromptSet, measured: 
 
 
 def fastest_plain(measured: abc.Sequence[Measured]) -> Measured:
-    """Return the plain decoder that is faster on most prompts: ours, the first, or that of transformers."""
+    """Return the plain decoder that is faster on most prompts: ours, the first, or that of
+    transformers."""
     ours, *rest = measured
     theirs = next((one for one in rest if one.variant.name == GENERATE.name), ours)
     return theirs if figures(theirs.prompts, ours.prompts).speedup > 1 else ours
@@ -173,7 +178,8 @@ def fastest_plain(measured: abc.Sequence[Measured]) -> Measured:
 def method_result(
     measured: Measured, plain: Measured, fastest: Measured, kinds: abc.Mapping[int, str] = MappingProxyType({})
 ) -> MethodResult:
-    """Return one row of the table. `plain` wrote what every method must; `fastest` is the fastest plain decoder;
+    """Return one row of the table. `plain` wrote what every method must; `fastest` is the fastest plain
+    decoder;
     `kinds`: those of the prompts by their numbers."""
     texts, stats = measured.texts, measured.stats
     found = figures(measured.prompts, fastest.prompts)

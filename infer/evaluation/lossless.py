@@ -1,7 +1,9 @@
-"""Check that a finished text is what the target alone would have written, and name the cause of a difference.
+"""Check that a finished text is what the target alone would have written, and name the cause of a
+difference.
 
-In float32 there are no differences. In bfloat16 a pass over a tree rounds differently from a pass over one token. Where
-two tokens are equally good to within that rounding, either may be chosen: a tie. Any other difference is a defect.
+In float32 there are no differences. In bfloat16 a pass over a tree rounds differently from a pass over
+one token. Where two tokens are equally good to within that rounding, either may be chosen: a tie. Any
+other difference is a defect.
 
 V vocabulary, Q positions of a pass.
 """
@@ -34,11 +36,12 @@ class Difference:
 def find_difference(
     target: Target, prompt: list[int], ids: list[int], expected: list[int], options: TextOptions
 ) -> Difference | None:
-    """Return the first difference between a text's new tokens and plain decoding's, None if there is none.
+    """Return the first difference between a text's new tokens and plain decoding's, None if there is
+    none.
 
-    It is a tie if moving the target's logits there by no more than their rounding lets either token be chosen. The
-    rounding is taken to be two steps of the dtype at the largest logit, plus twice the change that comes from running
-    the last tokens one by one."""
+    It is a tie if moving the target's logits there by no more than their rounding lets either token be
+    chosen. The rounding is taken to be two steps of the dtype at the largest logit, plus twice the
+    change that comes from running the last tokens one by one."""
     if ids == expected:
         return None
     place = next((i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), None)
@@ -58,7 +61,8 @@ def find_difference(
 
 
 class TargetChoice:
-    """The target's choice at one position from logits (1, 1, V), and its choice if they were a little different."""
+    """The target's choice at one position from logits (1, 1, V), and its choice if they were a little
+    different."""
 
     def __init__(self, logits: torch.Tensor, position: int, prefix: list[int], options: TextOptions) -> None:
         vocabulary, device = logits.shape[-1], logits.device
@@ -69,7 +73,8 @@ class TargetChoice:
             self.seen = lambda nodes: seen_tokens([prefix], vocabulary, device)[None]  # (1, 1, V)
 
     def score(self, token: int) -> float:
-        """Return the value by which tokens are compared, filters aside: the logit, or tempered logit plus noise."""
+        """Return the value by which tokens are compared, filters aside: the logit, or tempered logit
+        plus noise."""
         score = float(self.logits[0, 0, token])
         if self.noise is None:
             return score
@@ -81,8 +86,9 @@ class TargetChoice:
         return int(choose(self.logits + shift, depth, self.asked, self.noise, self.seen))
 
     def possible(self, token: int, rounding: float) -> bool:
-        """Return whether the token could be chosen if no logit moved by more than `rounding`. Tried are this token up
-        and all others down and, for the edge of top-p, likelier tokens down and the others up."""
+        """Return whether the token could be chosen if no logit moved by more than `rounding`. Tried are
+        this token up and all others down and, for the edge of top-p, likelier tokens down and the
+        others up."""
         alone = torch.full_like(self.logits, -rounding)
         alone[..., token] = rounding
         edge = torch.where(self.logits > self.logits[..., token, None], -rounding, rounding)
@@ -93,8 +99,8 @@ class TargetChoice:
 
 @torch.no_grad()
 def last_logits(target: Target, ids: list[int], single: int) -> torch.Tensor:
-    """Run the target alone over a text, CHUNK positions at a time and the last `single` ones one by one; return the
-    logits behind it, (1, 1, V) float32."""
+    """Run the target alone over a text, CHUNK positions at a time and the last `single` ones one by
+    one; return the logits behind it, (1, 1, V) float32."""
     many = max(0, len(ids) - single)
     with target.cache(1, len(ids)).add(1) as cache:
         for start in (*range(0, many, CHUNK), *range(many, len(ids))):

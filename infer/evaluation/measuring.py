@@ -60,7 +60,8 @@ class Measured:
 
 
 def join(shares: abc.Iterable[list[Measured]]) -> list[Measured]:
-    """Join what was measured in turn, or by several processes: the variants that all of them measured."""
+    """Join what was measured in turn, or by several processes: the variants that all of them
+    measured."""
     of_one = [{(one.variant.name, one.variant.budget): one for one in share} for share in shares]
     joined = []
     for key, first in of_one[0].items():
@@ -82,9 +83,9 @@ class PromptSet:
 
 
 def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
-    """Return plain decoding, transformers', then the other evaluated rows of the table of tree methods, in its order,
-    and n-grams without the drafter. N-grams are measured with the budget in the middle: those that the user asked for;
-    else, by DDTree, those that lie beside the drafter's weights."""
+    """Return plain decoding, transformers', then the other evaluated rows of the table of tree methods,
+    in its order, and n-grams without the drafter. N-grams are measured with the budget in the middle:
+    those that the user asked for; else, by DDTree, those that lie beside the drafter's weights."""
     asked, most, found = config.continuity, middle(config.budgets), []
     shared = {name: value for name, value in asdict(config).items() if name in SHARED}
     # positions: every method gets the budget that is measured
@@ -124,9 +125,10 @@ def measure(
     progress: Progress = lambda done, total: None,
     numbers: abc.Sequence[int] | None = None,
 ) -> list[Measured]:
-    """Decode every prompt with every variant, one at a time. The variants take turns on the same prompts, each
-    beginning as often as the others, so that a noisy machine is equally noisy for all. `numbers` are the prompts' own
-    among all that are sampled with one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
+    """Decode every prompt with every variant, one at a time. The variants take turns on the same
+    prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all.
+    `numbers` are the prompts' own among all that are sampled with one seed, by default 0, 1, 2, ...:
+    each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
     capacity = max(map(len, prompts), default=0) + max(variant.options.max_new_tokens for variant in variants)
     numbers = list(range(len(prompts)) if numbers is None else numbers)

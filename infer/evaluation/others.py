@@ -1,5 +1,5 @@
-"""Plain decoding by transformers' own `generate`, which every evaluation measures beside ours: speedups are over the
-faster of the two."""
+"""Plain decoding by transformers' own `generate`, which every evaluation measures beside ours: speedups
+are over the faster of the two."""
 
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
@@ -12,8 +12,8 @@ from infer.targets.target import Target
 
 
 def decode_by_generate(target: Target, prompt: list[int], options: TextOptions) -> Text:
-    """Continue a prompt with transformers' `generate`, as long as the engine would. A sampled text is another than the
-    engine's: it is drawn with other noise."""
+    """Continue a prompt with transformers' `generate`, as long as the engine would. A sampled text is
+    another than the engine's: it is drawn with other noise."""
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     ends = [] if options.ignore_eos else sorted(target.end_ids)
     config = GenerationConfig(

@@ -1,5 +1,5 @@
-"""The figures of papers beside ours, number for number: Table 1 of DDTree's, which published.csv holds, and a finished
-suite in its layout."""
+"""The figures of papers beside ours, number for number: Table 1 of DDTree's, which published.csv holds,
+and a finished suite in its layout."""
 
 import csv
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Published(NamedTuple):
 
 
 def published(target: str, temperature: float, name: str) -> Published | None:
-    """Return the paper's figures for a target (its hub id or folder ends in the model's name), a temperature and a set;
-    None where the paper has none."""
+    """Return the paper's figures for a target (its hub id or folder ends in the model's name), a
+    temperature and a set; None where the paper has none."""
     keys = [target.rstrip("/").rpartition("/")[2].lower(), f"{temperature:g}", name]
     for row in csv.reader(TABLE.read_text().splitlines()):
         if row[:3] == keys:
@@ -45,8 +45,8 @@ def means(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def suite_table(suite: SuiteResult) -> str:
-    """Return for each temperature a table in the layout of DDTree's Table 1, the published figures beside ours, and one
-    of all methods, each with a row of means."""
+    """Return for each temperature a table in the layout of DDTree's Table 1, the published figures
+    beside ours, and one of all methods, each with a row of means."""
     parts, known = [f"# {suite.suite}: {suite.target}"], False
     for temperature in dict.fromkeys(one.temperature for one in suite.sets):
         sets = [one for one in suite.sets if one.temperature == temperature]
@@ -68,8 +68,8 @@ def suite_table(suite: SuiteResult) -> str:
 
 
 def best_budgets(sets: list[SetResult], theirs: list[Published | None]) -> str:
-    """Return the paper's methods set by set, each with the budget of the highest speedup, and its figures beside
-    ours."""
+    """Return the paper's methods set by set, each with the budget of the highest speedup, and its
+    figures beside ours."""
     rows, numbers = [], []
     for one, paper in zip(sets, theirs, strict=True):
         paper, methods = paper or Published(), one.result.methods

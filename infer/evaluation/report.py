@@ -1,7 +1,7 @@
 """One page about an evaluation, for a reader who has never heard of drafting; it needs no network.
 
-report.html.j2 holds what every page says. Colours follow the reader's light or dark setting, and every difference that
-is coloured is marked without colour too.
+report.html.j2 holds what every page says. Colours follow the reader's light or dark setting, and every
+difference that is coloured is marked without colour too.
 """
 
 import platform

@@ -86,8 +86,8 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class KnownText:
-    """A prompt as a client sends it, as the target reads it, the target's own greedy answer, and what of the chains on
-    it was accepted."""
+    """A prompt as a client sends it, as the target reads it, the target's own greedy answer, and what
+    of the chains on it was accepted."""
 
     said: str
     chat: bool  # sent as a chat's question, not as the beginning of a text
@@ -98,9 +98,10 @@ class KnownText:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a drafter's chains were measured to be worth, in a form that can be measured again elsewhere. A round counts
-    if it begins before the last block_size - 1 tokens of its text, so that the text's end cuts none. It is published
-    with the drafter: no names, no paths, and texts that anybody may see."""
+    """What a drafter's chains were measured to be worth, in a form that can be measured again
+    elsewhere. A round counts if it begins before the last block_size - 1 tokens of its text, so that
+    the text's end cuts none. It is published with the drafter: no names, no paths, and texts that
+    anybody may see."""
 
     dtype: str  # of the target
     block_size: int
@@ -145,8 +146,8 @@ class MethodResult:
 
     @property
     def finding(self) -> str:
-        """What the speedup shows: faster, slower or undecided (not significant); nothing for figures of earlier
-        versions, which have no intervals."""
+        """What the speedup shows: faster, slower or undecided (not significant); nothing for figures of
+        earlier versions, which have no intervals."""
         if self.speedup_interval is None:
             return "" if self.prompts is None else "undecided"
         low, high = self.speedup_interval
@@ -164,15 +165,16 @@ class MethodResult:
 
 
 def tree_of(name: str) -> TreeMethod:
-    """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one for other names."""
+    """Return a method's row in the table of tree methods, or of transformers' decoders; a plain one for
+    other names."""
     rows = TREES | {row.name: row for row in (ALONE, GENERATE)}
     return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What every method took on the same prompts. The first method is plain decoding by our engine; for a masked model,
-    step by step."""
+    """What every method took on the same prompts. The first method is plain decoding by our engine; for
+    a masked model, step by step."""
 
     target: str
     device: str
@@ -224,12 +226,14 @@ class Evaluation:
 
     @property
     def same_output(self) -> bool:
-        """Whether every method of ours wrote what plain decoding wrote, on these prompts and on those beside them."""
+        """Whether every method of ours wrote what plain decoding wrote, on these prompts and on those
+        beside them."""
         return all(method.identical for method in self.ours) and all(one.same_output for one in self.beside or ())
 
 
 def surest(methods: Sequence[MethodResult]) -> MethodResult:
-    """Return the method with the highest lower end of its speedup's interval; where there is none, of the speedup."""
+    """Return the method with the highest lower end of its speedup's interval; where there is none, of
+    the speedup."""
     return max(methods, key=lambda method: (method.speedup_interval or [method.speedup])[0])
 
 
@@ -263,7 +267,8 @@ def write_result(path: Path, result: object) -> None:
 
 
 def read_result(path: Path, kind: type[Result]) -> Result:
-    """Read what `write_result` wrote. Raises OSError, and ValueError for a file that holds something else."""
+    """Read what `write_result` wrote. Raises OSError, and ValueError for a file that holds something
+    else."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")), kind)
     except TypeError as error:
@@ -284,7 +289,8 @@ def from_json(data: dict, kind: type[Result]) -> Result:
 
 
 def with_parts(value: object, hint: object) -> object:
-    """Return a field's value with the dataclasses in it, by its annotation: list[TextSample], ExampleRound | None."""
+    """Return a field's value with the dataclasses in it, by its annotation: list[TextSample],
+    ExampleRound | None."""
     parts = [part for part in get_args(hint) if is_dataclass(part) or get_args(part)]
     if value is not None and is_dataclass(hint):
         return from_json(value, hint)

@@ -1,7 +1,9 @@
-"""Figures from what every prompt took, with the intervals in which they would lie on other prompts of the same kind.
+"""Figures from what every prompt took, with the intervals in which they would lie on other prompts of
+the same kind.
 
-A speedup is the median, over prompts, of tokens a second over those of the fastest plain decoder. Intervals hold 95 of
-100 bootstrap samples of the prompts: https://doi.org/10.1201/9780429246593, chapter 13.
+A speedup is the median, over prompts, of tokens a second over those of the fastest plain decoder.
+Intervals hold 95 of 100 bootstrap samples of the prompts: https://doi.org/10.1201/9780429246593,
+chapter 13.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,14 +49,16 @@ def rate(prompt: PromptResult) -> float:
 
 
 def pooled(gains: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    """Return tokens a round from both counts (..., n), pooled over the last axis; 1 where there were no rounds."""
+    """Return tokens a round from both counts (..., n), pooled over the last axis; 1 where there were no
+    rounds."""
     gains, rounds = gains.sum(-1), rounds.sum(-1)
     return np.where(rounds > 0, gains / np.maximum(rounds, 1), 1.0)
 
 
 def interval(figure: Callable[[np.ndarray], np.ndarray], count: int) -> list[float] | None:
-    """Return the bootstrap interval of a figure over `count` observations. `figure` takes numbers of observations
-    (SAMPLES, count), drawn with replacement, and returns (SAMPLES,). The same call gives the same interval."""
+    """Return the bootstrap interval of a figure over `count` observations. `figure` takes numbers of
+    observations (SAMPLES, count), drawn with replacement, and returns (SAMPLES,). The same call gives
+    the same interval."""
     if count < FEWEST:
         return None
     drawn = np.random.default_rng(0).integers(count, size=(SAMPLES, count))
@@ -63,8 +67,8 @@ def interval(figure: Callable[[np.ndarray], np.ndarray], count: int) -> list[flo
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the best checkpoint's evaluation: the last, unless an earlier one is better by more than noise, on no
-    fewer than ENOUGH prompts."""
+    """Return the best checkpoint's evaluation: the last, unless an earlier one is better by more than
+    noise, on no fewer than ENOUGH prompts."""
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     best = ordered.pop()
     for earlier in reversed(ordered):
@@ -73,8 +77,8 @@ def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def is_better(one: Evaluation, other: Evaluation) -> bool:
-    """Return whether the drafter's method with the highest acceptance length has a higher one in evaluation `one` than
-    in `other`, on the prompts that both decoded, by more than noise."""
+    """Return whether the drafter's method with the highest acceptance length has a higher one in
+    evaluation `one` than in `other`, on the prompts that both decoded, by more than noise."""
     pairs = shared_prompts(one, other)
     if len(pairs) < ENOUGH:
         return False
@@ -88,8 +92,8 @@ def is_better(one: Evaluation, other: Evaluation) -> bool:
 
 
 def shared_prompts(one: Evaluation, other: Evaluation) -> list[tuple[PromptResult, PromptResult]]:
-    """Return what the drafter's method with the highest acceptance length in `one` took, on the prompts that both
-    decoded with it."""
+    """Return what the drafter's method with the highest acceptance length in `one` took, on the prompts
+    that both decoded with it."""
     top = max(one.by_itself, key=lambda method: method.tau)
     same = next((method for method in other.methods if method.label == top.label), None)
     theirs = {prompt.number: prompt for prompt in same.prompts or ()} if same else {}
@@ -97,7 +101,8 @@ def shared_prompts(one: Evaluation, other: Evaluation) -> list[tuple[PromptResul
 
 
 def too_few(evaluations: Sequence[Evaluation]) -> str | None:
-    """Return the sentence about checkpoints that cannot be told apart, so that the last is taken; else None."""
+    """Return the sentence about checkpoints that cannot be told apart, so that the last is taken; else
+    None."""
     *earlier, last = sorted(evaluations, key=lambda evaluation: evaluation.step or 0)
     shared = max((len(shared_prompts(one, last)) for one in earlier), default=ENOUGH)
     if shared >= ENOUGH:

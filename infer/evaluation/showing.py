@@ -1,4 +1,5 @@
-"""What a report shows of the texts themselves: samples with what became of every draft, and one round as an example.
+"""What a report shows of the texts themselves: samples with what became of every draft, and one round
+as an example.
 
 Texts are decoded once more for it, after everything is timed, because noting drafts takes time.
 """
@@ -24,8 +25,8 @@ Shown = tuple[list[TextSample], ExampleRound | None]  # of an evaluation's texts
 
 
 def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options: DecodeOptions) -> Shown:
-    """Decode the first texts again, which `options` wrote, by trees that can be drawn, with what was rejected; look for
-    an example among their rounds."""
+    """Decode the first texts again, which `options` wrote, by trees that can be drawn, with what was
+    rejected; look for an example among their rounds."""
     if target.tokenizer is None:
         return [], None
     options = replace(options, rows=1, budget=min(options.budget, ROUND_NODES))
@@ -48,8 +49,9 @@ def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options:
 
 
 def sample(target: Target, text: Text) -> TextSample:
-    """Cut a decoded text into pieces: the prefill's first token, then of each round the drafts that were accepted, what
-    was rejected behind them, and the target's own token: a correction, or where nothing was rejected, a bonus."""
+    """Cut a decoded text into pieces: the prefill's first token, then of each round the drafts that
+    were accepted, what was rejected behind them, and the target's own token: a correction, or where
+    nothing was rejected, a bonus."""
     decode = target.tokenizer.decode
     pieces, at = [], 0
     for round, count in enumerate(text.commits):
@@ -81,8 +83,8 @@ def last_round(target: Target, tree: DraftTree, text: Text) -> ExampleRound:
 
 
 def shows(example: ExampleRound) -> tuple[bool, int]:
-    """Return how much a round shows: whether its leaves are few enough to be drawn, and how many drafts were
-    accepted."""
+    """Return how much a round shows: whether its leaves are few enough to be drawn, and how many drafts
+    were accepted."""
     nodes = example.nodes
     leaves = len(nodes) - len({node.parent for node in nodes[1:]})
     return leaves <= MOST_LEAVES, sum(node.accepted for node in nodes)

@@ -1,7 +1,8 @@
-"""Question sets decoded with every method, set by set: a finished set is a file, and is not decoded again.
+"""Question sets decoded with every method, set by set: a finished set is a file, and is not decoded
+again.
 
-Chats of several turns are asked turn by turn, with the model's own answers in between (those of plain decoding: greedy,
-every method's; sampled, every method's with the same seed).
+Chats of several turns are asked turn by turn, with the model's own answers in between (those of plain
+decoding: greedy, every method's; sampled, every method's with the same seed).
 """
 
 import hashlib
@@ -50,11 +51,11 @@ def evaluate_suite(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
 ) -> SuiteResult:
-    """Ask every set at every temperature. Writes each set to out/sets as soon as it is done, and the whole to
-    out/suite.json. `checkpoint` is where the drafter was read from.
+    """Ask every set at every temperature. Writes each set to out/sets as soon as it is done, and the
+    whole to out/suite.json. `checkpoint` is where the drafter was read from.
 
-    Raises ValueError where `out` holds a set that was measured with other settings, and where no question of a set fits
-    into the target.
+    Raises ValueError where `out` holds a set that was measured with other settings, and where no
+    question of a set fits into the target.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
     weights, sets = drafter_digest(checkpoint), []
@@ -83,8 +84,8 @@ def evaluate_set(
     config: EvaluationConfig,
     progress: Progress,
 ) -> SetResult:
-    """Ask one set at one temperature. For every method, also count the answers that are plain decoding's, and take the
-    published measure of speed (`seconds_per_token`)."""
+    """Ask one set at one temperature. For every method, also count the answers that are plain
+    decoding's, and take the published measure of speed (`seconds_per_token`)."""
     measured, left_out = ask(target, drafter, questions, settings["thinking"], variants(drafter, config), progress)
     plain, methods = measured[0], []
     result = summarise_part(target, drafter, PromptSet(None, [], [], config), measured)
@@ -112,8 +113,8 @@ def ask(
     methods: Sequence[Variant],
     progress: Progress,
 ) -> tuple[list[Measured], int]:
-    """Return what every method answered to every turn of the chats, and how many turns were left out because they do
-    not fit into the target's positions. Raises ValueError where none does."""
+    """Return what every method answered to every turn of the chats, and how many turns were left out
+    because they do not fit into the target's positions. Raises ValueError where none does."""
     chats, tokens = questions.chats, methods[0].options.max_new_tokens
     histories: list[list[dict[str, str]]] = [[] for _ in chats]
     going, left_out, shares = list(range(len(chats))), 0, []
@@ -146,8 +147,8 @@ def ask(
 
 
 def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -> list[int]:
-    """Return a chat's token ids, up to where the model speaks; for a target without a template its texts with an empty
-    line between them."""
+    """Return a chat's token ids, up to where the model speaks; for a target without a template its
+    texts with an empty line between them."""
     tokenizer = target.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer("\n\n".join(message["content"] for message in messages) + "\n\n")["input_ids"]
@@ -156,7 +157,8 @@ def prompt_ids(target: Target, messages: list[dict[str, str]], thinking: bool) -
 
 
 def seconds_per_token(measured: Measured) -> float:
-    """Return the seconds a token without the prefill, averaged over answers: published speedups are ratios of these."""
+    """Return the seconds a token without the prefill, averaged over answers: published speedups are
+    ratios of these."""
     every = [text.stats for text in measured.texts]
     seconds = sum((stats.seconds - stats.stage_seconds["prefill"]) / stats.tokens for stats in every)
     return max(seconds / len(every), 1e-9)  # answers of one token are all prefill
@@ -178,8 +180,8 @@ def settings_of(
 
 
 def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
-    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings; those that there
-    are no more do not count."""
+    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings;
+    those that there are no more do not count."""
     if not file.exists():
         return None
     known = read_result(file, SetResult)

@@ -1,5 +1,5 @@
-"""Evaluations as text. A method is one row of cells under COLUMNS, in a terminal, in Markdown and in a page alike; the
-result is also said in a few sentences."""
+"""Evaluations as text. A method is one row of cells under COLUMNS, in a terminal, in Markdown and in a
+page alike; the result is also said in a few sentences."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -39,13 +39,14 @@ def mark(method: MethodResult) -> str:
 
 
 def legend(methods: Iterable[MethodResult], cells: Iterable[str] = ()) -> list[str]:
-    """Return what the mark of these methods, or in cells of speedups, means; nothing where none has it."""
+    """Return what the mark of these methods, or in cells of speedups, means; nothing where none has
+    it."""
     return [MEANING] if MARK in "".join([*map(mark, methods), *cells]) else []
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, as wide as it needs in a terminal: the first column to the left, the others to the
-    right."""
+    """Return a Markdown table, as wide as it needs in a terminal: the first column to the left, the
+    others to the right."""
     columns = []
     for i, (name, *cells) in enumerate(zip(head, *rows, strict=True)):
         width = max(4, len(name), *map(len, cells))
@@ -60,7 +61,8 @@ def method_table(evaluation: Evaluation) -> str:
 
 
 def table(evaluation: Evaluation) -> str:
-    """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts beside."""
+    """Return the evaluation for a terminal: one line a method, then other prompts and sampled texts
+    beside."""
     groups, parts = kinds_of(evaluation), [method_table(evaluation)]
     if len(groups) > 1:
         rows = beside(evaluation, groups)
@@ -69,7 +71,8 @@ def table(evaluation: Evaluation) -> str:
 
 
 def comparison(evaluations: dict[str, Evaluation]) -> str:
-    """Return several drafters' evaluations side by side, in Markdown: for each τ, tokens a second and speedup."""
+    """Return several drafters' evaluations side by side, in Markdown: for each τ, tokens a second and
+    speedup."""
     rows: dict[str, list[str]] = {}
     for i, evaluation in enumerate(evaluations.values()):
         for method in evaluation.methods:
@@ -83,8 +86,8 @@ def comparison(evaluations: dict[str, Evaluation]) -> str:
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return the result in a few plain sentences, good or bad: what a chain gains, which engines verify; what trees
-    gain; what n-grams would without the drafter."""
+    """Return the result in a few plain sentences, good or bad: what a chain gains, which engines
+    verify; what trees gain; what n-grams would without the drafter."""
     own = evaluation.of_drafter
     chains = [method for method in own if method.name == "chain"]
     trees = [method for method in own if method.name != "chain" and not method.tree.ngrams]
@@ -116,7 +119,8 @@ def headline(evaluation: Evaluation) -> str:
 
 
 def gain(method: MethodResult, over: str = "") -> str:
-    """Return a speedup in words, good or bad; `over`: over whose speed, where that was not said before."""
+    """Return a speedup in words, good or bad; `over`: over whose speed, where that was not said
+    before."""
     found = f"{method.speedup:.2f} times as fast {over}".rstrip()
     if method.speedup_interval is not None:
         low, high = method.speedup_interval
@@ -141,7 +145,8 @@ def notes_of(evaluation: Evaluation) -> list[str]:
 
 
 def kinds_of(evaluation: Evaluation) -> dict[str, Evaluation]:
-    """Return the columns of the second table: the methods on the prompts of each kind, and on those beside."""
+    """Return the columns of the second table: the methods on the prompts of each kind, and on those
+    beside."""
     kinds = list(dict.fromkeys(one.kind for one in evaluation.methods[0].prompts or ()))
     groups = {}
     for kind in kinds if len(kinds) > 1 else ():
@@ -157,8 +162,8 @@ def of_kind(method: MethodResult, plain: MethodResult, kind: str) -> MethodResul
 
 
 def beside(evaluation: Evaluation, groups: dict[str, Evaluation]) -> list[list[str]]:
-    """Return a row for every method of the evaluation: its label, and for each group τ and the speedup with its
-    mark."""
+    """Return a row for every method of the evaluation: its label, and for each group τ and the speedup
+    with its mark."""
     rows = []
     for method in evaluation.methods:
         found = [next((one for one in group.methods if one.label == method.label), None) for group in groups.values()]

@@ -1,5 +1,6 @@
-"""Drafters on disk: folders of `config.json` and `model.safetensors`, read in every layout that a family knows, written
-in the family's own one (for DFlash the public one, which serving engines read)."""
+"""Drafters on disk: folders of `config.json` and `model.safetensors`, read in every layout that a
+family knows, written in the family's own one (for DFlash the public one, which serving engines
+read)."""
 
 import json
 import warnings
@@ -21,7 +22,8 @@ NGRAMS = "ngrams"  # beside the weights: an n-gram file for trees
 
 
 def save_drafter(config: Qwen3Config, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write config.json and model.safetensors: `drafter.config` and `drafter.state_dict()`, in any dtype."""
+    """Write config.json and model.safetensors: `drafter.config` and `drafter.state_dict()`, in any
+    dtype."""
     write_folder(config_dict(config), weights, folder)
 
 
@@ -39,13 +41,15 @@ def load_drafter(
     device: str | torch.device = "cpu",
     target_layers: int | None = None,
 ) -> Drafter:
-    """Load a drafter in any layout that a family knows: from a local folder, that of a training checkpoint (which holds
-    one in `drafter/`), or from the model hub by its id. `target_layers`, how many layers the target has, is needed for
-    a config that does not say which ones are tapped (DART's published ones).
+    """Load a drafter in any layout that a family knows: from a local folder, that of a training
+    checkpoint (which holds one in `drafter/`), or from the model hub by its id. `target_layers`, how
+    many layers the target has, is needed for a config that does not say which ones are tapped (DART's
+    published ones).
 
-    Raises FileNotFoundError when there is none, ValueError naming every key of the config and every tensor that is
-    missing, unknown or wrong. An n-gram file beside the weights goes with them: engines open it. Warns where
-    config.json is not the one that the weights were saved with: somebody may have changed it on purpose.
+    Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
+    tensor that is missing, unknown or wrong. An n-gram file beside the weights goes with them: engines
+    open it. Warns where config.json is not the one that the weights were saved with: somebody may have
+    changed it on purpose.
     """
     opened = open_folder(folder)
     if not opened.config or not opened.tensors:
@@ -75,8 +79,8 @@ def load_drafter(
 
 
 def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Lookup:
-    """Open what drafts: "lookup" for the text's own n-grams, anything else with `load_drafter`, whose exceptions it
-    raises. `check_target(target)` and `to(device, dtype)` make it ready for a target."""
+    """Open what drafts: "lookup" for the text's own n-grams, anything else with `load_drafter`, whose
+    exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready for a target."""
     if str(checkpoint) == LOOKUP.name:
         return Lookup()
     return load_drafter(checkpoint, target_layers=target_layers)

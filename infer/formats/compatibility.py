@@ -1,8 +1,9 @@
-"""Which engine would load a drafter's folder, and what is at fault where it would not: config.json and the headers of
-the weight files are read, never a tensor.
+"""Which engine would load a drafter's folder, and what is at fault where it would not: config.json and
+the headers of the weight files are read, never a tensor.
 
-What vLLM, SGLang and speculators ask for is taken from their sources of autumn 2026 (docs/formats.md). A drafter of
-another architecture than ours (biases, attention sinks, quantised weights) is at fault for all, though some have it.
+What vLLM, SGLang and speculators ask for is taken from their sources of autumn 2026 (docs/formats.md).
+A drafter of another architecture than ours (biases, attention sinks, quantised weights) is at fault for
+all, though some have it.
 """
 
 import warnings
@@ -29,7 +30,8 @@ READS = {  # by engine: its layouts
     NATIVE: ("transformers",),
 }
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "DeepSpec": "Qwen3DSparkModel"}
-# by layout: keys of what it has words for, beside a plain drafter whose second slot is the first to draft
+# by layout: keys of what it has words for, beside a plain drafter whose second slot is the first to
+# draft
 WORDS = {
     "dflash2": ("selector_rank", "conv_kernel_size"),
     "DeepSpec": ("markov_rank", "sample_from_anchor"),
@@ -53,7 +55,8 @@ class Verdict:
 
 
 def check_folder(path: str | Path, target_layers: int | None = None) -> list[Verdict]:
-    """Return the engines' verdicts on a folder or hub id. Raises FileNotFoundError where there is no folder at all."""
+    """Return the engines' verdicts on a folder or hub id. Raises FileNotFoundError where there is no
+    folder at all."""
     folder = open_folder(path)
     reading = read(folder, target_layers)
     for doubt in reading.doubts:
@@ -132,8 +135,9 @@ def misread(raw: dict, reading: ConfigReading) -> Faults:
 
 
 def miscaused(raw: dict, reading: ConfigReading) -> Faults:
-    """Yield the engines that read another causality inside the block than we do: the first of their flags that is set
-    counts for all layers, otherwise a sliding layer is causal and a full one is not."""
+    """Yield the engines that read another causality inside the block than we do: the first of their
+    flags that is set counts for all layers, otherwise a sliding layer is causal and a full one is
+    not."""
     ours, part = reading.own.get("causal"), inside(raw, "dflash_config")
     flags = {
         VLLM: (raw.get("is_causal"), part.get("causal")),
@@ -151,8 +155,8 @@ def miscaused(raw: dict, reading: ConfigReading) -> Faults:
 
 
 def stored_problems(folder: Folder, reading: ConfigReading, engine: str) -> list[str]:
-    """Return what is wrong with the tensors. vLLM takes the embedding and head that are stored; SGLang and the authors
-    the target's, but for DeepSpec's drafters, which carry copies."""
+    """Return what is wrong with the tensors. vLLM takes the embedding and head that are stored; SGLang
+    and the authors the target's, but for DeepSpec's drafters, which carry copies."""
     part, problems = "draft_vocab_size" in reading.options, []
     ends = ENDS & folder.tensors.keys() if not part else ENDS
     if engine == VLLM and "d2t" in folder.tensors and not part:

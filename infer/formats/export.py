@@ -19,7 +19,8 @@ LARGEST_CHOICE = 1024  # engines hold a table of selector_top_k squared for ever
 
 
 def faults(drafter: Drafter) -> dict[str, str]:
-    """Return what readers of some formats (`ExportFormat.refuses`) would run in another way, in words by name."""
+    """Return what readers of some formats (`ExportFormat.refuses`) would run in another way, in words
+    by name."""
     own, patterns, size = drafter.own, drafter.attention_patterns, drafter.config.hidden_size
     selects = drafter.head_row is not None and drafter.head_row.name == "selector"
     choice = (drafter.conditional_head.top_k or drafter.config.vocab_size) if selects else 0
@@ -56,7 +57,8 @@ def faults(drafter: Drafter) -> dict[str, str]:
 
 
 def check_export(drafter: Drafter, format: str) -> None:
-    """Raise ValueError for a drafter that a layout has no words for, or that its readers would run in another way."""
+    """Raise ValueError for a drafter that a layout has no words for, or that its readers would run in
+    another way."""
     check_format(drafter.family, format, drafter.head_row, bool(drafter.own.get("conv_kernel_size")))
     refused = drafter.family.formats[format].refuses
     wrong = [sentence for name, sentence in faults(drafter).items() if name in refused]
@@ -65,9 +67,9 @@ def check_export(drafter: Drafter, format: str) -> None:
 
 
 def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Path) -> None:
-    """Write a drafter in a layout that its family has (`infer.drafters.families.FORMATS`). `target` is needed where the
-    layout stores its embedding and head, and for a drafter that has copies of them. Raises ValueError as `check_export`
-    does."""
+    """Write a drafter in a layout that its family has (`infer.drafters.families.FORMATS`). `target` is
+    needed where the layout stores its embedding and head, and for a drafter that has copies of them.
+    Raises ValueError as `check_export` does."""
     check_export(drafter, format)
     row = drafter.family.formats[format]
     if format == "gguf":  # in a layout that llama.cpp's converter reads
@@ -93,8 +95,8 @@ def with_ends(drafter: Drafter, target: Target | None, format: str) -> dict[str,
 
 
 def without_ends(drafter: Drafter, target: Target | None, format: str) -> dict[str, torch.Tensor]:
-    """Return the tensors without embedding and head. Raises ValueError where the drafter's own differ from the
-    target's, or there is no target to compare with."""
+    """Return the tensors without embedding and head. Raises ValueError where the drafter's own differ
+    from the target's, or there is no target to compare with."""
     if drafter.embed_tokens is not None or drafter.lm_head is not None:
         if target is None:
             raise ValueError(
@@ -108,8 +110,8 @@ def without_ends(drafter: Drafter, target: Target | None, format: str) -> dict[s
 
 
 def check_base_model(name: str, drafter: Drafter) -> str | None:
-    """Raise ValueError unless the model `name`, as whose drafter the card presents this one, has the sizes of the
-    drafter's target. Return a sentence where its config.json cannot be read from here."""
+    """Raise ValueError unless the model `name`, as whose drafter the card presents this one, has the
+    sizes of the drafter's target. Return a sentence where its config.json cannot be read from here."""
     try:
         sizes, found = target_sizes(drafter.config), target_sizes(load_config(name).get_text_config())
     except FileNotFoundError:

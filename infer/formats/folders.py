@@ -29,8 +29,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """The content of a folder. `problems`: sentences on what could not be read; `edited`: config.json is not the one
-    that the weights were saved with."""
+    """The content of a folder. `problems`: sentences on what could not be read; `edited`: config.json
+    is not the one that the weights were saved with."""
 
     path: Path
     config: dict
@@ -39,7 +39,8 @@ class Folder:
     edited: bool = False
 
     def load(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Load the tensors of these names, on the host. Raises ValueError for a file that is not what was saved."""
+        """Load the tensors of these names, on the host. Raises ValueError for a file that is not what
+        was saved."""
         weights: dict[str, torch.Tensor] = {}
         for file in sorted({self.tensors[name].file for name in names}):
             with safe_open(file, "pt") as opened:
@@ -57,9 +58,9 @@ class Folder:
 
 
 def find_folder(path: str | Path) -> Path:
-    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the best checkpoint of a
-    run's, for "embedded" the one beside the embedded target, or a hub id's, of which JSON and safetensors files are
-    downloaded. Raises FileNotFoundError where there is none."""
+    """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the best
+    checkpoint of a run's, for "embedded" the one beside the embedded target, or a hub id's, of which
+    JSON and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
     folder = Path(resolve_path(str(path)))
     for inner in INNER:
         if (folder / inner).is_dir():
@@ -80,8 +81,8 @@ def find_folder(path: str | Path) -> Path:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Read config.json and the headers of the weight files. Raises FileNotFoundError where there is no folder; faults
-    inside one are among its problems."""
+    """Read config.json and the headers of the weight files. Raises FileNotFoundError where there is no
+    folder; faults inside one are among its problems."""
     folder = find_folder(path)
     problems: list[str] = []
     config = _json(folder / "config.json", problems)

@@ -1,4 +1,5 @@
-"""Drafters as GGUF, for llama.cpp: a folder in a layout that its own converter reads is converted by it."""
+"""Drafters as GGUF, for llama.cpp: a folder in a layout that its own converter reads is converted by
+it."""
 
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ OF_TARGET = ["*.json", "*.jinja", "*.txt", "*.model"]  # what the converter read
 
 
 def find_converter(named: str | None) -> Path:
-    """Return llama.cpp's converter: the named file, or the one on PATH. Raises ValueError where there is none."""
+    """Return llama.cpp's converter: the named file, or the one on PATH. Raises ValueError where there
+    is none."""
     found = named or shutil.which(CONVERTER)
     if found is None or not Path(found).is_file():
         where = f"converter={named}: no such file" if named else f"{CONVERTER} is not on PATH"
@@ -27,8 +29,8 @@ def find_converter(named: str | None) -> Path:
 
 
 def convert(folder: Path, target: str, converter: Path) -> Path:
-    """Convert the drafter in `folder`, whose target's tokenizer goes into the file; return the file. Raises ValueError
-    with the converter's last words where it fails."""
+    """Convert the drafter in `folder`, whose target's tokenizer goes into the file; return the file.
+    Raises ValueError with the converter's last words where it fails."""
     place = Path(resolve_path(target))
     if not place.is_dir():
         place = Path(snapshot_download(target, allow_patterns=OF_TARGET))

@@ -1,4 +1,5 @@
-"""Read a drafter's folder in our terms, whatever its layout: a family, a config, and the tensors that it must have.
+"""Read a drafter's folder in our terms, whatever its layout: a family, a config, and the tensors that
+it must have.
 
 The families know their own layouts (`read` of their classes). All faults are noted, not the first
 one only.
@@ -12,8 +13,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
-    """Read a folder; `target_layers`: how many layers the target has, for layouts that do not say. Nothing is raised:
-    faults are among the reading's problems."""
+    """Read a folder; `target_layers`: how many layers the target has, for layouts that do not say.
+    Nothing is raised: faults are among the reading's problems."""
     raw = folder.config
     if not raw:
         return ConfigReading("none", None, {}, [])
@@ -27,7 +28,8 @@ def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
 
 
 def shapes(reading: ConfigReading) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that a drafter of this config has. The config has no problems."""
+    """Return names and shapes of the tensors that a drafter of this config has. The config has no
+    problems."""
     return {name: tuple(tensor.shape) for name, tensor in reading.drafter().state_dict().items()}
 
 

@@ -11,17 +11,18 @@ LONGEST = 8  # tokens that a round drafts at most
 
 @dataclass(kw_only=True)
 class MaskedConfig:
-    """How a masked diffusion model writes. block_length and cache decide what is written, the others only how fast.
+    """How a masked diffusion model writes. block_length and cache decide what is written, the others
+    only how fast.
 
     method: ssd, which drafts for itself; or steps, one token a pass: docs/methods.md
     rows: texts decoded side by side at most; others wait
-    block_length: tokens of a block, which is finished before the next one begins; an answer is whole blocks, then
-        cut
-    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside the block are
-        those of the pass that began it
+    block_length: tokens of a block, which is finished before the next one begins; an answer is whole
+        blocks, then cut
+    cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside
+        the block are those of the pass that began it
     draft_length: of ssd, tokens drafted each round, 1 to 8
-    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; guided, the likeliest states, by
-        what the text has shown of itself so far too: docs/methods.md
+    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; guided, the
+        likeliest states, by what the text has shown of itself so far too: docs/methods.md
     nodes: of ssd, order guided: states verified each round, the current text among them
     """
 
@@ -58,8 +59,8 @@ class MaskedOptions(MaskedConfig, TextOptions):
 
 
 def check_masked_text(options: TextOptions) -> None:
-    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and a token is the
-    likeliest one of its position, or drawn from the whole distribution there."""
+    """Raise ValueError for what a masked diffusion model cannot follow: it writes in any order, and a
+    token is the likeliest one of its position, or drawn from the whole distribution there."""
     neutral = TextOptions()
     for name in ("top_k", "top_p", "min_p", "repetition_penalty", "logprobs", *GRAMMARS):
         value = getattr(options, name)
@@ -68,7 +69,8 @@ def check_masked_text(options: TextOptions) -> None:
 
 
 def masked_options(text: TextOptions, masked: MaskedConfig) -> MaskedOptions:
-    """Return the options of both. Raises ValueError for those of a text that a masked model cannot follow."""
+    """Return the options of both. Raises ValueError for those of a text that a masked model cannot
+    follow."""
     options = MaskedOptions(
         **{name: getattr(text, name) for name in TextOptions.__dataclass_fields__}, **asdict(masked)
     )

@@ -1,11 +1,14 @@
-"""Drafts of a masked diffusion model for itself: states of the text that its own steps may lead to (SSD section 3.2).
+"""Drafts of a masked diffusion model for itself: states of the text that its own steps may lead to (SSD
+section 3.2).
 
-A *write* puts a token at a position. A *state* is a set of writes on top of the current text; the empty state is the
-text itself. Step-by-step decoding goes from state to state, one write at a time. A round of SSD picks some states that
-are likely to come, computes all of them in one pass, and then steps as step-by-step decoding would, for as long as the
-state that it reaches was computed. So the text does not depend on which states are picked.
+A *write* puts a token at a position. A *state* is a set of writes on top of the current text; the empty
+state is the text itself. Step-by-step decoding goes from state to state, one write at a time. A round
+of SSD picks some states that are likely to come, computes all of them in one pass, and then steps as
+step-by-step decoding would, for as long as the state that it reaches was computed. So the text does not
+depend on which states are picked.
 
-A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is ours. States are
+A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is
+ours. States are
 sets: "b, then a" leads to the state of "a, then b", which is computed once.
 
 P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
@@ -49,7 +52,8 @@ class Plan:
     longest: int  # writes of a state at most
 
     def open(self, state: State) -> list[int]:
-        """Return the positions that the next step chooses from: the masks of the first unfinished block."""
+        """Return the positions that the next step chooses from: the masks of the first unfinished
+        block."""
         filled, left = {position for position, _ in state}, []
         for position in self.masked:
             if left and self.block(position) != self.block(left[0]):
@@ -63,11 +67,12 @@ class Plan:
 
 
 def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None) -> torch.Tensor:
-    """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 K) float64 on the device: confidence,
-    log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads the columns.
+    """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 K) float64 on the
+    device: confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads
+        the columns.
 
-    Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same order, but
-    probabilities near 1 stay distinct, and rounding errors of the logits are not magnified.
+    Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same
+    order, but probabilities near 1 stay distinct, and rounding errors of the logits are not magnified.
     """
     logits = logits.double()
     scores = logits if noise is None else logits / temperature + noise
@@ -94,8 +99,8 @@ def next_write(guesses: Guesses, choices: Sequence[int]) -> Write:
 
 
 def drafts(guesses: Guesses, plan: Plan, length: int) -> list[Write]:
-    """Return the `length` likeliest writes in the order in which steps would make them, block by block, by confidence
-    (section 3.2.2)."""
+    """Return the `length` likeliest writes in the order in which steps would make them, block by block,
+    by confidence (section 3.2.2)."""
     known = [position for position in plan.masked if position in guesses]
     known.sort(key=lambda position: (plan.block(position), -guesses[position].confidence, position))
     return [(position, guesses[position].tokens[0]) for position in known[: min(length, plan.longest)]]
@@ -107,8 +112,8 @@ def chain_states(writes: Sequence[Write]) -> list[State]:
 
 
 def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
-    """Return the chain, and for every state also the one that takes the draft after the next first: 2 * length states
-    (section 5.2). Drafts of two blocks never swap."""
+    """Return the chain, and for every state also the one that takes the draft after the next first: 2 *
+    length states (section 5.2). Drafts of two blocks never swap."""
     swapped = [
         frozenset([*writes[:size], later])
         for size, (sooner, later) in enumerate(zip(writes, writes[1:], strict=False))
@@ -118,12 +123,13 @@ def mixed_states(writes: Sequence[Write], plan: Plan) -> list[State]:
 
 
 def guided_states(guesses: Guesses, plan: Plan, length: int, nodes: int, habits: TextHabits) -> list[State]:
-    """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a write's
-    probability is that of its position being next times its token's, one of the likeliest or the one that habits
-    expect.
+    """Return the `nodes` likeliest states, best first, as DDTree picks prefixes (its algorithm 1): a
+    write's probability is that of its position being next times its token's, one of the likeliest or
+    the one that habits expect.
 
-    A state's probability is that of its likeliest order of writes. It is at most that of the state before, so the
-    best-first search finds the likeliest states, and for each also the states of its likeliest order.
+    A state's probability is that of its likeliest order of writes. It is at most that of the state
+    before, so the best-first search finds the likeliest states, and for each also the states of its
+    likeliest order.
     """
     ties = count()
     heap = [(0.0, next(ties), frozenset(), habits.last)]
@@ -145,8 +151,8 @@ def guided_states(guesses: Guesses, plan: Plan, length: int, nodes: int, habits:
 def order_shares(
     guesses: Guesses, open_: Sequence[int], last: int | None, habits: TextHabits
 ) -> list[tuple[int, float]]:
-    """Return the probability of every open position to be written next: by confidence, mixed with the habit of writing
-    right behind the last write."""
+    """Return the probability of every open position to be written next: by confidence, mixed with the
+    habit of writing right behind the last write."""
     choices = [position for position in open_ if position in guesses]
     if not choices:
         return []
@@ -158,7 +164,8 @@ def order_shares(
 
 
 def token_shares(guess: Guess, position: int, written: dict[int, int], habits: TextHabits) -> list[tuple[int, float]]:
-    """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by its hit rate."""
+    """Return the probability of a position's likeliest tokens: the model's, mixed with the habit by its
+    hit rate."""
     shares = {token: math.exp(share) for token, share in zip(guess.tokens, guess.log_shares, strict=True)}
     length, expected = habits.expects(position, written)
     if length:
@@ -177,8 +184,9 @@ def pick_states(guesses: Guesses, plan: Plan, order: str, length: int, nodes: in
 
 
 def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> tuple[list[Write], int]:
-    """Take steps as long as the state that they lead to was computed. Return the writes, in order, and the index of the
-    state that the last one was chosen in, by the model beyond the drafts (Algorithm 1's extra token)."""
+    """Take steps as long as the state that they lead to was computed. Return the writes, in order, and
+    the index of the state that the last one was chosen in, by the model beyond the drafts (Algorithm
+    1's extra token)."""
     index = {state: at for at, state in enumerate(states)}
     at, writes = index[frozenset()], []
     while at is not None:

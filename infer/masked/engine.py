@@ -1,9 +1,11 @@
-"""Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which writes the same text sooner.
+"""Masked diffusion decoding: step by step, and by self speculative decoding (SSD), which writes the
+same text sooner.
 
-A text is a prompt and masks. A step predicts the tokens at the masks and writes the most confident one among the masks
-of the first unfinished block (SSD section 3.1, LLaDA's low-confidence remasking). A round of SSD computes several
-states of the text in one pass, and takes steps as long as their states were computed (Algorithm 1). Step-by-step
-decoding is a round that computes the current text only: one loop for both.
+A text is a prompt and masks. A step predicts the tokens at the masks and writes the most confident one
+among the masks of the first unfinished block (SSD section 3.1, LLaDA's low-confidence remasking). A
+round of SSD computes several states of the text in one pass, and takes steps as long as their states
+were computed (Algorithm 1). Step-by-step decoding is a round that computes the current text only: one
+loop for both.
 
 Q outputs asked for, V vocabulary.
 """
@@ -28,8 +30,9 @@ from infer.masked.sequence import MaskedSequence
 class MaskedEngine(Engine):
     """Decodes with a masked model: every row with its own drafts.
 
-    An answer's last block may go beyond `capacity`. A text does not depend on what is written beside it, nor on
-    anything that is drafted (float32; lower precisions round differently in other batch shapes).
+    An answer's last block may go beyond `capacity`. A text does not depend on what is written beside
+    it, nor on anything that is drafted (float32; lower precisions round differently in other batch
+    shapes).
     """
 
     def __init__(

@@ -18,8 +18,8 @@ NODES = 16  # states of a guided round with the longest drafts, the last method
 
 
 def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> MaskedOptions:
-    """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that all texts are equally
-    long."""
+    """Return how an evaluation's texts are decoded: whole blocks, and on past end tokens, so that all
+    texts are equally long."""
     text = TextOptions(
         max_new_tokens=masked.room(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
@@ -35,8 +35,8 @@ def evaluate_masked(
     options: MaskedOptions,
     progress: Progress = lambda done, total: None,
 ) -> Evaluation:
-    """Decode every prompt step by step and with drafts of every length and order. `options` are those that
-    `evaluation_options` makes."""
+    """Decode every prompt step by step and with drafts of every length and order. `options` are those
+    that `evaluation_options` makes."""
     drafts = [(order, length, length + 1) for length in LENGTHS for order in ("greedy", "mixed", "guided")]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
     for order, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:

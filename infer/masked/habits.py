@@ -1,9 +1,9 @@
 """Statistics of a text so far: which token follows which, and where the next one is written.
 
-A draft of a masked model does not depend on the tokens that are written before it in the same round, so it is an
-average over what they may be. Neighbours decide much of a token: what followed the same few tokens earlier in the text
-often follows them again. Trees of drafts (`infer.masked.drafting.guided_states`) mix both, and weigh them by how often
-each was right so far.
+A draft of a masked model does not depend on the tokens that are written before it in the same round, so
+it is an average over what they may be. Neighbours decide much of a token: what followed the same few
+tokens earlier in the text often follows them again. Trees of drafts
+(`infer.masked.drafting.guided_states`) mix both, and weigh them by how often each was right so far.
 """
 
 from collections.abc import Iterable
@@ -55,8 +55,8 @@ class TextHabits:
                 self._learn(near)
 
     def expects(self, position: int, written: dict[int, int]) -> tuple[int, int]:
-        """Return the length of the longest context of a position that was seen before, and the token that followed it;
-        0, 0 where there is none. `written` are tokens besides the row's own."""
+        """Return the length of the longest context of a position that was seen before, and the token
+        that followed it; 0, 0 where there is none. `written` are tokens besides the row's own."""
         left = self._left(position, written)
         for length in range(len(left), 0, -1):
             token = self._after.get(left[-length:])

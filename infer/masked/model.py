@@ -1,9 +1,11 @@
-"""Masked diffusion language models behind one wrapper: logits for the token at every position, given all the others.
+"""Masked diffusion language models behind one wrapper: logits for the token at every position, given
+all the others.
 
-A masked diffusion model attends to a whole row in both directions and predicts the token at every position; unknown
-positions hold its mask token (SSD section 3.1). Three kinds are supported: our own, a Qwen3 under an attention mask
-that hides nothing (its config.json has `mask_token_id` and `masked_diffusion: {"shifted": bool}`), and LLaDA and Dream
-with the code of their repositories, if the user allows it.
+A masked diffusion model attends to a whole row in both directions and predicts the token at every
+position; unknown positions hold its mask token (SSD section 3.1). Three kinds are supported: our own, a
+Qwen3 under an attention mask that hides nothing (its config.json has `mask_token_id` and
+`masked_diffusion: {"shifted": bool}`), and LLaDA and Dream with the code of their repositories, if the
+    user allows it.
 
 B rows, T positions, Q queries or positions asked for, D hidden size, V vocabulary.
 """
@@ -25,14 +27,15 @@ from infer.targets.support import end_tokens, head_size
 NATIVE = ("qwen3",)  # run by transformers' own code, which takes any 4-D mask
 
 
-# kinds that bring their own code -> the mask token, where config.json names none, and whether they are shifted
+# kinds that bring their own code -> the mask token, where config.json names none, and whether they are
+# shifted
 FOREIGN = {"llada": (126336, False), "dream": (151666, True)}
 
 
 @dataclass
 class MaskedModel:
-    """A masked diffusion model. `shifted`: its output at position i - 1 predicts the token at position i, as in models
-    converted from autoregressive ones; position 0 then has no prediction."""
+    """A masked diffusion model. `shifted`: its output at position i - 1 predicts the token at position
+    i, as in models converted from autoregressive ones; position 0 then has no prediction."""
 
     model: nn.Module
     tokenizer: object | None
@@ -79,11 +82,12 @@ class MaskedModel:
         allowed: torch.Tensor | None = None,
         at: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's at minus infinity.
+        """Return logits for the token AT every position: ids (B, T) -> (B, T, V), the mask token's at
+        minus infinity.
 
-        Every position attends to the whole row, or to what is `allowed` (B, T) bool, not to padding, which only native
-        models take. `at` asks for some positions only, rows (Q,) and positions (Q,): (Q, V); a large head is most of a
-        small model's time."""
+        Every position attends to the whole row, or to what is `allowed` (B, T) bool, not to padding,
+        which only native models take. `at` asks for some positions only, rows (Q,) and positions (Q,):
+        (Q, V); a large head is most of a small model's time."""
         allowed = torch.ones_like(ids, dtype=torch.bool) if allowed is None else allowed
         if not self.native:
             assert allowed.all(), "rows of unlike lengths"
@@ -100,8 +104,9 @@ class MaskedModel:
     def hidden(
         self, ids: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, cache: object | None = None
     ) -> torch.Tensor:
-        """Return final hidden states (B, Q, D) of tokens (B, Q) at absolute positions `places` (B, Q), under an
-        additive mask (B, 1, Q, S); with a cache, S are the keys that its `update` gives. Native models only."""
+        """Return final hidden states (B, Q, D) of tokens (B, Q) at absolute positions `places` (B, Q),
+        under an additive mask (B, 1, Q, S); with a cache, S are the keys that its `update` gives.
+        Native models only."""
         body = self.model.get_decoder()
         out = body(
             input_ids=ids,
@@ -113,7 +118,8 @@ class MaskedModel:
         return out.last_hidden_state
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits (..., V) of hidden states (..., D), the mask token's at minus infinity: it is never written."""
+        """Return logits (..., V) of hidden states (..., D), the mask token's at minus infinity: it is
+        never written."""
         return self._unmasked(self.model.get_output_embeddings()(hidden))
 
     def _unmasked(self, logits: torch.Tensor) -> torch.Tensor:
@@ -121,8 +127,8 @@ class MaskedModel:
         return logits.masked_fill(never, -torch.inf)
 
     def cache(self, rows: int, capacity: int) -> torch.Tensor:
-        """Allocate keys and values of that many positions: (2 * layers, rows, capacity, H, E), keys of layer i at 2i,
-        values at 2i + 1. Raises ValueError for models that cannot use them."""
+        """Allocate keys and values of that many positions: (2 * layers, rows, capacity, H, E), keys of
+        layer i at 2i, values at 2i + 1. Raises ValueError for models that cannot use them."""
         if not self.native:
             raise ValueError(
                 f"cache=dual: {self.name} is run by its own code, which takes no cache of ours: use cache=none"
@@ -136,8 +142,9 @@ class MaskedModel:
 def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> MaskedModel:
     """Load a masked diffusion model from a folder or the hub: one of ours, LLaDA or Dream.
 
-    Raises ValueError, before weights are loaded, for a model of another kind, for one without a mask token, and for
-    one whose own code the user has not allowed; FileNotFoundError for one that is not there.
+    Raises ValueError, before weights are loaded, for a model of another kind, for one without a mask
+    token, and for one whose own code the user has not allowed; FileNotFoundError for one that is not
+    there.
     """
     logging.disable_progress_bar()
     config = read_config(path)
@@ -159,9 +166,10 @@ def load_masked(path: str, dtype: str = "auto", device: str = "auto", trust_remo
 
 
 def load_foreign(path: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """Build a model that is run by its own code, and load its weights into it. `from_pretrained` of transformers 5
-    fails on such code (LLaDA's never calls `post_init`), and may leave buffers that are not stored, as of rotary
-    embeddings, without values. Raises ValueError where the code does not run, or the weights do not match it."""
+    """Build a model that is run by its own code, and load its weights into it. `from_pretrained` of
+    transformers 5 fails on such code (LLaDA's never calls `post_init`), and may leave buffers that are
+    not stored, as of rotary embeddings, without values. Raises ValueError where the code does not run,
+    or the weights do not match it."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         model = AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -188,15 +196,15 @@ def read_config(path: str) -> dict:
 
 
 def is_masked(path: str) -> bool:
-    """Return whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError where there is
-    none."""
+    """Return whether a model is a masked diffusion model, by its config.json. Raises FileNotFoundError
+    where there is none."""
     config = read_config(path)
     return config["model_type"].lower() in FOREIGN or config.get("masked_diffusion") is not None
 
 
 def mask_and_shift(path: str, config: dict) -> tuple[int, bool]:
-    """Return the mask token, and whether outputs predict the next position, from a config.json. Raises ValueError for a
-    model that is no masked diffusion model, and for one without a mask token."""
+    """Return the mask token, and whether outputs predict the next position, from a config.json. Raises
+    ValueError for a model that is no masked diffusion model, and for one without a mask token."""
     kind, ours = config["model_type"].lower(), config.get("masked_diffusion")
     if kind not in FOREIGN and (kind not in NATIVE or ours is None):
         raise ValueError(

@@ -1,4 +1,5 @@
-"""A text that a masked diffusion model writes: a row of prompt and masks, which its steps fill in any order."""
+"""A text that a masked diffusion model writes: a row of prompt and masks, which its steps fill in any
+order."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from infer.masked.model import MaskedModel
 
 @dataclass
 class MaskedStats(DecodeStats):
-    """Counts of one text. `rounds` are passes of the model over one or more states of the text, whatever other texts
-    share them; `histogram[i]` counts those that wrote i + 1 tokens."""
+    """Counts of one text. `rounds` are passes of the model over one or more states of the text,
+    whatever other texts share them; `histogram[i]` counts those that wrote i + 1 tokens."""
 
     written: int = 0  # tokens, each a pass of step-by-step decoding; `tokens` of them are kept
 
@@ -27,8 +28,8 @@ class MaskedStats(DecodeStats):
 
 @dataclass(eq=False)
 class MaskedSequence(Sequence):
-    """A text and its row. `ids` are the answer's tokens up to the first mask: a written token never changes, so `ids`
-    only grows."""
+    """A text and its row. `ids` are the answer's tokens up to the first mask: a written token never
+    changes, so `ids` only grows."""
 
     writes: list[Write] = field(default_factory=list)  # (position in the answer, token), in the order of the steps
     row: torch.Tensor | None = None  # (T,) int64, on the model's device: the prompt, tokens and masks
@@ -47,8 +48,8 @@ class MaskedSequence(Sequence):
         return []
 
     def begin(self, model: MaskedModel, length: int) -> None:
-        """Lay out the row, with `length` masks. A text that was begun before begins again: with a cache of keys and
-        values, what is written depends on where they were computed anew."""
+        """Lay out the row, with `length` masks. A text that was begun before begins again: with a cache
+        of keys and values, what is written depends on where they were computed anew."""
         self.ids, self.commits, self.writes, self.guesses = [], [], [], {}
         self.full = True
         self.__post_init__()

@@ -1,9 +1,10 @@
 """Count the n-grams of a corpus into a file for `infer.ngrams.model`.
 
-Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each plus 1, the first in
-the highest bits; positions behind the document's end are 0. Sorted distinct keys with counts hold the nodes of all
-levels, as their prefixes. Rare n-grams are left out: one is never rarer than those that begin with it. The counts that
-stay are those of the corpus: Pr(token | context) is what it was, or 0. All of it is in memory, some 40 bytes a token.
+Every position of a document gives one key of 64 bits: its token and the order - 1 next ones, each plus
+1, the first in the highest bits; positions behind the document's end are 0. Sorted distinct keys with
+counts hold the nodes of all levels, as their prefixes. Rare n-grams are left out: one is never rarer
+than those that begin with it. The counts that stay are those of the corpus: Pr(token | context) is what
+it was, or 0. All of it is in memory, some 40 bytes a token.
 
 N nodes, V ids, O order.
 """
@@ -17,7 +18,8 @@ from infer.ngrams.model import NGram, write
 
 
 def usual_order(vocabulary: int) -> int:
-    """Return the order that is counted unless another is asked for: the tokens that a 64-bit key holds, at most 6."""
+    """Return the order that is counted unless another is asked for: the tokens that a 64-bit key holds,
+    at most 6."""
     return min(6, 64 // vocabulary.bit_length())
 
 
@@ -32,11 +34,11 @@ def count_ngrams(
 ) -> NGram:
     """Count all n-grams of 1 to `order` ids within the documents into the file `out`, and open it.
 
-    documents: sequences of ids below `vocabulary`. digest: of the tokenizer, 64 hexadecimal digits. progress is told
-    how many tokens were read. threshold: n-grams seen fewer times are left out.
+    documents: sequences of ids below `vocabulary`. digest: of the tokenizer, 64 hexadecimal digits.
+    progress is told how many tokens were read. threshold: n-grams seen fewer times are left out.
 
-    `out` appears whole or not at all. Raises ValueError for an order that does not fit, ids outside the vocabulary, and
-    a corpus without tokens.
+    `out` appears whole or not at all. Raises ValueError for an order that does not fit, ids outside the
+    vocabulary, and a corpus without tokens.
     """
     bits = vocabulary.bit_length()
     if not 1 <= order <= 64 // bits:
@@ -58,7 +60,8 @@ def count_ngrams(
 
 
 def document_keys(tokens: np.ndarray, number: int, vocabulary: int, order: int) -> np.ndarray:
-    """Return the keys of a document's positions, (n,) uint64. Raises ValueError for ids outside the vocabulary."""
+    """Return the keys of a document's positions, (n,) uint64. Raises ValueError for ids outside the
+    vocabulary."""
     for token in (int(tokens.min()), int(tokens.max())) if tokens.size else ():
         if not 0 <= token < vocabulary:
             raise ValueError(f"document {number} has token id {token}, outside the vocabulary of {vocabulary} ids")

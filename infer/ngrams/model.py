@@ -1,16 +1,19 @@
-"""An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes a leaf, 8 an inner node.
+"""An n-gram model of token ids: a trie in one memory-mapped file (DART appendix C), 4 bytes a leaf, 8
+an inner node.
 
-A node is an n-gram, and the nodes stand breadth first. Level 1 has one node for each of the V token ids, seen or not,
-so that there a node's number is its token; level k, for k = 2 .. order, has the k-grams that were seen, siblings sorted
-by token. Node numbers run over all levels. The file, little endian, sections aligned to 64 bytes:
+A node is an n-gram, and the nodes stand breadth first. Level 1 has one node for each of the V token
+ids, seen or not, so that there a node's number is its token; level k, for k = 2 .. order, has the
+k-grams that were seen, siblings sorted by token. Node numbers run over all levels. The file, little
+endian, sections aligned to 64 bytes:
 
-    header           HEADER: what the file is, where its sections are; its last field is the CRC32 of the rest
-    entries          uint32 a node: token << count_bits | code; a code is the node's count, or the largest code
-    low, base        uint32 an inner node and one more, int64 for each 65,536 of these: the children of node i are the
-                     nodes child(i) .. child(i + 1) - 1, with child(i) = base[i >> GROUP_BITS] + low[i]
-    overflow_nodes   int64, sorted: the nodes whose counts do not fit a code, all with the largest code ...
-    overflow_counts  int64: ... and these counts
-    checksums        uint32: the CRC32 of each MiB between the header and here; the header has this table's own
+    header           HEADER: what the file is, where its sections are; its last field is the CRC32 of
+    the rest entries          uint32 a node: token << count_bits | code; a code is the node's count, or
+    the largest code low, base        uint32 an inner node and one more, int64 for each 65,536 of these:
+                     the children of node i are the nodes child(i) .. child(i + 1) - 1, with child(i) =
+    base[i >> GROUP_BITS] + low[i] overflow_nodes   int64, sorted: the nodes whose counts do not fit a
+    code, all with the largest code ... overflow_counts  int64: ... and these counts
+    checksums        uint32: the CRC32 of each MiB between the header and here; the header has this
+    table's own
 
 `infer.ngrams.count` makes such files of text. V tokens of vocabulary, N nodes.
 """
@@ -52,7 +55,8 @@ DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8", "<u4")  # of the sections
 
 
 class Arrays(NamedTuple):
-    """The model for compiled code. A damaged file may hold any numbers: tokens that it names can be V or larger."""
+    """The model for compiled code. A damaged file may hold any numbers: tokens that it names can be V
+    or larger."""
 
     entries: np.ndarray  # (N,) uint32
     low: np.ndarray  # (inner + 1,) uint32
@@ -70,7 +74,8 @@ def count_bits(vocabulary: int) -> int:
 
 
 def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
-    """Return (6, 2) uint64: offset and bytes of every section, for the nodes of each level and the overflowing ones."""
+    """Return (6, 2) uint64: offset and bytes of every section, for the nodes of each level and the
+    overflowing ones."""
     inner = sum(nodes[:-1])
     sizes = [4 * sum(nodes), 4 * (inner + 1), 8 * ((inner >> GROUP_BITS) + 1), 8 * overflow, 8 * overflow]
     sections, offset = [], HEADER.itemsize
@@ -94,8 +99,9 @@ def header_checksum(header: np.void) -> int:
 def write(
     out: Path, tokens: np.ndarray, counts: np.ndarray, starts: np.ndarray, nodes: list[int], counted: int, digest: str
 ) -> None:
-    """Write the file of nodes (N,) uint64, of which there are so many in each level, whole or not at all: `starts`
-    (inner + 1,) says where the children of the inner nodes start, and at last how many nodes there are."""
+    """Write the file of nodes (N,) uint64, of which there are so many in each level, whole or not at
+    all: `starts` (inner + 1,) says where the children of the inner nodes start, and at last how many
+        nodes there are."""
     vocabulary, size = nodes[0], 1 << GROUP_BITS
     largest = (1 << count_bits(vocabulary)) - 1
     overflow, base = np.flatnonzero(counts >= largest), starts[::size]
@@ -149,8 +155,9 @@ def _read_header(path: Path, file: BinaryIO) -> np.void:
 
 @dataclass(frozen=True, eq=False)
 class NGram:
-    """An n-gram model over token ids. Ids outside the vocabulary count as never seen. Its memory is the mapped file,
-    shared by every process that opens it; the file must not be written while it is open (replacing it is safe)."""
+    """An n-gram model over token ids. Ids outside the vocabulary count as never seen. Its memory is the
+    mapped file, shared by every process that opens it; the file must not be written while it is open
+    (replacing it is safe)."""
 
     path: Path
     order: int  # the longest n-grams counted
@@ -163,11 +170,13 @@ class NGram:
 
     @classmethod
     def open(cls, path: Path | str, digest: str | None = None) -> "NGram":
-        """Map a file that `infer.ngrams.count` wrote, in milliseconds; entries are read when they are looked up.
+        """Map a file that `infer.ngrams.count` wrote, in milliseconds; entries are read when they are
+        looked up.
 
-        `digest`: the tokenizer's, which must be the one that the file was counted with. Raises FileNotFoundError, and
-        ValueError, naming the file, if it is another kind of file, of another version or tokenizer, truncated, too
-        long, or its header altered; lookups in a damaged body are wrong and do no harm.
+        `digest`: the tokenizer's, which must be the one that the file was counted with. Raises
+        FileNotFoundError, and ValueError, naming the file, if it is another kind of file, of another
+        version or tokenizer, truncated, too long, or its header altered; lookups in a damaged body are
+        wrong and do no harm.
         """
         path = Path(path)
         if not path.is_file():
@@ -196,7 +205,8 @@ class NGram:
         return cls(Path(), 1, vocabulary, vocabulary, (vocabulary,), "", entries.nbytes, arrays)
 
     def check_digest(self, digest: str | None) -> None:
-        """Raise ValueError unless this is None or the digest of the tokenizer that the file was counted with."""
+        """Raise ValueError unless this is None or the digest of the tokenizer that the file was counted
+        with."""
         if digest not in (None, self.digest):
             raise ValueError(
                 f"{self.path}: counted with another tokenizer ({self.digest[:12]}..., this one is {digest[:12]}...); "
@@ -204,8 +214,8 @@ class NGram:
             )
 
     def continuations(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1 ids, and how often
-        (C,) int64; none after a longer one."""
+        """Return the tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1
+        ids, and how often (C,) int64; none after a longer one."""
         first, last = 0, self.vocabulary
         if len(context):
             ids = np.asarray(context, np.int64)
@@ -227,7 +237,8 @@ class NGram:
         return entries >> self.arrays.count_bits, counts
 
 
-# Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes outside the arrays.
+# Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes outside
+# the arrays.
 
 
 @njit
@@ -240,7 +251,8 @@ def _child(arrays, node):
 
 @njit
 def children(arrays, node):
-    """Return (first, last): a node's children are the nodes first .. last - 1; none for node -1 and for a leaf."""
+    """Return (first, last): a node's children are the nodes first .. last - 1; none for node -1 and for
+    a leaf."""
     if node < 0 or node >= arrays.inner:
         return 0, 0
     first = _child(arrays, node)
@@ -254,7 +266,8 @@ def token_of(arrays, node):
 
 @njit
 def lower_bound(arrays, first, last, token):
-    """Return the first of the siblings first .. last - 1 whose token is not below `token`, or last: a binary search."""
+    """Return the first of the siblings first .. last - 1 whose token is not below `token`, or last: a
+    binary search."""
     while first < last:
         middle = (first + last) // 2
         if token_of(arrays, middle) < token:
@@ -266,8 +279,8 @@ def lower_bound(arrays, first, last, token):
 
 @njit
 def find(arrays, ids, start, end):
-    """Return the node of the n-gram ids[start:end], ids int64, or -1 if it was never seen, is empty, or is longer than
-    the order."""
+    """Return the node of the n-gram ids[start:end], ids int64, or -1 if it was never seen, is empty, or
+    is longer than the order."""
     if start >= end or ids[start] < 0 or ids[start] >= arrays.vocabulary:
         return -1
     node = ids[start]
@@ -295,8 +308,8 @@ def count_of(arrays, node):
 
 @njit
 def find_children(arrays, node, sorted_tokens, out):
-    """Fill out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1 where unseen;
-    return how many children the node has in all.
+    """Fill out (T,) int64 with the children of a node that are sorted_tokens (T,) int64, ascending: -1
+    where unseen; return how many children the node has in all.
 
     One traversal (DART appendix C.2): every search starts where the last ended."""
     at, last = children(arrays, node)
@@ -309,8 +322,8 @@ def find_children(arrays, node, sorted_tokens, out):
 
 @njit
 def begin(arrays, context, suffixes):
-    """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64: the node of its last k + 1 tokens, -1 if
-    they were never seen."""
+    """Fill suffixes (O - 1,) int64 for a text that ends in context (C,) int64: the node of its last k +
+    1 tokens, -1 if they were never seen."""
     for k in range(len(suffixes)):
         start = len(context) - 1 - k
         suffixes[k] = find(arrays, context, start, len(context)) if start >= 0 else -1
@@ -325,12 +338,13 @@ def unigrams(arrays, total, tokens, out):
 
 @njit
 def extend(arrays, suffixes, tokens, alone, grown, probabilities):
-    """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,) int64, ascending, and
-    grown (O, K) with the suffixes of the path behind each of them, and in its last row with the n-grams of order O that
-    end there.
+    """Extend a path by one step: fill probabilities (K,) with Pr(token | path) of tokens (K,) int64,
+    ascending, and grown (O, K) with the suffixes of the path behind each of them, and in its last row
+    with the n-grams of order O that end there.
 
-    DART section 4: count(context, token) / count(context), from the longest suffix of the context in which the token
-    was seen, without a discount for a shorter one; if in none `alone` (K,), its share of all tokens or 0."""
+    DART section 4: count(context, token) / count(context), from the longest suffix of the context in
+    which the token was seen, without a discount for a shorter one; if in none `alone` (K,), its share
+    of all tokens or 0."""
     for i in range(len(tokens)):
         probabilities[i] = alone[i]
         grown[0, i] = tokens[i] if tokens[i] < arrays.vocabulary else -1

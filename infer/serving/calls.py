@@ -1,8 +1,9 @@
 """What an answer is made of: thoughts, words, and calls of tools.
 
-A model writes all of these as one text, each between marks of its family. transformers' response parser tells them
-apart, by the tokenizer's own `response_template` where it has one, else by a row of `FORMATS` whose mark the chat
-template has. Calls that a request demands are written under a grammar of the same row.
+A model writes all of these as one text, each between marks of its family. transformers' response parser
+tells them apart, by the tokenizer's own `response_template` where it has one, else by a row of
+`FORMATS` whose mark the chat template has. Calls that a request demands are written under a grammar of
+the same row.
 """
 
 import json
@@ -28,8 +29,8 @@ class Tool:
     parameters: dict
 
     def call_schema(self, key: str) -> dict:
-        """Return the schema of a call as JSON with a name and, under `key`, arguments; what the parameters refer to
-        stands at its top."""
+        """Return the schema of a call as JSON with a name and, under `key`, arguments; what the
+        parameters refer to stands at its top."""
         schema = {"type": "object", "properties": {"name": {"const": self.name}, key: self.parameters}}
         shared = {part: self.parameters[part] for part in ("$defs", "definitions") if part in self.parameters}
         return schema | {"required": ["name", key], "additionalProperties": False, "x-guidance": SPACED} | shared
@@ -47,8 +48,8 @@ class Format:
 
     @property
     def fields(self) -> dict:
-        """Return the fields of a response template. The body of calls stays a text: what is no JSON must not be
-        lost."""
+        """Return the fields of a response template. The body of calls stays a text: what is no JSON
+        must not be lost."""
         fields = {"reasoning_content": {"open": "<think>", "close": "</think>"}, "content": {}}
         called = {"repeats": True, "content_args": {"strip": False}} | (self.calls or {})
         return fields | ({"tool_calls": called} if self.calls else {})
@@ -89,7 +90,8 @@ def quoted(text: str, special: Sequence[str] = ()) -> str:
 
 
 def calls_in(body: str) -> list[dict]:
-    """Read calls in JSON, one behind the other, as {"name", "arguments"}. Raises ValueError, KeyError or TypeError."""
+    """Read calls in JSON, one behind the other, as {"name", "arguments"}. Raises ValueError, KeyError
+    or TypeError."""
     found, decoder, body = [], json.JSONDecoder(), body.strip()
     while body:
         call, end = decoder.raw_decode(body)
@@ -121,8 +123,8 @@ class Reading:
         return opens_thought(self.tokenizer.decode(prompt[-16:]))
 
     def prefix(self, prompt: list[int]) -> str:
-        """Return what of a prompt the answer's parser is to see: the thought that it opens, or all of it for the
-        tokenizer's own response template."""
+        """Return what of a prompt the answer's parser is to see: the thought that it opens, or all of
+        it for the tokenizer's own response template."""
         if self.own is not None:
             return self.tokenizer.decode(prompt)
         return "<think>" if self.thinks(prompt) else ""
@@ -134,8 +136,9 @@ class Reading:
         return template | {"fields": fields}
 
     def grammar(self, tools: Sequence[Tool], several: bool, thinking: bool) -> str:
-        """Return the grammar of an answer that is a call of one of these tools, or `several`, behind a thought where
-        the model thinks; `thinking`: the prompt has opened one. Raises ValueError where that is not known here."""
+        """Return the grammar of an answer that is a call of one of these tools, or `several`, behind a
+        thought where the model thinks; `thinking`: the prompt has opened one. Raises ValueError where
+        that is not known here."""
         form = self.format
         if form is None or form.key is None:
             raise ValueError("tool_choice: how this model writes calls is not known here, use auto")
@@ -154,7 +157,8 @@ class Reading:
 
 
 def reading_of(tokenizer: object) -> Reading | None:
-    """Return how a model's answers are read; None where they are words alone, as far as is known here."""
+    """Return how a model's answers are read; None where they are words alone, as far as is known
+    here."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     template = str(tokenizer.get_chat_template())
@@ -165,8 +169,8 @@ def reading_of(tokenizer: object) -> Reading | None:
 
 @dataclass
 class AnswerReader:
-    """Reads one answer. `read` takes what is new of its text and returns what is new of its parts, as OpenAI's deltas
-    have them. prefix: what the parser is to see before it."""
+    """Reads one answer. `read` takes what is new of its text and returns what is new of its parts, as
+    OpenAI's deltas have them. prefix: what the parser is to see before it."""
 
     reading: Reading
     tools: Sequence[Tool]
@@ -202,7 +206,8 @@ class AnswerReader:
         return delta
 
     def _take_words(self, field: str, text: str, delta: dict) -> None:
-        """Add to a thought or to the words; spaces around thoughts, and between words and calls, are nobody's."""
+        """Add to a thought or to the words; spaces around thoughts, and between words and calls, are
+        nobody's."""
         name = "reasoning_content" if field in THOUGHTS else "content"
         self.thought |= name != "content"
         text = self.spaces.pop(name, "") + text

@@ -1,4 +1,5 @@
-"""Answers from a server with OpenAI's API (vLLM, SGLang, ours), many requests under way, in the rows' order."""
+"""Answers from a server with OpenAI's API (vLLM, SGLang, ours), many requests under way, in the rows'
+order."""
 
 import asyncio
 import json
@@ -19,7 +20,8 @@ SAYS_IDS = ("vllm", "local")  # owners of models that know return_token_ids: vLL
 
 
 def request_body(dialogue: Dialogue, model: str, options: DecodeOptions) -> dict:
-    """Return what a server is asked next. Fields that OpenAI's API does not have are sent where not neutral."""
+    """Return what a server is asked next. Fields that OpenAI's API does not have are sent where not
+    neutral."""
     row, told = dialogue.row, vars(options)
     body = {"model": model, "max_tokens": options.max_new_tokens, "temperature": options.temperature}
     body |= {"seed": of_row(options, row, dialogue.turns).seed, "top_p": options.top_p}
@@ -47,8 +49,8 @@ def in_api(messages: list[dict]) -> list[dict]:
 
 
 def turn_of(response: dict, chat: bool, prompt_end: str = "") -> Turn:
-    """Return a server's response as a turn; `prompt_end`: the last words of the prompt, which may open a thought.
-    Raises LookupError, TypeError or AttributeError for one that is no answer."""
+    """Return a server's response as a turn; `prompt_end`: the last words of the prompt, which may open
+    a thought. Raises LookupError, TypeError or AttributeError for one that is no answer."""
     choice = response["choices"][0]
     said = choice["message"] if chat else {"content": choice["text"]}
     text, finish = str(said["content"] or ""), choice["finish_reason"] or "stop"
@@ -90,7 +92,8 @@ class Client:
                 yield loop.run_until_complete(begun.popleft())
 
     async def _answer(self, http: httpx.AsyncClient, room: asyncio.Semaphore, row: Row) -> dict:
-        """Ask until the row has its answer. Raises ValueError where the server has been away for long."""
+        """Ask until the row has its answer. Raises ValueError where the server has been away for
+        long."""
         dialogue, tries, last = Dialogue(row), 0, time.monotonic()
         while dialogue.answer is None:
             async with room:
@@ -109,8 +112,8 @@ class Client:
         return dialogue.answer
 
     async def _ask(self, http: httpx.AsyncClient, dialogue: Dialogue) -> str | None:
-        """Let the server answer a row's next turn; return what is wrong where it may be another time. Raises
-        ConnectError."""
+        """Let the server answer a row's next turn; return what is wrong where it may be another time.
+        Raises ConnectError."""
         body = request_body(dialogue, self.model, self.options)
         body |= {"return_token_ids": True} if self.says_ids and dialogue.chat else {}
         path = "/chat/completions" if dialogue.chat else "/completions"
@@ -133,7 +136,7 @@ class Client:
 def by_server(
     url: str, options: DecodeOptions, at_once: int, prompt_end: Callable[[Row], str] = lambda row: ""
 ) -> Answering:
-    """Return a function that answers rows by a server, `at_once` requests under way, in the rows' order. A request is
-    tried three times before its row counts as failed; the key in OPENAI_API_KEY is sent. Raises ValueError where no
-    server has a model."""
+    """Return a function that answers rows by a server, `at_once` requests under way, in the rows'
+    order. A request is tried three times before its row counts as failed; the key in OPENAI_API_KEY is
+    sent. Raises ValueError where no server has a model."""
     return Client(url, options, at_once, prompt_end).answers

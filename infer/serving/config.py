@@ -19,8 +19,8 @@ def loopback(host: str) -> bool:
 
 @dataclass
 class ServerConfig:
-    """How the server meets the network. Requests must carry the key in the environment variable BLOCKDRAFT_API_KEY; on
-    loopback, the default, no key is needed.
+    """How the server meets the network. Requests must carry the key in the environment variable
+    BLOCKDRAFT_API_KEY; on loopback, the default, no key is needed.
 
     host: address to listen on; 127.0.0.1: this machine only
     port: TCP port
@@ -28,8 +28,9 @@ class ServerConfig:
     max_length: tokens of a prompt and its answer together; every row has room for as many
     max_texts: texts being written or waiting; further ones are told to try again later (429)
     max_body: bytes of a request
-    memory: MiB of address space that the server may take, what the system reserves for threads among them (not on CUDA,
-        which reserves far more than it uses); None: no limit. A request that does not fit is told 503
+    memory: MiB of address space that the server may take, what the system reserves for threads among
+        them (not on CUDA, which reserves far more than it uses); None: no limit. A request that does
+        not fit is told 503
     open: listen to other machines without asking for a key
     """
 
@@ -54,8 +55,8 @@ class ServerConfig:
             )
 
     def key(self) -> bytes | None:
-        """Return the key that requests must carry; None: no key is asked for. Raises ValueError for a malformed key,
-        without showing it."""
+        """Return the key that requests must carry; None: no key is asked for. Raises ValueError for a
+        malformed key, without showing it."""
         key = os.environ.get(KEY_VARIABLE, "")
         if key and (len(key) < 16 or not key.isascii() or len(key.split()) != 1):
             raise ValueError(f"{KEY_VARIABLE}: a key is one word of at least 16 ASCII characters")

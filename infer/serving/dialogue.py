@@ -1,4 +1,5 @@
-"""Rows that a target answers anew: a text once, a chat turn by turn, each answer after those written before it."""
+"""Rows that a target answers anew: a text once, a chat turn by turn, each answer after those written
+before it."""
 
 import json
 import re
@@ -33,8 +34,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the target wrote at one time, and why it ended. ids: its tokens, where they are known; thought and calls:
-    where a server tells them apart from the text."""
+    """What the target wrote at one time, and why it ended. ids: its tokens, where they are known;
+    thought and calls: where a server tells them apart from the text."""
 
     text: str
     finish: str
@@ -55,17 +56,17 @@ Answering = Callable[[Iterable[Row]], Iterator[dict]]  # rows to `Dialogue.answe
 
 
 def of_row(options: DecodeOptions, row: Row, turn: int = 0) -> DecodeOptions:
-    """Return the options with the row's own seed, and of its turns each its own, whoever answers and wherever a run
-    begins."""
+    """Return the options with the row's own seed, and of its turns each its own, whoever answers and
+    wherever a run begins."""
     return replace(options, seed=derived_seed(derived_seed(options.seed, row.index), turn))
 
 
 class Dialogue:
-    """A row on its way: what is asked next, `prompt`, until its `answer` is there: a row to train on, {"index",
-    "prompt", "response", "finish"} or {"index", "messages", ...}, or {"index", "error"}.
+    """A row on its way: what is asked next, `prompt`, until its `answer` is there: a row to train on,
+    {"index", "prompt", "response", "finish"} or {"index", "messages", ...}, or {"index", "error"}.
 
-    A chat ends early with an answer that was cut, and where the recorded results of tools are not those of the calls
-    that the target makes.
+    A chat ends early with an answer that was cut, and where the recorded results of tools are not those
+    of the calls that the target makes.
     """
 
     def __init__(self, row: Row) -> None:
@@ -133,7 +134,8 @@ def asked(message: dict) -> dict:
 
 
 def calls_of(message: dict) -> list[tuple[str, object]]:
-    """Return the tool calls of an answer, (name, arguments) each; those in its text if it has no others."""
+    """Return the tool calls of an answer, (name, arguments) each; those in its text if it has no
+    others."""
     found = [call["function"] for call in message.get("tool_calls", ())]
     if not found:
         try:

@@ -16,9 +16,10 @@ MAX_CONNECTIONS = 1024  # open at once; further ones are told 503
 
 
 class Guard:
-    """Middleware that asks for the key (except for /health), and stops reading a request that is too large. A server
-    for this machine that asks for no key answers to this machine's names only: a page in a browser here can have a name
-    of its own resolve to 127.0.0.1 (DNS rebinding), and would read the answers."""
+    """Middleware that asks for the key (except for /health), and stops reading a request that is too
+    large. A server for this machine that asks for no key answers to this machine's names only: a page
+    in a browser here can have a name of its own resolve to 127.0.0.1 (DNS rebinding), and would read
+    the answers."""
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app, self.most, key = app, options.max_body, options.key()
@@ -65,8 +66,8 @@ def hostname(host: str) -> str:
 
 
 def network(app: ASGIApp, options: ServerConfig) -> uvicorn.Config:
-    """Return uvicorn's settings. A stopped server ends running answers after a second (`infer.serving.server.Server`),
-    and what is left after two."""
+    """Return uvicorn's settings. A stopped server ends running answers after a second
+    (`infer.serving.server.Server`), and what is left after two."""
     return uvicorn.Config(
         app,
         host=options.host,

@@ -1,6 +1,7 @@
 """For Hugging Face users: `model.generate(..., custom_generate=speculative(target, drafter))`.
 
-Everything around the decoding loop stays theirs: generation configs, logits processors, stopping criteria, streamers.
+Everything around the decoding loop stays theirs: generation configs, logits processors, stopping
+criteria, streamers.
 """
 
 from collections import abc
@@ -27,7 +28,8 @@ from infer.engine.engine import Engine
 from infer.engine.sequence import Processor, Sequence
 from infer.targets.target import Target
 
-# `infer.engine.sampling.adjust` does the same, in this order, for all rows and nodes at once: attribute, our option.
+# `infer.engine.sampling.adjust` does the same, in this order, for all rows and nodes at once:
+# attribute, our option.
 KNOWN = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -50,12 +52,14 @@ def speculative(
     streamer=None,
     continuity: str | None = None,
 ) -> abc.Callable:
-    """Return a decoding loop for `target.model.generate(..., custom_generate=...)`: the same output, sooner.
+    """Return a decoding loop for `target.model.generate(..., custom_generate=...)`: the same output,
+    sooner.
 
-    Greedy output is what `generate` writes without it. Sampled output has the same distribution; its seeds come from
-    torch's generator, so that `torch.manual_seed` repeats it, whatever the method. A streamer is given here and not to
-    `generate`, which (transformers 5.23) does not hand it on to loops that are not its own. Raises ValueError for what
-    this loop does not do: beams, scores and hidden states as output, prompts as embeddings.
+    Greedy output is what `generate` writes without it. Sampled output has the same distribution; its
+    seeds come from torch's generator, so that `torch.manual_seed` repeats it, whatever the method. A
+    streamer is given here and not to `generate`, which (transformers 5.23) does not hand it on to loops
+    that are not its own. Raises ValueError for what this loop does not do: beams, scores and hidden
+    states as output, prompts as embeddings.
     """
     how = EngineConfig(method, budget, continuity)
     how.check()
@@ -101,7 +105,8 @@ def speculative(
 
 
 def _of_row(processor: Processor, row: int, rows: int) -> Processor:
-    """Return a processor for this row of a batch alone. Raises ValueError for those that know the batch's prompts."""
+    """Return a processor for this row of a batch alone. Raises ValueError for those that know the
+    batch's prompts."""
     if isinstance(processor, OF_PROMPTS) and rows > 1:
         raise ValueError("encoder_repetition_penalty and encoder_no_repeat_ngram_size: give one prompt at a time")
     if not isinstance(processor, BY_ROW):
@@ -123,8 +128,9 @@ def _padded_call(
     ids: torch.Tensor,
     scores: torch.Tensor,
 ) -> torch.Tensor:
-    """Call a processor with the padding in front, which those that count positions expect. Behind an end token, which
-    stands after the first `prompt` tokens, it is not called: what is written there is cut off."""
+    """Call a processor with the padding in front, which those that count positions expect. Behind an
+    end token, which stands after the first `prompt` tokens, it is not called: what is written there is
+    cut off."""
     if any(torch.isin(ids[:, prompt:], each).any() for each in ends):
         return scores
     return processor(torch.cat([padding, ids], 1), scores)
@@ -133,7 +139,8 @@ def _padded_call(
 def _run(
     engine: Engine, texts: list[Sequence], prompts: torch.Tensor, criteria: abc.Sequence[abc.Callable], streamer
 ) -> list:
-    """Decode until every text has ended by itself or by a criterion; return the kept new tokens of each."""
+    """Decode until every text has ended by itself or by a criterion; return the kept new tokens of
+    each."""
     lengths = dict.fromkeys(texts, 0)  # tokens that the criteria and the streamer have seen
     rows = dict(zip(texts, prompts, strict=True))
     while engine.busy:
@@ -151,9 +158,10 @@ def _run(
 
 
 def _settings(processors: abc.Sequence[Processor], padding: int) -> tuple[dict[str, float], abc.Sequence[Processor]]:
-    """Return text options with the same effect as one row's processors, if there are any; else the processors, which
-    then see every node's true prefix, one after the other. Our penalty is for the whole prompt and nothing before it:
-    one that begins elsewhere than behind the row's `padding` tokens stays a processor."""
+    """Return text options with the same effect as one row's processors, if there are any; else the
+    processors, which then see every node's true prefix, one after the other. Our penalty is for the
+    whole prompt and nothing before it: one that begins elsewhere than behind the row's `padding` tokens
+    stays a processor."""
     kinds = [type(processor) for processor in processors]
     order = list(KNOWN)
     places = [order.index(kind) if kind in KNOWN else -1 for kind in kinds]

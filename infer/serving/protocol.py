@@ -45,8 +45,9 @@ Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Strict(BaseModel):
-    """Part of a request. Null says the same as a field left out, and a number is not true. Fields that are not known
-    here are refused unless they say nothing: an option that is silently ignored is worse than an error."""
+    """Part of a request. Null says the same as a field left out, and a number is not true. Fields that
+    are not known here are refused unless they say nothing: an option that is silently ignored is worse
+    than an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -70,7 +71,8 @@ class StreamOptions(Strict):
 
 
 class CompletionRequest(Strict):
-    """What both requests share: OpenAI's fields and vLLM's extra sampling fields. Of chats (`chat`) alone:
+    """What both requests share: OpenAI's fields and vLLM's extra sampling fields. Of chats (`chat`)
+    alone:
 
     template_options: what the chat template is told beside the messages
     tools_shown: the tools that it is shown, as it reads them
@@ -122,7 +124,8 @@ class CompletionRequest(Strict):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def shapes(self) -> dict[str, str]:
-        """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for several wishes."""
+        """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for
+        several wishes."""
         choice = self.guided_choice
         wishes = {
             "guided_json": ("json_schema", self.guided_json),
@@ -234,7 +237,8 @@ class NamedTool(Strict):
 
 
 class ResponseFormat(Strict):
-    """The form of an answer. json_schema: {"schema": ...}; what else is in it says nothing to the model here."""
+    """The form of an answer. json_schema: {"schema": ...}; what else is in it says nothing to the model
+    here."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] = {}
@@ -323,7 +327,8 @@ def event(payload: dict) -> str:
 
 
 def error(status: int, message: str) -> JSONResponse:
-    """Return an error as OpenAI's clients expect it. A quoted part of the request may hold half of a surrogate pair."""
+    """Return an error as OpenAI's clients expect it. A quoted part of the request may hold half of a
+    surrogate pair."""
     message = message.encode(errors="replace").decode()
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error")
@@ -360,8 +365,8 @@ class Form:
         return self.envelope(choices, chunk=False) | {"usage": usage}
 
     def usage(self, tokens: int, reused: int) -> dict:
-        """Token counts, of all prompts, each counted once, and of all answers; `reused`: those of prompts that earlier
-        texts began with."""
+        """Token counts, of all prompts, each counted once, and of all answers; `reused`: those of
+        prompts that earlier texts began with."""
         total = self.prompt_tokens + tokens
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
         return counts | {"prompt_tokens_details": {"cached_tokens": reused}}

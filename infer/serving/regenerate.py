@@ -1,7 +1,8 @@
 """Answers of the target to the rows of a data set, for drafters to learn from.
 
-Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on behind the last
-whole line. Our engine writes them, or a server with OpenAI's API (infer/serving/clients.py).
+Answers are written in the order of the rows, one JSON line each, and a run that was stopped goes on
+behind the last whole line. Our engine writes them, or a server with OpenAI's API
+(infer/serving/clients.py).
 """
 
 import hashlib
@@ -20,13 +21,15 @@ from infer.utils.redact import redact_text
 
 
 def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answering:
-    """Return a function that answers rows with our engine, `options.rows` side by side, in the rows' order."""
+    """Return a function that answers rows with our engine, `options.rows` side by side, in the rows'
+    order."""
     from infer.api import encode, open_engine
 
     engine = open_engine(target, drafter, options, capacity)
 
     def submit(dialogue: Dialogue):
-        """Let the engine write a row's next turn; None where its prompt is at fault, or longer than there is room."""
+        """Let the engine write a row's next turn; None where its prompt is at fault, or longer than
+        there is room."""
         row = dialogue.row
         try:
             ids = encode(target, dialogue.prompt, row.template, row.tools)
@@ -57,8 +60,8 @@ def by_engine(target, drafter, options: DecodeOptions, capacity: int) -> Answeri
 
 
 def engine_turn(target, text, chat: bool) -> Turn:
-    """Return a finished text of our engine as a turn. In a chat special tokens within it stay: they may be a thought's
-    or a call's."""
+    """Return a finished text of our engine as a turn. In a chat special tokens within it stay: they may
+    be a thought's or a call's."""
     from infer.api import answer_text
 
     finish, ids = text.finish, list(text.ids)
@@ -77,10 +80,11 @@ def engine_turn(target, text, chat: bool) -> Turn:
 def regenerate(
     rows: Iterable[Row], answers: Answering, out: Path, settings: dict, most_failures: int, total: int | None = None
 ) -> dict[str, int]:
-    """Write the rows' answers to `out`, a line each, and {"index", "error"} lines to `out`.failed; returns how many of
-    each there are. `settings` say how the answers come about, their "content" what target and rows are: a file that was
-    begun with others is not gone on with. Raises ValueError for that, and when more than `most_failures` rows failed;
-    Stopped where the disk is full. total: how many rows there are."""
+    """Write the rows' answers to `out`, a line each, and {"index", "error"} lines to `out`.failed;
+    returns how many of each there are. `settings` say how the answers come about, their "content" what
+    target and rows are: a file that was begun with others is not gone on with. Raises ValueError for
+    that, and when more than `most_failures` rows failed; Stopped where the disk is full. total: how
+    many rows there are."""
     failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
     total = len(rows) if total is None else total
     settings = settings | {"rows": total}
@@ -125,8 +129,9 @@ def rows_content(rows: Iterable[Row]) -> tuple[int, str]:
 
 
 def _begun(path: Path) -> tuple[int, int]:
-    """Cut off a file's last line if it is not complete; return how many lines it has and the index in the last one, -1
-    where there is none. Raises ValueError for lines that are not in the rows' order, as two runs at once leave them."""
+    """Cut off a file's last line if it is not complete; return how many lines it has and the index in
+    the last one, -1 where there is none. Raises ValueError for lines that are not in the rows' order,
+    as two runs at once leave them."""
     count, last, end = 0, -1, 0
     if not path.exists():
         return count, last

@@ -1,7 +1,7 @@
 """The server: OpenAI-compatible HTTP in front of one engine, whose rows all requests share.
 
-The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between them go
-`Ticket`s, one for each text, and `TextPiece`s back.
+The engine lives in a thread of its own and knows no HTTP; the event loop knows no tensors. Between them
+go `Ticket`s, one for each text, and `TextPiece`s back.
 """
 
 import asyncio
@@ -99,9 +99,9 @@ class Metrics:
 class Worker(threading.Thread):
     """The thread that runs the engine while there is work, and sleeps otherwise.
 
-    The texts of a round that fails are written on, fewer side by side, until one fails alone: that one is given up, as
-    is a text that cannot be told. An engine that cannot come back ends the thread: `failure` says why, and `on_failure`
-    stops the server, which tells everybody.
+    The texts of a round that fails are written on, fewer side by side, until one fails alone: that one
+    is given up, as is a text that cannot be told. An engine that cannot come back ends the thread:
+    `failure` says why, and `on_failure` stops the server, which tells everybody.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
@@ -121,7 +121,8 @@ class Worker(threading.Thread):
             self.on_failure()
 
     def _work(self) -> None:
-        """Take texts in and write them until a None comes. Raises whatever the engine raises that cannot come back."""
+        """Take texts in and write them until a None comes. Raises whatever the engine raises that
+        cannot come back."""
         while True:
             tickets = [] if self.engine.busy else [self.inbox.get()]  # sleeps while there is nothing to do
             while not self.inbox.empty():
@@ -151,7 +152,8 @@ class Worker(threading.Thread):
         ticket.tell(end)
 
     def _step(self) -> TextPiece | None:
-        """Run a round and tell of it; return what a text is told that made it fail, None if it did not."""
+        """Run a round and tell of it; return what a text is told that made it fail, None if it did
+        not."""
         for text, (ticket, _) in self.open.items():
             text.cancelled = ticket.cancelled
         wrong = None
@@ -173,7 +175,8 @@ class Worker(threading.Thread):
         return wrong
 
     def _recover(self, wrong: TextPiece) -> None:
-        """Let the texts of a failed round wait again, in an engine with new caches; give one up that failed alone."""
+        """Let the texts of a failed round wait again, in an engine with new caches; give one up that
+        failed alone."""
         text = self.engine.retry()
         if text in self.open:
             self._give_up(self.open[text][0], wrong)
@@ -215,8 +218,8 @@ class Service:
         self.reader, self.compiler = ThreadPoolExecutor(1, "prompts"), ThreadPoolExecutor(1, "grammars")
 
     def start(self) -> None:
-        """Start all threads: short of memory, none could be started later. Making llguidance's tokenizer holds all of
-        them up, for a second where the vocabulary is large: it is made here."""
+        """Start all threads: short of memory, none could be started later. Making llguidance's
+        tokenizer holds all of them up, for a second where the vocabulary is large: it is made here."""
         with suppress(ValueError):  # of targets that cannot follow grammars
             grammar_tokenizer(self.target)
         self.worker.start()
@@ -232,8 +235,8 @@ class Service:
         self.worker.join()
 
     async def admit(self, body: CompletionRequest) -> list[Ticket]:
-        """Check a request's texts and queue them, all or none. Prompts are tokenised and grammars compiled outside the
-        event loop. Raises HTTPException."""
+        """Check a request's texts and queue them, all or none. Prompts are tokenised and grammars
+        compiled outside the event loop. Raises HTTPException."""
         prompts = self._prompts(body)
         self.preparing += len(prompts) * body.n
         try:
@@ -250,7 +253,8 @@ class Service:
         return tickets
 
     def _prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Return a request's prompts. Raises HTTPException for what is no work for this server, or not now."""
+        """Return a request's prompts. Raises HTTPException for what is no work for this server, or not
+        now."""
         if self.worker.failure is not None:
             raise HTTPException(503, self.worker.failure)
         if body.model not in (None, self.name):
@@ -322,7 +326,8 @@ class Service:
             self.leave(tickets)
 
     async def events(self, tickets: list[Ticket], form: Form, body: CompletionRequest) -> AsyncIterator[str]:
-        """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart by their index."""
+        """Yield server-sent events as rounds commit; the texts of a request come mixed, told apart by
+        their index."""
         for i in range(len(tickets)):
             if opening := form.opening(i):
                 yield event(opening)
@@ -418,7 +423,8 @@ def create_app(engine: Engine, options: ServerConfig) -> FastAPI:
 
 
 def end_of(error: Exception) -> TextPiece:
-    """Return what a text is told that made the engine raise. On a CPU torch has no class for want of memory."""
+    """Return what a text is told that made the engine raise. On a CPU torch has no class for want of
+    memory."""
     full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     return SHORT if full else FAILED
 
@@ -429,8 +435,8 @@ def reused(tickets: list[Ticket]) -> int:
 
 
 async def pieces_of(tickets: list[Ticket]) -> AsyncIterator[tuple[int, TextPiece]]:
-    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all. Raises
-    HTTPException where one failed."""
+    """Yield the pieces of a request's texts as they come, with the text's index, up to the end of all.
+    Raises HTTPException where one failed."""
     left = len(tickets)
     while left:
         index, piece = await tickets[0].pieces.get()
@@ -456,7 +462,8 @@ async def disconnected(request: Request) -> None:
 
 
 class Server(uvicorn.Server):
-    """Calls `on_bound` once the address is this server's. Stopped, it gives running answers a second to end."""
+    """Calls `on_bound` once the address is this server's. Stopped, it gives running answers a second to
+    end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_bound: Callable[[], None]) -> None:
         super().__init__(config)
@@ -473,8 +480,8 @@ class Server(uvicorn.Server):
 
 
 def serve(engine: Engine, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
-    """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine cannot go on, so
-    that the process ends with an exit code that a supervisor sees."""
+    """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine
+    cannot go on, so that the process ends with an exit code that a supervisor sees."""
     app = create_app(engine, options)
     service = app.state.service
     server, worker = Server(network(app, options), service, on_bound), service.worker

@@ -1,4 +1,5 @@
-"""What a target is by content. A path says neither what is there today nor what was there when something was begun."""
+"""What a target is by content. A path says neither what is there today nor what was there when
+something was begun."""
 
 import hashlib
 import json
@@ -15,7 +16,8 @@ def target_identity(path: str, tokenizer: str | None) -> dict[str, str | None]:
 
 
 def weights_digest(path: str) -> str:
-    """A digest of a model's weight files: their names and sizes, and bytes from evenly spread places of each."""
+    """A digest of a model's weight files: their names and sizes, and bytes from evenly spread places of
+    each."""
     digest = hashlib.sha256()
     for file in weight_files(path):
         size = file.stat().st_size

@@ -1,4 +1,5 @@
-"""Reading a target's own layers for the lean pass (`infer.targets.lean`): which it expresses, and their weights.
+"""Reading a target's own layers for the lean pass (`infer.targets.lean`): which it expresses, and their
+weights.
 
 D hidden size, H query heads, K key heads, E head size.
 """
@@ -29,8 +30,8 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def fuse(modules: list[nn.Module]) -> Product:
-    """Join linear layers that read the same states. Each module's weight becomes a view of its part, so that this takes
-    no memory. Raises UnknownLayer for modules of another class."""
+    """Join linear layers that read the same states. Each module's weight becomes a view of its part, so
+    that this takes no memory. Raises UnknownLayer for modules of another class."""
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
@@ -55,7 +56,8 @@ def read_norm(module: nn.Module) -> Norm:
 
 
 def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor], Product | None]:
-    """Read a gated MLP, gate and up in one product, and its last product; any other module stays as it is."""
+    """Read a gated MLP, gate and up in one product, and its last product; any other module stays as it
+    is."""
     parts = dict(module.named_children())
     activation = parts.get("act_fn", parts.get("activation_fn"))
     inner = [parts.get(name) for name in (["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"])]
@@ -76,8 +78,8 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor],
 
 
 def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
-    """Read a decoder layer with `heads` query heads and `shared` key heads. Raises UnknownLayer, naming the part, for
-    layers of another kind."""
+    """Read a decoder layer with `heads` query heads and `shared` key heads. Raises UnknownLayer, naming
+    the part, for layers of another kind."""
     parts = {name: part for name, part in module.named_children() if type(part) is not nn.Dropout}
     if parts.keys() - {"self_attn", "mlp"} not in (PLAIN, SANDWICH) or not parts.keys() >= {"self_attn", "mlp"}:
         raise UnknownLayer(f"other parts ({', '.join(sorted(parts))})")
@@ -117,7 +119,7 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
 def lean_decoder(
     body: nn.Module, kinds: list[str], heads: int, shared: int, embed: Callable[[torch.Tensor], torch.Tensor]
 ) -> LeanDecoder:
-    """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers attend in `kinds`
-    of ways. Raises UnknownLayer with the part that it does not express."""
+    """Return the lean pass of a decoder with `heads` query heads and `shared` key heads, whose layers
+    attend in `kinds` of ways. Raises UnknownLayer with the part that it does not express."""
     layers = [read_layer(module, kind, heads, shared) for module, kind in zip(body.layers, kinds, strict=True)]
     return LeanDecoder(layers, embed, read_norm(body.norm), body.rotary_emb)

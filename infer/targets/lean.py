@@ -1,15 +1,17 @@
-"""A lean decoder pass over the target's own weights: the arithmetic of Hugging Face's layers in a third of the calls.
+"""A lean decoder pass over the target's own weights: the arithmetic of Hugging Face's layers in a third
+of the calls.
 
-Queries, keys and values come out of one product, gate and up of another; rotary angles are looked up and applied to
-queries and keys together; the query heads that share a key head are packed into the query axis, so that keys and values
-are never repeated; the cache is written in place. What few positions on a CPU go through is compiled (loops.py).
+Queries, keys and values come out of one product, gate and up of another; rotary angles are looked up
+and applied to queries and keys together; the query heads that share a key head are packed into the
+query axis, so that keys and values are never repeated; the cache is written in place. What few
+positions on a CPU go through is compiled (loops.py).
 
-It expresses decoders of the Llama kind: RMS norms, rotary positions of any scaling, grouped heads, norms of queries and
-keys, biases, sliding windows, gated MLPs; any other MLP (a mixture of experts) is called as it is. Before it is used,
-`Target.decoder_pass` compares every layer with Hugging Face's.
+It expresses decoders of the Llama kind: RMS norms, rotary positions of any scaling, grouped heads,
+norms of queries and keys, biases, sliding windows, gated MLPs; any other MLP (a mixture of experts) is
+called as it is. Before it is used, `Target.decoder_pass` compares every layer with Hugging Face's.
 
-B rows, Q new positions, S cached positions, D hidden size, H query heads, K key heads, G = H / K, E head size, R of its
-features rotated.
+B rows, Q new positions, S cached positions, D hidden size, H query heads, K key heads, G = H / K, E
+head size, R of its features rotated.
 """
 
 from collections.abc import Callable
@@ -64,13 +66,15 @@ class Product:
         return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the product of states (N, inputs) times a factor, without the bias, added to others (N, outputs)."""
+        """Return the product of states (N, inputs) times a factor, without the bias, added to others
+        (N, outputs)."""
         return torch.addmm(before, states, self.weight, alpha=factor)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one decoder layer computes with. The first of two norms is attention's, the second the MLP's."""
+    """What one decoder layer computes with. The first of two norms is attention's, the second the
+    MLP's."""
 
     kind: str  # of its attention: which mask and which angles it takes
     heads: int  # H
@@ -87,7 +91,8 @@ class Layer:
     rotates: bool
 
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
-        """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product is to come."""
+        """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product
+        is to come."""
         if self.after is None and product is not None and product.bias is None:
             return product.onto(states, inner, self.residual)
         change = inner if product is None else product(inner)
@@ -95,8 +100,8 @@ class Layer:
         return states + (change if self.residual == 1 else change * self.residual)
 
     def run(self, states: torch.Tensor, rotation: Rotation, mask: Mask, memory: LayerWindow | PackedLayer):
-        """Return states (B Q, D) after the layer. Keys and values are written to `memory`; rotation: cos and sin
-        (B Q, 1, R) of the positions."""
+        """Return states (B Q, D) after the layer. Keys and values are written to `memory`; rotation:
+        cos and sin (B Q, 1, R) of the positions."""
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
         parts = self.qkv(self.before[0](states)).view(count, self.heads + 2 * self.key_heads, -1)  # (B Q, H + 2 K, E)
         queries = self.place(parts, rotation, memory)
@@ -107,8 +112,8 @@ class Layer:
         return self.add(states, self.mlp(self.before[1](states)), self.down, 1)
 
     def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:
-        """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return the queries,
-        packed by the key head they share, (B, K, G Q, E)."""
+        """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return
+        the queries, packed by the key head they share, (B, K, G Q, E)."""
         if isinstance(memory, LayerWindow) and loops.few(parts):
             return loops.place(parts, self.qk_norm, rotation if self.rotates else None, memory)
         both = parts[:, : -self.key_heads]
@@ -143,8 +148,8 @@ class LeanDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ids (B, Q) at positions (B, Q) under the masks of the kinds of layers.
 
-        Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states behind the final
-        norm, (B, Q, D), which can be tapped too, as one layer more.
+        Returns the outputs of the `tapped` layers, concatenated, (B, Q, taps * D), and the last states
+        behind the final norm, (B, Q, D), which can be tapped too, as one layer more.
         """
         states, outputs = self.embed(ids.flatten()), {}
         rotations = self.rotations(states, positions, window.capacity)
@@ -166,7 +171,8 @@ class LeanDecoder:
         }
 
     def angle_tables(self, states: torch.Tensor, capacity: int, kind: str) -> Rotation:
-        """Return cos and sin (capacity, R) of all positions of a cache, the sign of the rotation in the sines."""
+        """Return cos and sin (capacity, R) of all positions of a cache, the sign of the rotation in the
+        sines."""
         if (kind, capacity) not in self.angles:
             by_kind = (kind,) if "layer_type" in signature(self.rotary.forward).parameters else ()
             cos, sin = self.rotary(states, torch.arange(capacity, device=states.device)[None], *by_kind)

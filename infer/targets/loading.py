@@ -1,4 +1,5 @@
-"""Loading targets: by hub id, by folder or "embedded"; whole, or the tokenizer, config.json or some layers alone."""
+"""Loading targets: by hub id, by folder or "embedded"; whole, or the tokenizer, config.json or some
+layers alone."""
 
 import json
 import os
@@ -28,8 +29,9 @@ WITHOUT_CUDA = (
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is CUDA where there is one, else the CPU. Raises ValueError for a device
-    that cannot be used, and under "auto" where torch cannot use a GPU that there is."""
+    """Return the device of that name; "auto" is CUDA where there is one, else the CPU. Raises
+    ValueError for a device that cannot be used, and under "auto" where torch cannot use a GPU that
+    there is."""
     cuda = torch.cuda.is_available()
     if name == "auto":
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
@@ -50,7 +52,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of that name; "auto" is bfloat16 on CUDA and float32 elsewhere. Raises ValueError for others."""
+    """Return the dtype of that name; "auto" is bfloat16 on CUDA and float32 elsewhere. Raises
+    ValueError for others."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -73,9 +76,9 @@ def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False, told
 
 
 def tell_template(tokenizer, told: Mapping[str, object]) -> None:
-    """Write settings of a chat template, such as {"enable_thinking": False}, into the tokenizer's template, in place:
-    everybody who uses the tokenizer asks the model so, unless told otherwise. Raises ValueError for a name that the
-    template does not read."""
+    """Write settings of a chat template, such as {"enable_thinking": False}, into the tokenizer's
+    template, in place: everybody who uses the tokenizer asks the model so, unless told otherwise.
+    Raises ValueError for a name that the template does not read."""
     template = tokenizer.chat_template
     words = set(re.findall(r"\w+", str(template or "")))
     for name in told:
@@ -99,8 +102,8 @@ def load_config(path: str = "embedded", trust_remote_code: bool = False) -> Pret
 
 @contextmanager
 def explain_missing(path: str) -> Iterator[None]:
-    """Turn errors of reading a model into FileNotFoundError with the remedy. A ValueError about a folder that exists
-    passes unchanged."""
+    """Turn errors of reading a model into FileNotFoundError with the remedy. A ValueError about a
+    folder that exists passes unchanged."""
     folder = Path(resolve_path(path))
     if folder.is_file():
         kind = "a GGUF file, which is not read here" if folder.suffix.lower() == ".gguf" else "a file"
@@ -123,8 +126,9 @@ def explain_missing(path: str) -> Iterator[None]:
 def fill_weights(
     model: nn.Module, files: list[Path], layers: Iterable[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Load embedding, head, last norm and some decoder layers of a model on the meta device from the files. Layers that
-    are not stored under their own names are left out. Raises ValueError where embedding, head or norm are not."""
+    """Load embedding, head, last norm and some decoder layers of a model on the meta device from the
+    files. Layers that are not stored under their own names are left out. Raises ValueError where
+    embedding, head or norm are not."""
     body, embedding = decoder_of(model), model.get_input_embeddings()
     ends = {"embedding": embedding, "last norm": body.norm, "head": model.get_output_embeddings()}
     if model.config.get_text_config().tie_word_embeddings:
@@ -159,12 +163,13 @@ def load_target(
     only_layers: Iterable[int] | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> Target:
-    """Load a target from a local folder or the hub; "embedded" is the repository's own. With `only_layers`, just
-    these decoder layers, embedding, last norm and head get memory: nothing can be run through it then.
+    """Load a target from a local folder or the hub; "embedded" is the repository's own. With
+    `only_layers`, just these decoder layers, embedding, last norm and head get memory: nothing can be
+    run through it then.
     `chat_template_kwargs`: see `tell_template`.
 
-    Raises FileNotFoundError, naming what could not be found and how to give a local path, and ValueError for quantised
-    weights that this machine cannot run.
+    Raises FileNotFoundError, naming what could not be found and how to give a local path, and
+    ValueError for quantised weights that this machine cannot run.
     """
     logging.disable_progress_bar()
     place = resolve_device(device)
@@ -190,9 +195,9 @@ def load_target(
 
 
 def spread(target: Target, device: torch.device) -> None:
-    """Spread the layers over the processes of the group, each on its `device`: a pass gathers them one after the other
-    and needs all processes (FSDP without gradients, like ZeRO stage 3). Embedding, norm and head are whole in every
-    process."""
+    """Spread the layers over the processes of the group, each on its `device`: a pass gathers them one
+    after the other and needs all processes (FSDP without gradients, like ZeRO stage 3). Embedding, norm
+    and head are whole in every process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -210,7 +215,8 @@ def spread(target: Target, device: torch.device) -> None:
 
 
 def load_model(path: str, place: torch.device, config: PretrainedConfig, options: dict) -> nn.Module:
-    """Load a model whole onto the device; quantised weights as their method wants them, which no `.to` may follow."""
+    """Load a model whole onto the device; quantised weights as their method wants them, which no `.to`
+    may follow."""
     if not setting(config, "quantization_config"):
         return AutoModelForCausalLM.from_pretrained(resolve_path(path), **options).to(place)
     try:
@@ -221,8 +227,9 @@ def load_model(path: str, place: torch.device, config: PretrainedConfig, options
 
 
 def without_memory(config: PretrainedConfig, **options: object) -> nn.Module:
-    """Build a model on the meta device: weights have shapes only. Its attention is SDPA, or Hugging Face's own
-    ("eager") where SDPA does not support the model: soft-capped scores (Gemma 2), attention sinks (gpt-oss)."""
+    """Build a model on the meta device: weights have shapes only. Its attention is SDPA, or Hugging
+    Face's own ("eager") where SDPA does not support the model: soft-capped scores (Gemma 2), attention
+    sinks (gpt-oss)."""
     with torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)

@@ -1,9 +1,10 @@
-"""What the lean pass has compiled by numba for few positions, in float32 and on the CPU: norms, heads on their way into
-attention. There tensor operations take several times as many calls, each of which costs more than what it computes.
-Arguments of compiled loops are addresses and sizes, as the loops are called hundreds of times in a pass.
+"""What the lean pass has compiled by numba for few positions, in float32 and on the CPU: norms, heads
+on their way into attention. There tensor operations take several times as many calls, each of which
+costs more than what it computes. Arguments of compiled loops are addresses and sizes, as the loops are
+called hundreds of times in a pass.
 
-N positions of B rows, Q each, D hidden size, H query heads, K key heads, G = H / K, E head size, R of its
-features rotated. A position's numbers do not depend on what is computed beside it.
+N positions of B rows, Q each, D hidden size, H query heads, K key heads, G = H / K, E head size, R of
+its features rotated. A position's numbers do not depend on what is computed beside it.
 """
 
 from typing import NamedTuple
@@ -55,10 +56,10 @@ def _norm(states, weight, eps, out, rows, size):
 def _place_heads(
     parts, stride, weight, eps, cos, sin, slots, keys, values, queries, rows, width, heads, shared, size, rotated
 ):
-    """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, `width` = Q of each text, to
-    where attention reads them: queries (B, H, Q, E), keys and values (S, K E) at slots (N,). Queries and keys are
-    normed by weight (H + K, E), unless its address is 0, and their first R features are turned by cos and sin (N, R).
-    Norms change parts."""
+    """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, `width` = Q of
+    each text, to where attention reads them: queries (B, H, Q, E), keys and values (S, K E) at slots
+    (N,). Queries and keys are normed by weight (H + K, E), unless its address is 0, and their first R
+    features are turned by cos and sin (N, R). Norms change parts."""
     normed, half = weight != 0, rotated // 2
     weight = carray(floats(weight), (heads + shared, size))
     cos, sin = carray(floats(cos), (rows, rotated)), carray(floats(sin), (rows, rotated))
@@ -116,9 +117,10 @@ def place(
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
     memory: LayerWindow,
 ) -> torch.Tensor:
-    """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate them by cos and sin
-    (N, 1, R), if they are given, write keys and values to `memory`, and return the queries, packed by the key head they
-    share, (B, K, G Q, E). Heads are not what they were. Only the first dimension of heads may have gaps."""
+    """Norm all of heads (N, H + 2 K, E) but values, by weights (H + K, E), if there are any, rotate
+    them by cos and sin (N, 1, R), if they are given, write keys and values to `memory`, and return the
+    queries, packed by the key head they share, (B, K, G Q, E). Heads are not what they were. Only the
+    first dimension of heads may have gaps."""
     (rows, shared, _, size), (count, heads, _), width = memory.keys.shape, parts.shape, memory.width
     heads -= 2 * shared
     queries = parts.new_empty(rows, shared, heads // shared * width, size)

@@ -1,13 +1,15 @@
 """Recurrent layers under draft trees: Gated DeltaNet, KDA, Mamba-2 and short convolutions.
 
-Every node of a tree continues the state of its parent, and no state per node is kept: over a tree the delta rule is one
-triangular system under the ancestor mask (Bole, 2608.01651; TreeWY, 2608.20961), and Mamba-2 is a masked product
-(STree, 2505.14969). A chain is a tree without branches, so that prompts, packed documents and plain decoding go through
-the same formulas, in segments. The model's own modules keep their weights, projections, gates and norms: `follow_trees`
-puts `States` in the place of the functions that they call for convolution and recurrence, and of nothing else.
+Every node of a tree continues the state of its parent, and no state per node is kept: over a tree the
+delta rule is one triangular system under the ancestor mask (Bole, 2608.01651; TreeWY, 2608.20961), and
+Mamba-2 is a masked product (STree, 2505.14969). A chain is a tree without branches, so that prompts,
+packed documents and plain decoding go through the same formulas, in segments. The model's own modules
+keep their weights, projections, gates and norms: `follow_trees` puts `States` in the place of the
+functions that they call for convolution and recurrence, and of nothing else.
 
-B rows, Q new positions, n of them in a segment, H heads, K size of keys, E size of values, C decays of a head (1, or K
-where every entry of a key decays by itself), D channels of a convolution, W taps of its kernel.
+B rows, Q new positions, n of them in a segment, H heads, K size of keys, E size of values, C decays of
+a head (1, or K where every entry of a key decays by itself), D channels of a convolution, W taps of its
+kernel.
 """
 
 import inspect
@@ -48,20 +50,23 @@ class Lineage:
 
     @classmethod
     def tree(cls, parents: torch.Tensor, ancestors: torch.Tensor) -> "Lineage":
-        """Return the lineage of trees behind the committed states: parents (B, M), ancestors (B, M, M)."""
+        """Return the lineage of trees behind the committed states: parents (B, M), ancestors (B, M,
+        M)."""
         root = torch.zeros_like(parents)
         root[:, 0] = 1
         return cls(torch.where(root.bool(), ROOT, parents), ancestors)
 
     @classmethod
     def chain(cls, counts: list[int], width: int, device: torch.device) -> "Lineage":
-        """Return the lineage of the next `counts[b]` <= width tokens of every row behind its committed state."""
+        """Return the lineage of the next `counts[b]` <= width tokens of every row behind its committed
+        state."""
         before = torch.arange(-1, width - 1, device=device)
         return cls(before.expand(len(counts), -1), counts=torch.tensor(counts, device=device))
 
     @classmethod
     def packed(cls, documents: torch.Tensor) -> "Lineage":
-        """Return the lineage of packed rows: nothing comes before a document's first token. documents (B, T)."""
+        """Return the lineage of packed rows: nothing comes before a document's first token. documents
+        (B, T)."""
         before = torch.arange(-1, documents.shape[1] - 1, device=documents.device).expand_as(documents)
         first = torch.ones_like(documents, dtype=torch.bool)
         first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -93,8 +98,8 @@ class Lineage:
         return torch.arange(self.previous.shape[1], device=self.counts.device) < self.counts[:, None]
 
     def taps(self, kernel: int) -> list[torch.Tensor]:
-        """Return what a kernel of W taps sees of [nothing | W - 1 inputs before | Q new ones], as indices (B, 1, Q):
-        the position itself, the one before it, and so on."""
+        """Return what a kernel of W taps sees of [nothing | W - 1 inputs before | Q new ones], as
+        indices (B, 1, Q): the position itself, the one before it, and so on."""
         if kernel not in self._taps:
             rows, width = self.previous.shape
             device = self.previous.device
@@ -138,9 +143,10 @@ def recur(
     state: torch.Tensor,
     segment: Segment,
 ) -> Recurred:
-    """Run one segment. queries and keys (B, H, n, K), values (B, H, n, E), log decay (B, H, n, C), at most 0, of every
-    position, state (B, H, K, E) before it. With beta (B, H, n, 1) the values are written by the delta rule, what the
-    state says of their keys taken off first; without, they are added (Mamba-2)."""
+    """Run one segment. queries and keys (B, H, n, K), values (B, H, n, E), log decay (B, H, n, C), at
+    most 0, of every position, state (B, H, K, E) before it. With beta (B, H, n, 1) the values are
+    written by the delta rule, what the state says of their keys taken off first; without, they are
+    added (Mamba-2)."""
     ancestors = segment.ancestors
     whole = ancestors.to(decay.dtype) @ decay  # (B, H, n, C), since the state
     carried = whole.exp() if segment.carries is None else whole.exp() * segment.carries
@@ -163,14 +169,16 @@ def recur(
 
 
 def heads_first(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return (B, Q, heads, ...) of (B, Q, fewer heads, ...) as (B, H, Q, ...) float32, heads repeated."""
+    """Return (B, Q, heads, ...) of (B, Q, fewer heads, ...) as (B, H, Q, ...) float32, heads
+    repeated."""
     states = states.transpose(1, 2).float()
     return states if states.shape[1] == heads else states.repeat_interleave(heads // states.shape[1], dim=1)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the layers of a target keep, by layer. Layers that share another's keys and values keep none."""
+    """What the layers of a target keep, by layer. Layers that share another's keys and values keep
+    none."""
 
     attention: dict[int, tuple[Heads, Heads]] = field(default_factory=dict)  # of keys and values
     inputs: dict[int, tuple[int, int]] = field(default_factory=dict)  # of convolutions: D, W - 1
@@ -186,11 +194,12 @@ class Shapes:
 
 @dataclass
 class States:
-    """The committed states of all recurrent layers, a row a text, and what the pass in progress needs of them.
+    """The committed states of all recurrent layers, a row a text, and what the pass in progress needs
+    of them.
 
-    A pass is prepared by setting `lineage`. A chain's pass moves the states on to its end. A tree's leaves them as they
-    are and keeps what every node wrote, until `commit` follows a path. Without shapes every row begins with nothing,
-    and nothing is kept but in `seen` (packed rows).
+    A pass is prepared by setting `lineage`. A chain's pass moves the states on to its end. A tree's
+    leaves them as they are and keeps what every node wrote, until `commit` follows a path. Without
+    shapes every row begins with nothing, and nothing is kept but in `seen` (packed rows).
     """
 
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, (rows, D, W - 1)
@@ -216,7 +225,8 @@ class States:
         self.restore(to, self.read(source))
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move every row's states along the first `counts[b]` nodes of `path` (B, W) of the tree that was verified."""
+        """Move every row's states along the first `counts[b]` nodes of `path` (B, W) of the tree that
+        was verified."""
         rows, last = len(path), path.gather(1, counts[:, None] - 1)[:, 0]
         for layer, new in self.convolved.items():
             kept = self.inputs[layer][:rows]
@@ -271,8 +281,8 @@ class States:
         use_qk_l2norm_in_kernel: bool = False,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gated DeltaNet and KDA: query and key (B, Q, <= H, K), value (B, Q, H, E), beta (B, Q, H), log decay g
-        (B, Q, H), or (B, Q, H, K) for KDA. Returns (B, Q, H, E) and the last state."""
+        """Gated DeltaNet and KDA: query and key (B, Q, <= H, K), value (B, Q, H, E), beta (B, Q, H),
+        log decay g (B, Q, H), or (B, Q, H, K) for KDA. Returns (B, Q, H, E) and the last state."""
         heads = value.shape[2]
         queries, keys, values = (heads_first(states, heads) for states in (query, key, value))
         if use_qk_l2norm_in_kernel:
@@ -296,8 +306,8 @@ class States:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mamba-2: hidden_states (B, Q, H, E), step sizes dt (B, Q, H), A and D (H,), B and C (B, Q, <= H, K). Returns
-        (B, Q, H, E) float32 and the last state."""
+        """Mamba-2: hidden_states (B, Q, H, E), step sizes dt (B, Q, H), A and D (H,), B and C (B, Q, <=
+        H, K). Returns (B, Q, H, E) float32 and the last state."""
         heads = hidden_states.shape[2]
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
@@ -308,7 +318,8 @@ class States:
         return (result if D is None else result + D[:, None] * hidden_states.float()), state
 
     def _recur(self, layer, queries, keys, values, decay, beta) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer's recurrence, tensors (B, H, Q, ...), by segments; return (B, Q, H, E) and the last state."""
+        """Run a layer's recurrence, tensors (B, H, Q, ...), by segments; return (B, Q, H, E) and the
+        last state."""
         shape = (queries.shape[1], queries.shape[-1], values.shape[-1])
         if self.lineage.real is not None:  # padding neither fades the state nor writes to it
             padding = ~self.lineage.real[:, None, :, None]
@@ -356,7 +367,8 @@ def called_names(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def unknown_recurrence(body: nn.Module) -> str | None:
-    """Return the class of the first module with a state that is not replaced here; None: there is none."""
+    """Return the class of the first module with a state that is not replaced here; None: there is
+    none."""
     for module in recurrent_parts(body):
         names = called_names(type(module))
         keeps_state = "update_recurrent_state" in names
@@ -366,8 +378,8 @@ def unknown_recurrence(body: nn.Module) -> str | None:
 
 
 def follow_trees(body: nn.Module) -> bool:
-    """Make the recurrent layers of a decoder compute through the `States` of our caches; with any other cache they do
-    what they did. Returns whether there are any."""
+    """Make the recurrent layers of a decoder compute through the `States` of our caches; with any other
+    cache they do what they did. Returns whether there are any."""
     parts = recurrent_parts(body)
     for module in parts:
         module.__class__ = following(type(module))
@@ -375,8 +387,8 @@ def follow_trees(body: nn.Module) -> bool:
 
 
 class PackedWindow(Stateful):
-    """A pass over packed rows, documents (B, T), in the place of a cache's window: keeps nothing of them, and notes
-    what a cache would have to keep."""
+    """A pass over packed rows, documents (B, T), in the place of a cache's window: keeps nothing of
+    them, and notes what a cache would have to keep."""
 
     def __init__(self, documents: torch.Tensor, layers: int = 0) -> None:
         """`layers`: how many the lean pass has."""

@@ -1,5 +1,5 @@
-"""Properties of a target that its config.json decides: its layers' attention windows, its logits' scale, and whether
-draft trees can be verified through it.
+"""Properties of a target that its config.json decides: its layers' attention windows, its logits'
+scale, and whether draft trees can be verified through it.
 
 All of it is known before weights are loaded. docs/targets.md lists the families.
 """
@@ -37,7 +37,8 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class LogitScale:
-    """The scale of the head's products (..., V): divided (Cohere, Granite, Falcon-H1), then soft-capped (Gemma)."""
+    """The scale of the head's products (..., V): divided (Cohere, Granite, Falcon-H1), then soft-capped
+    (Gemma)."""
 
     divisor: float = 1.0
     cap: float | None = None
@@ -49,7 +50,8 @@ class LogitScale:
         return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """Return the derivative of the logits with respect to the products, at these logits; None where it is 1."""
+        """Return the derivative of the logits with respect to the products, at these logits; None where
+        it is 1."""
         if self.cap is None:
             return None if self.divisor == 1 else 1 / self.divisor
         return (1 - (logits / self.cap).square()) / self.divisor
@@ -59,7 +61,8 @@ PLAIN = LogitScale()
 
 
 def setting(config: "PretrainedConfig", *names: str) -> object | None:
-    """Return what a config.json says under the first of the names that it has; None for 0, false and nothing too."""
+    """Return what a config.json says under the first of the names that it has; None for 0, false and
+    nothing too."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
@@ -71,11 +74,12 @@ def logit_scale(config: "PretrainedConfig") -> LogitScale:
 
 
 def windows(config: "PretrainedConfig") -> dict[str, int | None]:
-    """Return the attention window, or chunk, of each kind of the target's layers: positions, the query's own included;
+    """Return the attention window, or chunk, of each kind of the target's layers: positions, the
+    query's own included;
     None: all before it.
 
-    A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3) takes a single mask,
-    with a window if its config has one.
+    A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3) takes
+    a single mask, with a window if its config has one.
     """
     width = setting(config, "sliding_window")
     if config.model_type in FOLLOWED:
@@ -107,14 +111,16 @@ def norm_eps(config: "PretrainedConfig") -> float:
 
 
 def rope(config: "PretrainedConfig") -> dict:
-    """Return the rotary parameters; of the full-attention layers, where each kind has its own (Gemma 3)."""
+    """Return the rotary parameters; of the full-attention layers, where each kind has its own (Gemma
+    3)."""
     parameters = setting(config, "rope_parameters") or {}
     return parameters.get("full_attention") or parameters
 
 
 def longest(config: "PretrainedConfig") -> int | None:
-    """Return the longest text whose rotary angles do not depend on its length, nor its queries' scales on their place
-    (Llama 4: transformers takes the place in the cache for the position); None: they never do."""
+    """Return the longest text whose rotary angles do not depend on its length, nor its queries' scales
+    on their place (Llama 4: transformers takes the place in the cache for the position); None: they
+    never do."""
     if setting(config, "attn_temperature_tuning") and not all(config.no_rope_layers):
         return config.floor_scale - 1
     parameters = rope(config)
@@ -140,14 +146,15 @@ def expert_share(config: "PretrainedConfig") -> float:
 
 
 def mlp_size(config: "PretrainedConfig") -> int:
-    """Return the inner size of a drafter's MLP: the target's, where it has one for all layers (a mixture of experts may
-    not), else three times the hidden size."""
+    """Return the inner size of a drafter's MLP: the target's, where it has one for all layers (a
+    mixture of experts may not), else three times the hidden size."""
     size = setting(config, "intermediate_size")
     return size if type(size) is int else 3 * config.hidden_size
 
 
 def first_layer(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the configuration of the first layer, where a model's layers have sizes of their own (Gemma 4)."""
+    """Return the configuration of the first layer, where a model's layers have sizes of their own
+    (Gemma 4)."""
     return config.per_layer_config[0] if setting(config, "is_heterogeneous") else config
 
 
@@ -164,7 +171,8 @@ def key_heads(config: "PretrainedConfig") -> int:
 
 
 def refuse_unsupported(config: "PretrainedConfig") -> None:
-    """Raise ValueError, from config.json alone, for targets that draft trees cannot be verified through."""
+    """Raise ValueError, from config.json alone, for targets that draft trees cannot be verified
+    through."""
 
     def refuse(what: str) -> None:
         raise ValueError(f"this target ({config.model_type}) has {what}: draft trees cannot be verified through it")

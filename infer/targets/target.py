@@ -60,8 +60,8 @@ class Features:
 
 @contextmanager
 def tapped(layers: nn.ModuleList, wanted: tuple[int, ...], stream: int | None) -> Iterator[dict[int, torch.Tensor]]:
-    """Keep the outputs of the `wanted` layers of a pass inside. `stream`: which of several residual streams is the
-    model's own (Gemma 3n); None: there is one."""
+    """Keep the outputs of the `wanted` layers of a pass inside. `stream`: which of several residual
+    streams is the model's own (Gemma 3n); None: there is one."""
     outputs = {}
 
     def keep(layer: int, module: nn.Module, args: tuple, output: torch.Tensor | tuple) -> None:
@@ -78,8 +78,8 @@ def tapped(layers: nn.ModuleList, wanted: tuple[int, ...], stream: int | None) -
 
 @dataclass
 class Target:
-    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0; the id one past the last
-    layer's means the last layer's output behind the last norm."""
+    """A frozen causal LM. A layer id k means the output of decoder layer k, counted from 0; the id one
+    past the last layer's means the last layer's output behind the last norm."""
 
     model: nn.Module
     tokenizer: object | None = None
@@ -122,7 +122,8 @@ class Target:
         return None if self.tokenizer is None else tokenizer_digest(self.tokenizer)
 
     def follow_weights(self) -> int:
-        """Drop all copies of weights if the model's were changed since they were made; return how often that was."""
+        """Drop all copies of weights if the model's were changed since they were made; return how often
+        that was."""
         if self.watch.changed():
             self.__dict__.pop("lean", None)
             self.changes += 1
@@ -139,9 +140,10 @@ class Target:
         return self.scale(self.model.get_output_embeddings()(hidden))
 
     def cache(self, rows: int, capacity: int) -> KVCache:
-        """Allocate a cache for up to `rows` texts of up to `capacity` positions. Layers with a sliding window keep all
-        positions too, at the memory of full attention, so that a row has one length and the window is in the masks
-        alone. Raises ValueError where rotary angles change within the capacity."""
+        """Allocate a cache for up to `rows` texts of up to `capacity` positions. Layers with a sliding
+        window keep all positions too, at the memory of full attention, so that a row has one length and
+        the window is in the masks alone. Raises ValueError where rotary angles change within the
+        capacity."""
         refuse_longer(self.config, capacity, "shorten prompts or answers")
         states = States.zeros(self.shapes, rows, self.dtype, self.device) if self.recurrent else None
         return KVCache(self.shapes.attention, rows, capacity, self.dtype, self.device, states)
@@ -149,8 +151,8 @@ class Target:
     @cached_property
     @torch.no_grad()
     def shapes(self) -> Shapes:
-        """What the layers keep of a text, found by a pass over one token. Raises ValueError where the model does not
-        get through it: kernels of quantised weights that want other sizes, say."""
+        """What the layers keep of a text, found by a pass over one token. Raises ValueError where the
+        model does not get through it: kernels of quantised weights that want other sizes, say."""
         first = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         window = PackedWindow(first)
         try:
@@ -168,9 +170,10 @@ class Target:
         window: Window | None,
         layers: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one pass over ids (B, Q) at absolute positions (B, Q), under the masks of the kinds of layers, through
-        Hugging Face's layers; return the outputs of `layers`, concatenated, and the final hidden states. On CUDA
-        without cuDNN's attention, which plans for 40 ms at every new length."""
+        """Run one pass over ids (B, Q) at absolute positions (B, Q), under the masks of the kinds of
+        layers, through Hugging Face's layers; return the outputs of `layers`, concatenated, and the
+        final hidden states. On CUDA without cuDNN's attention, which plans for 40 ms at every new
+        length."""
         found = {kind: additive(mask.dense, self.dtype) for kind, mask in masks.items()}
         found |= dict.fromkeys(STATEFUL) if self.recurrent else {}
         kernels = sdpa_kernel(NOT_CUDNN) if self.device.type == "cuda" else nullcontext()
@@ -194,8 +197,8 @@ class Target:
         layers: tuple[int, ...],
         library: bool = False,
     ) -> Features:
-        """Features of packed documents for training: all arguments (B, T), documents -1 on padding. `library`: through
-        Hugging Face's layers whatever the lean pass may do."""
+        """Features of packed documents for training: all arguments (B, T), documents -1 on padding.
+        `library`: through Hugging Face's layers whatever the lean pass may do."""
         length, masks = ids.shape[1], by_kind(self.windows, partial(packed_mask, positions, documents))
         if setting(self.config, "floor_scale"):  # queries are scaled by their place in the row
             refuse_longer(self.config, length, "pack shorter rows (data.length)")
@@ -207,8 +210,9 @@ class Target:
 
     @cached_property
     def context_reach(self) -> float:
-        """The length of a context whose attention takes a position as many multiplications as its weights do, of all
-        layers together and without the head. Of experts, those count that a position goes through."""
+        """The length of a context whose attention takes a position as many multiplications as its
+        weights do, of all layers together and without the head. Of experts, those count that a position
+        goes through."""
         experts = setting(self.config, "num_experts_per_tok") or 1
         weights = sum(w.numel() for w in self.body.layers.parameters() if w.ndim == 2)
         weights += sum(experts * w.numel() // len(w) for w in self.body.layers.parameters() if w.ndim == 3)
@@ -217,13 +221,15 @@ class Target:
 
     @property
     def decoder_pass(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes the same."""
+        """`library_pass` over cached texts, or the lean pass (`infer.targets.lean`) where that computes
+        the same."""
         return self.lean or self.library_pass
 
     @cached_property
     def lean(self) -> LeanDecoder | None:
-        """The lean pass where it computes what Hugging Face's layers do; None where it does not, which a warning says,
-        or layers keep states, or keys and values of several sizes, or their weights are here one layer at a time."""
+        """The lean pass where it computes what Hugging Face's layers do; None where it does not, which
+        a warning says, or layers keep states, or keys and values of several sizes, or their weights are
+        here one layer at a time."""
         if self.spread or not self.shapes.alike:
             return None
         alone = list(self.windows) * self.config.num_hidden_layers
@@ -241,7 +247,8 @@ class Target:
     def extend(
         self, ids: list[list[int]], cache: KVCache, layers: tuple[int, ...], run: Callable | None = None
     ) -> Features:
-        """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q the most."""
+        """Runs the next tokens of every row behind what the cache holds, padded on the right: (B, Q), Q
+        the most."""
         rows, width = len(ids), max(map(len, ids))
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(rows, -1, -1)
         window, positions = cache.window(width), cache.positions(rows, width)
@@ -255,9 +262,9 @@ class Target:
     def verify(
         self, tree: DraftTree, ancestors: torch.Tensor, cache: KVCache, layers: tuple[int, ...] = ()
     ) -> Features:
-        """Score the nodes of the draft trees in one pass (DDTree section 4.4): positions by depth, each node attends
-        to its row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes until `commit` keeps a
-        path."""
+        """Score the nodes of the draft trees in one pass (DDTree section 4.4): positions by depth, each
+        node attends to its row's cache, its ancestors (B, M, M) and itself. The cache holds the nodes
+        until `commit` keeps a path."""
         rows, width = tree.tokens.shape
         window, ends = cache.window(width), cache.ends_of(rows)
         positions = tree.positions(ends)
@@ -279,8 +286,9 @@ def tree_masks(
     ends: torch.Tensor,
     window: Window,
 ) -> dict[str, Mask]:
-    """Return the masks of nodes at positions (B, M) with `ancestors` (B, M, M) behind the `ends` (B,) of a cache. Rows
-    of one length whose nodes are roots alone see all that was written, which is the common case, and cheap."""
+    """Return the masks of nodes at positions (B, M) with `ancestors` (B, M, M) behind the `ends` (B,)
+    of a cache. Rows of one length whose nodes are roots alone see all that was written, which is the
+    common case, and cheap."""
     whole = ancestors.shape[1] == 1 and window.cache.even
     make = partial(tree_mask, ends, positions, ancestors, window.extent, whole=whole)
     return by_kind(windows, make)
@@ -288,8 +296,8 @@ def tree_masks(
 
 @torch.no_grad()
 def compare(target: Target, lean: LeanDecoder, context: int = 9, width: int = 5) -> None:
-    """Run random tokens behind a random context through Hugging Face's layers, and each lean layer on the same input.
-    Raises UnknownLayer for the first whose results differ by more than rounding."""
+    """Run random tokens behind a random context through Hugging Face's layers, and each lean layer on
+    the same input. Raises UnknownLayer for the first whose results differ by more than rounding."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.config.vocab_size, (2, context + width), generator=generator).to(target.device)
     cache = target.cache(2, context + width)
@@ -320,7 +328,7 @@ def pad_ids(rows: list[list[int]], device: torch.device) -> torch.Tensor:
 
 
 def tokenizer_digest(tokenizer: object) -> str:
-    """Return the SHA-256 of what a tokenizer's output follows from, its vocabulary and its chat template, as 64
-    hexadecimal digits: two tokenizers with the same digest write the same ids."""
+    """Return the SHA-256 of what a tokenizer's output follows from, its vocabulary and its chat
+    template, as 64 hexadecimal digits: two tokenizers with the same digest write the same ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.chat_template]).encode()).hexdigest()

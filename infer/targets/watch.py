@@ -13,8 +13,9 @@ version = attrgetter("_version")  # how often PyTorch saw a tensor written to
 class Watch:
     """Notices that weights of a module were replaced or written to.
 
-    Writing by way of `.data`, as peft merges adapters, leaves a tensor's version and address as they are: some numbers
-    of every weight are compared too. No view of a weight is kept: it would keep the memory of one that is replaced.
+    Writing by way of `.data`, as peft merges adapters, leaves a tensor's version and address as they
+    are: some numbers of every weight are compared too. No view of a weight is kept: it would keep the
+        memory of one that is replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -22,7 +23,8 @@ class Watch:
         self._note(list(module.parameters()))
 
     def changed(self) -> bool:
-        """Return whether weights are others than when this was last true. On CUDA it waits for the device."""
+        """Return whether weights are others than when this was last true. On CUDA it waits for the
+        device."""
         weights = list(self.module.parameters())
         if len(weights) == len(self.weights) and all(map(is_, weights, self.weights)) and not self.written():
             sample = self._sample()
@@ -42,7 +44,8 @@ class Watch:
         self.sample = self._sample()
 
     def _sample(self) -> list[torch.Tensor]:
-        """Return some numbers of every weight; not of weights of other classes, which are spread or quantised."""
+        """Return some numbers of every weight; not of weights of other classes, which are spread or
+        quantised."""
         groups = defaultdict(list)
         for weight in self.weights:
             if type(weight) is nn.Parameter and not weight.is_meta:

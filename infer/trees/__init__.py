@@ -1,4 +1,5 @@
 """Draft trees: pure functions from a drafter's proposal to a tree, no model in sight.
 
-May import infer.utils, infer.ngrams and infer.attention. Start with methods.py, the table, then tree.py.
+May import infer.utils, infer.ngrams and infer.attention. Start with methods.py, the table, then
+tree.py.
 """

@@ -6,8 +6,8 @@ from infer.trees.tree import DraftTree, Nodes, Proposal, behind
 
 
 def chain(proposal: Proposal) -> DraftTree:
-    """Return the likeliest token of each of the first min(budget, L) positions, one behind the other; with a
-    conditional head the likeliest one behind those before it."""
+    """Return the likeliest token of each of the first min(budget, L) positions, one behind the other;
+    with a conditional head the likeliest one behind those before it."""
     bonus, steps = proposal.bonus, proposal.steps
     length = min(proposal.budget, proposal.marginals.shape[1])
     if steps is not None:

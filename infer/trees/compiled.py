@@ -17,15 +17,16 @@ def available(tensor: torch.Tensor) -> bool:
 
 @njit
 def search(log_q, tokens, length, before, guide, nodes, scores):
-    """Run algorithm 1 of DDTree section 4.3 for one row: fill nodes (3, N), that is tokens, parents and depths, and
-    scores (N,), best first, all of them: there must be so many prefixes.
+    """Run algorithm 1 of DDTree section 4.3 for one row: fill nodes (3, N), that is tokens, parents and
+    depths, and scores (N,), best first, all of them: there must be so many prefixes.
 
-    Without a guide, log q is a table (1 + (L - 1) before, M) over tokens (L, M): of the first position, then of the
-    others behind each candidate of the one before; with before = 1 behind any, likeliest first. With a guide
-    (`ngram_factor.Guide`) both are (N, M) and hold a row for each node, filled when the node is opened; before is 0.
+    Without a guide, log q is a table (1 + (L - 1) before, M) over tokens (L, M): of the first position,
+    then of the others behind each candidate of the one before; with before = 1 behind any, likeliest
+    first. With a guide (`ngram_factor.Guide`) both are (N, M) and hold a row for each node, filled when
+    the node is opened; before is 0.
 
-    Entry n is the best child of node n that is not in the tree yet: its next sibling takes its place when it is taken.
-    Of equal entries that of the shallowest, then the first node goes first."""
+    Entry n is the best child of node n that is not in the tree yet: its next sibling takes its place
+    when it is taken. Of equal entries that of the shallowest, then the first node goes first."""
     budget = len(scores)
     key, which = np.empty(budget, scores.dtype), np.full(budget, -1)  # of entry n: its score, which child; -1: none
     row, line = np.zeros(budget, np.int64), np.zeros(budget, np.int64)  # where node n's children are, and their tokens
@@ -65,10 +66,11 @@ def best_entry(key, which, depth, newest):
 
 @njit
 def next_best(above, row, score, index, ranked):
-    """Return the index of the best entry of row (M,) that ranks behind an entry with this score and index, -1 if there
-    is none: the highest of the rest, of equal ones the first; NaN is none. Scores are `above + row`, rounded as these
-    are: sums may be equal where entries are not. Rows need not be sorted, as few of their entries are asked for; in
-    those that are (`ranked`), it is the next."""
+    """Return the index of the best entry of row (M,) that ranks behind an entry with this score and
+    index, -1 if there is none: the highest of the rest, of equal ones the first; NaN is none. Scores
+    are `above + row`, rounded as these
+    are: sums may be equal where entries are not. Rows need not be sorted, as few of their entries are
+    asked for; in those that are (`ranked`), it is the next."""
     if ranked:
         return index + 1 if index + 1 < len(row) else -1
     best, highest = -1, -np.inf

@@ -1,8 +1,10 @@
 """Draft trees of texts that must follow a grammar: the likeliest prefixes among those that it allows.
 
-Where only some tokens may follow a prefix, the drafter's distribution over these, normalised, takes the place of its
-own: q(v | prefix, grammar). A prefix never scores above its parent, so that DDTree's best-first search finds the best
-nodes here too. What the grammar forces behind the root, as the tokenizer writes it, comes first: it has probability 1.
+Where only some tokens may follow a prefix, the drafter's distribution over these, normalised, takes the
+place of its
+own: q(v | prefix, grammar). A prefix never scores above its parent, so that DDTree's best-first search
+finds the best nodes here too. What the grammar forces behind the root, as the tokenizer writes it,
+comes first: it has probability 1.
 
 L drafted positions, V vocabulary, M nodes, C candidates of a position.
 """
@@ -30,8 +32,8 @@ class Rule:
 
 
 def constrain(tree: DraftTree, proposal: Proposal, rows: dict[int, Rule], branches: bool) -> DraftTree:
-    """Return the trees with those of some rows built anew, of the same size, from what their grammars allow: best
-    first, or the likeliest path alone if not `branches`."""
+    """Return the trees with those of some rows built anew, of the same size, from what their grammars
+    allow: best first, or the likeliest path alone if not `branches`."""
     parts = [part.clone() for part in (tree.tokens, tree.parents, tree.depths, tree.log_probs)]
     for row, rule in rows.items():
         nodes = search(proposal, row, tree.budget, rule, branches)
@@ -54,7 +56,8 @@ class RowScores:
             self.first, self.table = (part[row].float().cpu().numpy() for part in steps.table)  # (C,), (L - 1, C, C)
 
     def children(self, path: list[int], allowed: np.ndarray, most: int) -> Pairs:
-        """Return the `most` likeliest tokens behind a path, and their log q among those that are allowed."""
+        """Return the `most` likeliest tokens behind a path, and their log q among those that are
+        allowed."""
         slot, allowed = len(path), allowed[: self.log_q.shape[1]]
         log_q, tokens = self._candidates(path)
         may = allowed[tokens] & (log_q > -np.inf)
@@ -76,7 +79,8 @@ class RowScores:
         return self.table[slot - 1, which[0]] if slot else self.first, self.tokens[slot]
 
     def _likely(self, slot: int) -> Pairs:
-        """Return the likeliest tokens of a slot's marginals, likeliest first, and all probabilities (V,)."""
+        """Return the likeliest tokens of a slot's marginals, likeliest first, and all probabilities
+        (V,)."""
         log_q = self.log_q[slot]
         count = min(self.many, len(log_q) - 1)
         top = np.argpartition(-log_q, count)[:count]
@@ -90,8 +94,8 @@ def normalised(log_q: np.ndarray, tokens: np.ndarray, most: int) -> Pairs:
 
 
 def search(proposal: Proposal, row: int, budget: int, rule: Rule, branches: bool) -> Nodes:
-    """Search for a row's likeliest prefixes best first: nodes (M - 1,), fewer than `budget` where no more are allowed.
-    Nothing follows a token that ends the text."""
+    """Search for a row's likeliest prefixes best first: nodes (M - 1,), fewer than `budget` where no
+    more are allowed. Nothing follows a token that ends the text."""
     scores, length = RowScores(proposal, row), proposal.marginals.shape[1]
     paths: list[list[int]] = [[]]
     found: list[tuple[int, int, int, float]] = []

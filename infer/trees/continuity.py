@@ -1,7 +1,8 @@
-"""DART's continuity-aware tree: a beam over the drafter's tokens, scored by the drafter and by how often a token
-followed the ones before it in a corpus (algorithm 1; scores as in appendix D, what that leaves open as in the authors'
-code: a token never seen behind any suffix of the path has probability 0, and the drafter's probabilities are those
-among the likeliest tokens of the position).
+"""DART's continuity-aware tree: a beam over the drafter's tokens, scored by the drafter and by how
+often a token followed the ones before it in a corpus (algorithm 1; scores as in appendix D, what that
+leaves open as in the authors'
+code: a token never seen behind any suffix of the path has probability 0, and the drafter's
+probabilities are those among the likeliest tokens of the position).
 
 L drafted positions, K tokens a position, S prefixes seen, W width of the beam.
 """
@@ -24,8 +25,9 @@ ENDED = 1e6  # more than any score: a prefix that ends its text is extended afte
 
 
 def continuity(proposal: Proposal) -> DraftTree:
-    """Run DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals (B, L, V), and of
-    all prefixes seen the `budget` best, in descending order of score. log_probs are the drafter's alone."""
+    """Run DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals (B,
+    L, V), and of all prefixes seen the `budget` best, in descending order of score. log_probs are the
+    drafter's alone."""
     top, ids = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
     tokens, by_token = ids.cpu().sort(-1)
     log_q = comparable(top.cpu().double()).gather(-1, by_token).clamp(min=LOWEST)
@@ -50,14 +52,14 @@ def continuity(proposal: Proposal) -> DraftTree:
 
 @njit
 def beam(arrays, tokens, log_q, of_logit, ends, context, suffixes, nodes, scores):
-    """Run the beam for one row: tokens (L, K) int64, ascending in each position, log_q and what scores make of it,
-    of_logit, (L, K) float64, ends (L, K) bool, a context (C,) int64 that ends with the bonus token. suffixes (W, O - 1)
-    int64 is scratch. Fills nodes (3, S), that is tokens, parents among all prefixes, -1 for the root, and depths, and
-    scores (2, S), theirs and the drafter's alone.
+    """Run the beam for one row: tokens (L, K) int64, ascending in each position, log_q and what scores
+    make of it, of_logit, (L, K) float64, ends (L, K) bool, a context (C,) int64 that ends with the
+    bonus token. suffixes (W, O - 1) int64 is scratch. Fills nodes (3, S), that is tokens, parents among
+    all prefixes, -1 for the root, and depths, and scores (2, S), theirs and the drafter's alone.
 
-    As in the authors' code: the first position is judged by the drafter alone, and a prefix that ends its text is
-    extended only where others are lacking. A step is at most 0, which rounding could exceed: no child before its
-    parent."""
+    As in the authors' code: the first position is judged by the drafter alone, and a prefix that ends
+    its text is extended only where others are lacking. A step is at most 0, which rounding could
+    exceed: no child before its parent."""
     length, ranks = tokens.shape
     width, longest = suffixes.shape
     active, hopes = np.empty(width, np.int64), np.empty(width * ranks)

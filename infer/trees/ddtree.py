@@ -1,16 +1,20 @@
-"""DDTree: the draft tree of B nodes that maximises the expected acceptance length under the drafter's distributions.
+"""DDTree: the draft tree of B nodes that maximises the expected acceptance length under the drafter's
+distributions.
 
-DDTree section 4.3: the B likeliest prefixes. The score of a node is its parent's plus log q of its token behind its own
-path, at most 0, so that a prefix never scores above its parent: lemma 1 and proposition 1 hold with the conditionals of
-a drafter's head for marginals, which are conditionals with one row, and the best B prefixes are found exactly. Two ways
-to the same nodes in the same order: best first (the paper's algorithm 1) over the table of a first-order head or of
-marginals, compiled for the CPU and in one Triton kernel for GPUs; and `by_depth`, in tensor operations of fixed shapes,
-wherever neither is at hand and for recurrent heads, whose memories the kept prefixes carry.
+DDTree section 4.3: the B likeliest prefixes. The score of a node is its parent's plus log q of its
+token behind its own path, at most 0, so that a prefix never scores above its parent: lemma 1 and
+proposition 1 hold with the conditionals of a drafter's head for marginals, which are conditionals with
+one row, and the best B prefixes are found exactly. Two ways to the same nodes in the same order: best
+first (the paper's algorithm 1) over the table of a first-order head or of marginals, compiled for the
+CPU and in one Triton kernel for GPUs; and `by_depth`, in tensor operations of fixed shapes, wherever
+neither is at hand and for recurrent heads, whose memories the kept prefixes carry.
 
-Of equal scores the shallower prefix goes first, then the one whose parent does, then the candidate that is likelier by
+Of equal scores the shallower prefix goes first, then the one whose parent does, then the candidate that
+is likelier by
 itself: the first of two equal candidates.
 
-B rows, L drafted positions, M candidates a position, N nodes, P prefixes, S entries of a memory, V vocabulary.
+B rows, L drafted positions, M candidates a position, N nodes, P prefixes, S entries of a memory, V
+vocabulary.
 """
 
 import torch
@@ -31,9 +35,10 @@ class Marginals:
 
 
 def ddtree(proposal: Proposal) -> DraftTree:
-    """Return the top `budget` prefixes (all of them, if there are fewer) of the marginals (B, L, V), in descending
-    order of probability: the first n nodes are the tree of budget n. The top K = min(budget, V) tokens of a position
-    suffice (lemma 1). With a conditional head, prefixes of the head's candidates by their conditional probability."""
+    """Return the top `budget` prefixes (all of them, if there are fewer) of the marginals (B, L, V), in
+    descending order of probability: the first n nodes are the tree of budget n. The top K = min(budget,
+    V) tokens of a position suffice (lemma 1). With a conditional head, prefixes of the head's
+    candidates by their conditional probability."""
     steps = proposal.steps or Marginals(proposal.marginals, proposal.budget)
     fast = compiled.available(proposal.bonus) or has_kernel(proposal.bonus.device)
     search = best_first if fast and not steps.recurrent else by_depth
@@ -57,17 +62,18 @@ def best_first(steps: Conditionals, budget: int) -> Nodes:
 
 
 def one_table(steps: Conditionals) -> torch.Tensor:
-    """Return log q (B, 1 + (L - 1) R, M) float32 of the first slot's candidates, and of the others' behind each of the
-    R of the one before."""
+    """Return log q (B, 1 + (L - 1) R, M) float32 of the first slot's candidates, and of the others'
+    behind each of the R of the one before."""
     first, others = steps.table
     return torch.cat([first[:, None], others.flatten(1, 2)], 1).float()
 
 
 def by_depth(steps: Conditionals, budget: int) -> Nodes:
-    """Find the same nodes depth by depth on the candidates' device: extend the best prefixes of a depth by all
-    candidates, keep the best of these, and at the end take the best of all depths.
+    """Find the same nodes depth by depth on the candidates' device: extend the best prefixes of a depth
+    by all candidates, keep the best of these, and at the end take the best of all depths.
 
-    Exact: a prefix among the best B has its parent among them. Sorting is stable, so that equal scores stay in order.
+    Exact: a prefix among the best B has its parent among them. Sorting is stable, so that equal scores
+        stay in order.
     """
     rows, length, count = steps.tokens.shape
     scores, levels, first, memory = torch.zeros(rows, 1, device=steps.tokens.device), [], 0, None
@@ -90,8 +96,8 @@ def by_depth(steps: Conditionals, budget: int) -> Nodes:
 def behind_candidates(
     steps: Conditionals, slot: int, which: torch.Tensor, memory: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log q (B, P, M) of a slot behind candidates `which` (B, P) of the one before; and a recurrent head's
-    memory."""
+    """Return log q (B, P, M) of a slot behind candidates `which` (B, P) of the one before; and a
+    recurrent head's memory."""
     if steps.recurrent:
         return steps.extend(slot, which, memory) if slot else steps.begin()
     first, others = steps.table
@@ -102,8 +108,8 @@ def behind_candidates(
 
 
 def best_of_levels(levels: list[tuple[torch.Tensor, ...]], budget: int) -> Nodes:
-    """Return the best `budget` prefixes of all depths, best first. Of every depth, best first and (B, P) each: scores,
-    tokens, parents among the prefixes of all depths (-1 for the root), and depths."""
+    """Return the best `budget` prefixes of all depths, best first. Of every depth, best first and (B,
+    P) each: scores, tokens, parents among the prefixes of all depths (-1 for the root), and depths."""
     scores, tokens, parents, depths = (torch.cat(column, 1) for column in zip(*levels, strict=True))
     order = scores.sort(dim=1, descending=True, stable=True).indices
     node = order.argsort(1) + 1  # of every kept prefix, by its place in the order; the root is node 0

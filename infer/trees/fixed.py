@@ -1,7 +1,8 @@
-"""The static tree: every node down to a fixed depth gets the same number of children, the likeliest tokens behind it.
+"""The static tree: every node down to a fixed depth gets the same number of children, the likeliest
+tokens behind it.
 
-The shape is that of "Tree-Based Speculative Decoding" for NanoGPT; sampled texts are verified by the same walk as all
-others, which is lossless whatever the children are.
+The shape is that of "Tree-Based Speculative Decoding" for NanoGPT; sampled texts are verified by the
+same walk as all others, which is lossless whatever the children are.
 
 B rows, W width, P prefixes of a depth.
 """
@@ -13,8 +14,8 @@ from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable
 
 
 def static(proposal: Proposal) -> DraftTree:
-    """Return the deepest full tree that fits into the budget, over the marginals or a conditional head; of fewer
-    children where there is no room or there are no tokens for so many."""
+    """Return the deepest full tree that fits into the budget, over the marginals or a conditional head;
+    of fewer children where there is no room or there are no tokens for so many."""
     steps = proposal.steps or Marginals(proposal.marginals, proposal.width)
     width = min(proposal.width, proposal.budget, steps.tokens.shape[2])
     depth = static_depth(width, proposal.budget, steps.tokens.shape[1])
@@ -32,8 +33,8 @@ def static(proposal: Proposal) -> DraftTree:
 
 
 def static_depth(width: int, budget: int, longest: int) -> int:
-    """Return the depth, at most `longest`, of the deepest full tree of that width with at most `budget` drafted nodes,
-    1 at least."""
+    """Return the depth, at most `longest`, of the deepest full tree of that width with at most `budget`
+    drafted nodes, 1 at least."""
     depth, level, nodes = 1, width, width
     while depth < longest and nodes + level * width <= budget:
         depth, level = depth + 1, level * width

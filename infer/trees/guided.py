@@ -1,7 +1,8 @@
-"""DDTree's tree on path-conditioned scores: n-grams judge which drafted tokens follow each other (`ngram_factor`).
+"""DDTree's tree on path-conditioned scores: n-grams judge which drafted tokens follow each other
+(`ngram_factor`).
 
-The n-gram model is in the host's memory, so the trees are built there: on a GPU a round has one more copy to the host,
-of the K likeliest tokens of every position.
+The n-gram model is in the host's memory, so the trees are built there: on a GPU a round has one more
+copy to the host, of the K likeliest tokens of every position.
 
 B rows, L drafted positions, M candidates a position, P prefixes, V vocabulary.
 """
@@ -18,10 +19,11 @@ RANKS = 25  # tokens of the marginals considered at a position, as in DART appen
 
 
 def guided_ddtree(proposal: Proposal) -> DraftTree:
-    """Return the top `budget` prefixes when a token's probability behind a path is proportional to its marginal times
-    its n-gram probability to the power of `weight`; the n-gram model's counts are corrected by those of the text
-    itself. The first n nodes are the tree of budget n; log_probs are these path-conditioned ones. With a conditional
-    head a token's probability behind its path takes its marginal's place, unless the head is recurrent."""
+    """Return the top `budget` prefixes when a token's probability behind a path is proportional to its
+    marginal times its n-gram probability to the power of `weight`; the n-gram model's counts are
+    corrected by those of the text itself. The first n nodes are the tree of budget n; log_probs are
+    these path-conditioned ones. With a conditional head a token's probability behind its path takes its
+    marginal's place, unless the head is recurrent."""
     steps = proposal.steps
     if steps is None or steps.recurrent:
         steps = Marginals(proposal.marginals, RANKS)
@@ -35,9 +37,9 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
 
 
 def guides(proposal: Proposal, steps: Marginals | Conditionals, budget: int) -> list[Guide]:
-    """Return what every row's search chooses from: the likeliest tokens of the marginals, or a conditional head's
-    candidates. What n-grams add has its marginal, on the host; elsewhere the vocabulary stays where it is, and what is
-    not listed counts as the last that is."""
+    """Return what every row's search chooses from: the likeliest tokens of the marginals, or a
+    conditional head's candidates. What n-grams add has its marginal, on the host; elsewhere the
+    vocabulary stays where it is, and what is not listed counts as the last that is."""
     ngram, marginals = proposal.ngram, proposal.marginals
     alone = marginals if marginals.device.type == "cpu" else marginals.gather(-1, steps.tokens[..., -1:])
     listed = (part.numpy() for part in steps.tokens.cpu().sort(-1))  # tokens and places (B, L, K)

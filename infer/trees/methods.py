@@ -1,6 +1,8 @@
-"""The table of tree methods. No torch here: options, reports and help read it before anything is loaded.
+"""The table of tree methods. No torch here: options, reports and help read it before anything is
+loaded.
 
-A tree method is a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its own, and a row of `TREES`.
+A tree method is a function `Proposal -> DraftTree` (infer/trees/tree.py) in a file of its own, and a
+row of `TREES`.
 """
 
 from collections.abc import Callable
@@ -67,6 +69,7 @@ _ROWS = (
 )
 # plain decoding first, wherever a row is added: evaluations compare with the first
 TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts)}
-# in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the drafter's place
+# in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the
+# drafter's place
 ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", ngrams=True)
 OLD_NAMES = {"ddtree+continuity": "ddtree+ngrams"}  # in results of earlier versions

@@ -1,19 +1,22 @@
-"""What n-grams say about a step of a tree, compiled for the CPU: marginals of different positions are independent,
-n-grams count which token follows which (DART section 4).
+"""What n-grams say about a step of a tree, compiled for the CPU: marginals of different positions are
+independent, n-grams count which token follows which (DART section 4).
 
-A token's probability is multiplied by its n-gram probability behind the path, and the products are normalised over the
-candidates, to the probability that these have together. A step is at most 0 in log space, so that scores fall along a
-path and DDTree's search finds the best prefixes exactly, as with marginals alone. What the text itself says so far
-(`recall`) corrects what the corpus says: a text repeats its own names and turns of phrase.
+A token's probability is multiplied by its n-gram probability behind the path, and the products are
+normalised over the candidates, to the probability that these have together. A step is at most 0 in log
+space, so that scores fall along a path and DDTree's search finds the best prefixes exactly, as with
+marginals alone. What the text itself says so far (`recall`) corrects what the corpus says: a text
+repeats its own names and turns of phrase.
 
-L drafted positions, K tokens a position, N drafted nodes, O order of the n-gram model, T tokens of text.
+L drafted positions, K tokens a position, N drafted nodes, O order of the n-gram model, T tokens of
+text.
 
-When a path grows by a token, each of its suffixes moves to a child in the trie. So a path carries the nodes of its
-O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never seen), and a step is one lookup
-among the children of each: no context is searched for from the root of the trie.
+When a path grows by a token, each of its suffixes moves to a child in the trie. So a path carries the
+nodes of its O - 1 suffixes (`suffixes[k]`: the node of the last k + 1 tokens, -1 if they were never
+seen), and a step is one lookup among the children of each: no context is searched for from the root of
+the trie.
 
-Arrays are copied in loops, number by number: assignments to slices double the time that compiling takes. Callers hand
-over contiguous arrays of the same types, so that every search is compiled once.
+Arrays are copied in loops, number by number: assignments to slices double the time that compiling
+takes. Callers hand over contiguous arrays of the same types, so that every search is compiled once.
 """
 
 from typing import NamedTuple
@@ -31,7 +34,8 @@ LOWEST = -1e30  # log-probability of a token that a sampling filter forbids: bel
 
 
 class Guide(NamedTuple):
-    """What a search with n-grams chooses from, for a row, and what it knows of the nodes that it opened."""
+    """What a search with n-grams chooses from, for a row, and what it knows of the nodes that it
+    opened."""
 
     arrays: Arrays
     total: int  # tokens that the n-gram model counted
@@ -51,16 +55,17 @@ class Guide(NamedTuple):
 
 @njit
 def newest(context, recent):
-    """Fill recent (REACH,) with the last tokens of context (C,) int64, the newest first, -1 where it is too short."""
+    """Fill recent (REACH,) with the last tokens of context (C,) int64, the newest first, -1 where it is
+    too short."""
     for k in range(len(recent)):
         recent[k] = context[len(context) - 1 - k] if k < len(context) else -1
 
 
 @njit
 def meet(text, recent, ends, lengths):
-    """Find a path's last tokens, recent (REACH,) as `newest` has them, earlier in the text (T,) int64: fill ends (T,)
-    with where the last one stands, from the end of the text on, and lengths (T,) with how many stand there; return how
-    many places there are."""
+    """Find a path's last tokens, recent (REACH,) as `newest` has them, earlier in the text (T,) int64:
+    fill ends (T,) with where the last one stands, from the end of the text on, and lengths (T,) with
+    how many stand there; return how many places there are."""
     count = 0
     for at in range(len(text) - 2, -1, -1):
         if text[at] != recent[0]:
@@ -75,11 +80,11 @@ def meet(text, recent, ends, lengths):
 
 @njit
 def recall(text, ends, lengths, count, tokens, probabilities):
-    """Correct probabilities (K,) of tokens (K,) int64, ascending, by what followed the path's last tokens earlier in
-    the text, at the `count` places that `meet` found.
+    """Correct probabilities (K,) of tokens (K,) int64, ascending, by what followed the path's last
+    tokens earlier in the text, at the `count` places that `meet` found.
 
-    Prediction by partial matching (Cleary and Witten 1984): from the last token alone to the last REACH, p becomes
-    (times the token followed + p) / (times they came + 1)."""
+    Prediction by partial matching (Cleary and Witten 1984): from the last token alone to the last
+    REACH, p becomes (times the token followed + p) / (times they came + 1)."""
     came, followed = np.zeros(REACH), np.zeros((REACH, len(tokens)))
     for place in range(count):
         after = text[ends[place] + 1]
@@ -98,8 +103,8 @@ def recall(text, ends, lengths, count, tokens, probabilities):
 
 @njit
 def insert(token, tokens, places, count):
-    """Insert a token among the first `count` of tokens, ascending, unless it is there, with the place -1; return how
-    many there are."""
+    """Insert a token among the first `count` of tokens, ascending, unless it is there, with the place
+    -1; return how many there are."""
     at = np.searchsorted(tokens[:count], token)
     if at < count and tokens[at] == token:
         return count
@@ -111,10 +116,10 @@ def insert(token, tokens, places, count):
 
 @njit
 def widen(arrays, suffixes, vocabulary, text, ends, met, tokens, places, listed):
-    """Insert into tokens and places (K + MORE,), whose first `listed` are a position's candidates, up to MORE tokens
-    below `vocabulary` that the drafter did not list and that followed the path: in the text, at the `met` places of
-    `ends`, the latest first, then in the corpus, behind the longest of its suffixes with few followers. Return how many
-    there are."""
+    """Insert into tokens and places (K + MORE,), whose first `listed` are a position's candidates, up
+    to MORE tokens below `vocabulary` that the drafter did not list and that followed the path: in the
+    text, at the `met` places of `ends`, the latest first, then in the corpus, behind the longest of its
+    suffixes with few followers. Return how many there are."""
     count, most = listed, len(tokens)
     for place in range(met):
         token = text[ends[place] + 1]
@@ -137,9 +142,9 @@ def widen(arrays, suffixes, vocabulary, text, ends, met, tokens, places, listed)
 
 @njit
 def judge(log_q, probabilities, weight):
-    """Add n-gram log-probabilities times `weight` to log_q (K,), at least LOWEST, and take off what leaves the
-    candidates together the probability that they have under q. All of it is finite, even where none of them may be
-    chosen."""
+    """Add n-gram log-probabilities times `weight` to log_q (K,), at least LOWEST, and take off what
+    leaves the candidates together the probability that they have under q. All of it is finite, even
+    where none of them may be chosen."""
     highest, judged, drafted = -np.inf, 0.0, 0.0
     for i in range(len(log_q)):
         drafted += np.exp(log_q[i])
@@ -154,14 +159,16 @@ def judge(log_q, probabilities, weight):
 
 @njit
 def row_of(level, before, which):
-    """Return where a table (1 + (L - 1) before, K) has a level's tokens behind candidate `which` of the one before."""
+    """Return where a table (1 + (L - 1) before, K) has a level's tokens behind candidate `which` of the
+    one before."""
     return max(0, 1 + (level - 1) * before + min(which, before - 1))
 
 
 @njit
 def drafted(guide, level, which, tokens, places, log_q):
-    """Fill log_q (K,) with the drafter's log-probabilities of a position's tokens (K,), those listed at their places,
-    behind the candidate `which` of the position before it, -1 where that was not listed."""
+    """Fill log_q (K,) with the drafter's log-probabilities of a position's tokens (K,), those listed at
+    their places, behind the candidate `which` of the position before it, -1 where that was not
+    listed."""
     known = level == 0 or which >= 0 or guide.before == 1
     for i in range(len(tokens)):
         value = guide.alone[level, max(0, min(tokens[i], guide.alone.shape[1] - 1))]
@@ -172,8 +179,9 @@ def drafted(guide, level, which, tokens, places, log_q):
 
 @njit
 def judge_children(guide, node, level, parent, which, log_q, tokens):
-    """Open a node of this level, child `which` of its parent: fill its rows of tokens (N, K + MORE) with its
-    candidates, ascending, and of log_q (N, K + MORE) float64 with their steps, NaN behind the last."""
+    """Open a node of this level, child `which` of its parent: fill its rows of tokens (N, K + MORE)
+    with its candidates, ascending, and of log_q (N, K + MORE) float64 with their steps, NaN behind the
+    last."""
     text, places, suffixes, recent = guide.text, guide.listed[node], guide.suffixes[node], guide.recent[node]
     listed, before = guide.tokens.shape[1], -1
     if level == 0:

@@ -1,8 +1,8 @@
-"""The best-first search for the likeliest prefixes, in one launch on a GPU: what `infer.trees.compiled.search` does on
-the CPU, in Triton.
+"""The best-first search for the likeliest prefixes, in one launch on a GPU: what
+`infer.trees.compiled.search` does on the CPU, in Triton.
 
-One program searches one row's tree. Entry n is the best child of node n that is not in the tree yet; each step takes
-the best entry.
+One program searches one row's tree. Entry n is the best child of node n that is not in the tree yet;
+each step takes the best entry.
 
 B rows, L drafted positions, M candidates a position, N nodes.
 """
@@ -16,8 +16,9 @@ from infer.trees.tree import Nodes
 
 @triton.jit
 def _next(row, above, score, rank, count, COUNT: tl.constexpr):
-    """Return the score and the rank of what comes behind an entry with this score and rank in a row of candidates whose
-    parent scores `above`: the highest of the rest, of equal ones the first; COUNT for its rank where there is none."""
+    """Return the score and the rank of what comes behind an entry with this score and rank in a row of
+    candidates whose parent scores `above`: the highest of the rest, of equal ones the first; COUNT for
+    its rank where there is none."""
     index = tl.arange(0, COUNT)
     scores = above + tl.load(row + index, mask=index < count, other=-float("inf"))
     scores = tl.where(scores == scores, scores, -float("inf"))  # a NaN drafts badly, and no worse
@@ -69,8 +70,8 @@ def _search(
 
 
 def best_first(table: torch.Tensor, before: int, candidates: torch.Tensor, budget: int) -> Nodes:
-    """Return the best `budget` prefixes, best first, of candidates (B, L, M): a table (B, 1 + (L - 1) before, M) and
-    `before` are as in `infer.trees.compiled.search`. There must be so many prefixes."""
+    """Return the best `budget` prefixes, best first, of candidates (B, L, M): a table (B, 1 + (L - 1)
+    before, M) and `before` are as in `infer.trees.compiled.search`. There must be so many prefixes."""
     rows, length, count = candidates.shape
     places = torch.empty(3, rows, budget, dtype=torch.long, device=candidates.device)
     scores = torch.empty(rows, budget, device=candidates.device)

@@ -13,7 +13,8 @@ from infer.ngrams.model import NGram
 
 
 class Conditionals(Protocol):
-    """Conditional distributions over M candidates a position (`infer.drafters.heads.draft.ConditionalDraft`)."""
+    """Conditional distributions over M candidates a position
+    (`infer.drafters.heads.draft.ConditionalDraft`)."""
 
     recurrent: bool  # all tokens before count, not the last one alone: there is no table
     tokens: torch.Tensor  # (B, L, M) int64, the candidates, likeliest first by themselves
@@ -25,15 +26,18 @@ class Conditionals(Protocol):
     def extend(
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P), and a memory."""
+        """Return log q (B, P, M) of a slot behind prefixes that end with candidates `which` (B, P), and
+        a memory."""
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each slot's likeliest token of all behind the ones before, and its log q: (B, length) both."""
+        """Return each slot's likeliest token of all behind the ones before, and its log q: (B, length)
+        both."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a round gives to a tree method: the drafter's distributions, the options, and what else there may be."""
+    """What a round gives to a tree method: the drafter's distributions, the options, and what else
+    there may be."""
 
     bonus: torch.Tensor  # (B,) int64, the roots
     marginals: torch.Tensor | None  # (B, L, V) log space, conditioned on the target's noise; None: there is no drafter
@@ -47,7 +51,8 @@ class Proposal:
 
 
 class Nodes(NamedTuple):
-    """Drafted nodes, the root left out: tokens, parents and depths int64, log-probabilities of the whole prefixes."""
+    """Drafted nodes, the root left out: tokens, parents and depths int64, log-probabilities of the
+    whole prefixes."""
 
     tokens: torch.Tensor  # (B, M - 1)
     parents: torch.Tensor  # (B, M - 1) node numbers, 0 is the root
@@ -57,7 +62,8 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Nodes of B trees. Node 0 is the bonus token, the root, outside the budget; a parent comes before its children.
+    """Nodes of B trees. Node 0 is the bonus token, the root, outside the budget; a parent comes before
+    its children.
 
     A node stands for the whole prefix from the root down to it (DDTree section 4.2).
     """
@@ -78,7 +84,8 @@ class DraftTree:
         return start[:, None] + self.depths
 
     def ancestors(self) -> torch.Tensor:
-        """Return (B, M, M) bool: [q, k] is true where k is q or an ancestor of q, the nodes that q attends to."""
+        """Return (B, M, M) bool: [q, k] is true where k is q or an ancestor of q, the nodes that q
+        attends to."""
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).expand(rows, -1, -1)
         above, reach = self.parents, 1  # (B, M): the ancestor so many steps up, the root where there is none
@@ -88,7 +95,8 @@ class DraftTree:
         return mask if mask.is_contiguous() else mask.contiguous()
 
     def first(self, nodes: int) -> "DraftTree":
-        """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that size."""
+        """Return the tree of the first `nodes` drafted nodes: for ranked trees, the best one of that
+        size."""
         end = nodes + 1
         return DraftTree(
             self.tokens[:, :end], self.parents[:, :end], self.depths[:, :end], self.log_probs[:, :end], self.max_depth
@@ -109,13 +117,14 @@ def behind(bonus: torch.Tensor, nodes: Nodes, max_depth: int) -> DraftTree:
 
 
 def comparable(log_q: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities with minus infinity for NaN: a drafter that answers with NaN drafts badly, and no worse,
-    as searches count on an order."""
+    """Return log-probabilities with minus infinity for NaN: a drafter that answers with NaN drafts
+    badly, and no worse, as searches count on an order."""
     return log_q.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def node_count(length: int, ranks: int, budget: int) -> int:
-    """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if fewer."""
+    """Return the number of nodes: `budget`, or all prefixes of `length` positions of `ranks` tokens if
+    fewer."""
     total, level = 0, 1
     for _ in range(length):
         level = min(level * ranks, budget)

@@ -1,4 +1,5 @@
-"""From the command line to a command's end: its options, its errors in one sentence, Ctrl-C, and lines while it works.
+"""From the command line to a command's end: its options, its errors in one sentence, Ctrl-C, and lines
+while it works.
 
 Used by the `main.py` stubs only; the rest of `infer` needs no Hydra.
 """
@@ -18,8 +19,8 @@ from infer.utils.overrides import composed, in_one_sentence, merged, values
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 
-# Before torch is imported: its threads (GNU OpenMP's) spin while they wait, and two commands side by side take three
-# times as much processor time for it.
+# Before torch is imported: its threads (GNU OpenMP's) spin while they wait, and two commands side by
+# side take three times as much processor time for it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 STOPPED = 3  # exit code of what was begun and could not go on
@@ -36,11 +37,12 @@ def command_line() -> str:
 
 
 def entry(name: str, schema: type, run: Callable[[object], object], arguments: list[str] | None = None) -> None:
-    """Compose conf/<name>.yaml with the overrides, check it against the dataclass `schema`, and call `run(config)`.
+    """Compose conf/<name>.yaml with the overrides, check it against the dataclass `schema`, and call
+    `run(config)`.
 
-    Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is imported; the same
-    goes for a ValueError or FileNotFoundError out of `run` (a missing model, say), and with exit code 3 for a Stopped
-    and for other errors of files.
+    Whatever the user got wrong is one sentence on stderr and exit code 2, before anything heavy is
+    imported; the same goes for a ValueError or FileNotFoundError out of `run` (a missing model, say),
+    and with exit code 3 for a Stopped and for other errors of files.
     Ctrl-C is one sentence and exit code 130, see `going_on`.
     `--help` explains every key, `--cfg job` prints the configuration.
     """
@@ -64,8 +66,8 @@ def entry(name: str, schema: type, run: Callable[[object], object], arguments: l
 
 
 def show(name: str, schema: type, arguments: list[str], asked: set[str]) -> None:
-    """Print the help of a command, with the defaults that the arguments, a bundle of settings say, give; or the
-    configuration that they stand for."""
+    """Print the help of a command, with the defaults that the arguments, a bundle of settings say,
+    give; or the configuration that they stand for."""
     from omegaconf import OmegaConf
 
     with in_one_sentence():

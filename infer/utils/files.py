@@ -1,5 +1,5 @@
-"""Files that are whole or as they were before whenever the process is killed, and hold no secrets; their modes, their
-digests, and the refusal to go on with what was begun with other settings."""
+"""Files that are whole or as they were before whenever the process is killed, and hold no secrets;
+their modes, their digests, and the refusal to go on with what was begun with other settings."""
 
 import hashlib
 import json
@@ -22,7 +22,8 @@ READABLE = 0o644  # of model files: engines of other users read them, and safete
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the block succeeds."""
+    """Give a hidden path beside `path` to write to; it takes the place of `path`, synced, if the block
+    succeeds."""
     fresh = path.with_name(f".{path.name}")
     try:
         fresh.unlink(missing_ok=True)
@@ -36,8 +37,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not there or empty, if the
-    block succeeds, and nothing is left of it otherwise."""
+    """Give a hidden folder of the same name to fill; it takes the place of `path`, which is not there
+    or empty, if the block succeeds, and nothing is left of it otherwise."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.absolute().parent, prefix=f".{path.name}.") as aside:
         (fresh := Path(aside) / path.name).mkdir()
@@ -69,8 +70,8 @@ class NotReadable(ValueError):
 
 
 def read_text(path: Path, most: int) -> str:
-    """Return the text of a regular file of at most `most` bytes. Nothing else is opened: a device never ends, and a
-    pipe waits for a writer. Raises NotReadable, and OSError as `open` does."""
+    """Return the text of a regular file of at most `most` bytes. Nothing else is opened: a device never
+    ends, and a pipe waits for a writer. Raises NotReadable, and OSError as `open` does."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise NotReadable(f"{path.name} is no regular file, but a device, pipe or folder")
@@ -81,8 +82,9 @@ def read_text(path: Path, most: int) -> str:
 
 @contextmanager
 def locked(file: Path, what: str, instead: str) -> Iterator[None]:
-    """Lock `what`, which is written by one process at once, by a file of its own; the kernel releases the lock however
-    the process ends. Raises ValueError when another process has it; `instead` says what to choose then."""
+    """Lock `what`, which is written by one process at once, by a file of its own; the kernel releases
+    the lock however the process ends. Raises ValueError when another process has it; `instead` says
+    what to choose then."""
     import fcntl
 
     with file.open("a+") as lock:
@@ -129,9 +131,9 @@ def differences(known: object, wanted: object, prefix: str = "") -> list[str]:
 
 
 def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if what is on the disk was begun with other settings than those wanted now. The message has
-    {keys} where the differing keys go; keys that start with one of `free` may differ. Secrets are not compared: what
-    was written has none."""
+    """Raise ValueError if what is on the disk was begun with other settings than those wanted now. The
+    message has {keys} where the differing keys go; keys that start with one of `free` may differ.
+    Secrets are not compared: what was written has none."""
     changed = differences(redact(known), redact(json.loads(json.dumps(wanted))))
     changed = [key for key in changed if not key.startswith(free)]
     if changed:

@@ -1,4 +1,5 @@
-"""`COMMAND --help`: every key with its default, its type and its meaning, from the dataclasses of the options."""
+"""`COMMAND --help`: every key with its default, its type and its meaning, from the dataclasses of the
+options."""
 
 import json
 import re
@@ -15,7 +16,8 @@ HOW = (
 
 
 def explained(config: object, prefix: str = "") -> Iterator[str]:
-    """Yield the docstring of a dataclass of options, its keys with their defaults and types; then its parts'."""
+    """Yield the docstring of a dataclass of options, its keys with their defaults and types; then its
+    parts'."""
     own = {field.name: field for field in fields(config)}
 
     def with_default(entry: re.Match) -> str:

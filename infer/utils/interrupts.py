@@ -14,7 +14,8 @@ GRACE = 1.5  # seconds for a KeyboardInterrupt to end the process by itself
 
 
 def interrupted(error: KeyboardInterrupt) -> NoReturn:
-    """End the process after Ctrl-C, with a sentence, and without waiting for threads: a request may take minutes."""
+    """End the process after Ctrl-C, with a sentence, and without waiting for threads: a request may
+    take minutes."""
     print(f"\nstopped by Ctrl-C: {str(error) or 'files written before are whole'}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -22,8 +23,8 @@ def interrupted(error: KeyboardInterrupt) -> NoReturn:
 
 
 class Interrupts(threading.Thread):
-    """Ends the process where Ctrl-C is without an effect: Python raises KeyboardInterrupt between two of its own
-    instructions, and one that counts n-grams or loads weights may take minutes."""
+    """Ends the process where Ctrl-C is without an effect: Python raises KeyboardInterrupt between two
+    of its own instructions, and one that counts n-grams or loads weights may take minutes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

@@ -1,8 +1,8 @@
-"""From the words behind a command to a checked dataclass: Hydra composes conf/, types are enforced, and no DictConfig
-survives.
+"""From the words behind a command to a checked dataclass: Hydra composes conf/, types are enforced, and
+no DictConfig survives.
 
-GROUP=NAME and +model=NAME choose files of conf/. KEY=VALUE sets a key: a text is taken as it is typed (quotes,
-brackets, newlines, any language), anything else is YAML.
+GROUP=NAME and +model=NAME choose files of conf/. KEY=VALUE sets a key: a text is taken as it is typed
+(quotes, brackets, newlines, any language), anything else is YAML.
 """
 
 import json
@@ -26,8 +26,8 @@ TYPED = re.compile(r"\+{0,2}(?P<key>[^\W\d][\w.]*)=(?P<value>.*)", re.DOTALL)
 LARGEST = 2**62  # of a number: seeds and counts are 64 bits
 LONGEST_SENTENCE = 480  # characters
 LARGEST_PROMPT = 16 << 20  # bytes of a file that is a prompt
-# What a command whose class says FROM_RUN takes of its checkpoint's own run: not the device, which is this machine's,
-# and not the leave to run a model's own code, which nobody but the user gives.
+# What a command whose class says FROM_RUN takes of its checkpoint's own run: not the device, which is
+# this machine's, and not the leave to run a model's own code, which nobody but the user gives.
 OF_RUN = {
     "target": ("path", "dtype", "chat_template_kwargs"),
     "data": ("source", "path", "split", "parts", "length", "limit", "bad_rows"),
@@ -35,8 +35,8 @@ OF_RUN = {
 
 
 def composed(name: str, schema: type, arguments: list[str]):
-    """Return conf/<name>.yaml with the arguments as a checked `schema`, whose `check()` raises ValueError for
-    impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
+    """Return conf/<name>.yaml with the arguments as a checked `schema`, whose `check()` raises
+    ValueError for impossible combinations. Raises ValueError, one sentence, for whatever is wrong."""
     from omegaconf import OmegaConf
 
     with in_one_sentence():
@@ -50,7 +50,8 @@ def composed(name: str, schema: type, arguments: list[str]):
 
 @contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """Raise ValueError, one sentence, for any error within the block, with the key that OmegaConf names."""
+    """Raise ValueError, one sentence, for any error within the block, with the key that OmegaConf
+    names."""
     try:
         yield
     except Exception as error:  # of any kind: OmegaConf lets its own AttributeErrors and the like through
@@ -81,8 +82,8 @@ def merged(name: str, schema: type, arguments: list[str]):
 
 
 def typed(schema: type, arguments: list[str]):
-    """Return the groups that the arguments choose, by name, and what they give for keys, as a DictConfig. Raises
-    ValueError for what is neither."""
+    """Return the groups that the arguments choose, by name, and what they give for keys, as a
+    DictConfig. Raises ValueError for what is neither."""
     from omegaconf import OmegaConf
 
     keys, groups, given = keys_of(schema), {}, OmegaConf.create()
@@ -128,8 +129,8 @@ def options_of(group: str) -> list[str]:
 
 @cache
 def prepare(name: str, schema: type) -> None:
-    """Tell Hydra what has no file: the schema, and model=NAME for every target, which is the bundle conf/model/hf.yaml
-    with that target."""
+    """Tell Hydra what has no file: the schema, and model=NAME for every target, which is the bundle
+    conf/model/hf.yaml with that target."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -147,9 +148,9 @@ def literal(text: str) -> str:
 
 
 def text_of(key: str, typed: str, free: bool) -> str:
-    """Return the text that is meant. In free text, `-` is standard input, `@file` the content of a file, `@@` a text
-    that begins with one @, and a text of several lines that begins with @ is itself; elsewhere ~/ is the home folder.
-    Raises ValueError if it cannot be read."""
+    """Return the text that is meant. In free text, `-` is standard input, `@file` the content of a
+    file, `@@` a text that begins with one @, and a text of several lines that begins with @ is itself;
+    elsewhere ~/ is the home folder. Raises ValueError if it cannot be read."""
     if not free:
         return os.path.expanduser(typed) if typed.startswith("~/") else typed
     try:
@@ -193,8 +194,9 @@ def run_of(checkpoint: str) -> dict:
 
 
 def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dict]:
-    """Return the target and the data of the checkpoint's own run, where the user gave neither the group nor what
-    decides it. `config`: composed from the arguments; groups, given: what `typed` found in them."""
+    """Return the target and the data of the checkpoint's own run, where the user gave neither the group
+    nor what decides it. `config`: composed from the arguments; groups, given: what `typed` found in
+    them."""
     sections = getattr(schema, "FROM_RUN", ())
     checkpoints = [config.checkpoint] if "checkpoint" in config else config.get("checkpoints", [])
     run, found = run_of(checkpoints[0]) if sections and checkpoints and checkpoints[0] else {}, {}

@@ -1,4 +1,5 @@
-"""How far long work is: how much of it, how fast, and how long the rest will take; and a line where it says nothing."""
+"""How far long work is: how much of it, how fast, and how long the rest will take; and a line where it
+says nothing."""
 
 import os
 import sys
@@ -39,7 +40,8 @@ class Heartbeat(threading.Thread):
                 self.start()
 
     def at(self, what: str | None, since: float | None = None) -> None:
-        """Name what the command is at, and since when; None: it waits for its user, who needs no lines."""
+        """Name what the command is at, and since when; None: it waits for its user, who needs no
+        lines."""
         self.what, self.since = what, time.monotonic() if since is None else since
 
     def run(self) -> None:
@@ -71,10 +73,11 @@ def doing(what: str) -> Iterator[None]:
 
 
 class Progress:
-    """A line about work under way: rewritten on a terminal; elsewhere a line every half minute, and one at the end.
+    """A line about work under way: rewritten on a terminal; elsewhere a line every half minute, and one
+    at the end.
 
-    what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier process had done, which
-    the rate leaves out. quiet: show nothing at all (processes but the first).
+    what: the work, "evaluating"; unit: what is counted, "prompts". begun: how much an earlier process
+    had done, which the rate leaves out. quiet: show nothing at all (processes but the first).
     """
 
     def __init__(
@@ -95,7 +98,8 @@ class Progress:
         return self.own_stream or sys.stderr
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        """Report that so much is done; `total` where it is known, `note` for what else is worth a look."""
+        """Report that so much is done; `total` where it is known, `note` for what else is worth a
+        look."""
         now, finished = time.monotonic(), total is not None and done >= total
         if done < self.done:  # the next work of the same kind
             self.start, self.begun = now, done

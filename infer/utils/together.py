@@ -1,5 +1,5 @@
-"""Several processes that compute every pass of a target together (`target.shard`) must not decide by clocks of their
-own."""
+"""Several processes that compute every pass of a target together (`target.shard`) must not decide by
+clocks of their own."""
 
 import torch.distributed as dist
 

@@ -1,4 +1,5 @@
-"""Options of a masked diffusion model's training. No torch here: a wrong option is refused before it loads."""
+"""Options of a masked diffusion model's training. No torch here: a wrong option is refused before it
+loads."""
 
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ class DiffusionConfig:
     start: the causal model to begin as, and its tokenizer: a Qwen3's folder or hub id
     mask_token_id: id of the mask; None: the tokenizer's mask token, else an id that no text uses
     block_length: tokens decoded as one block; None: documents are noised whole
-    weighting: how the loss is weighted. elbo: the bound itself; flat: every covered token counts once, less
-        noisy
-    path: texts or chats, a file or folder (see data/rows.py); None: half the standard library, half what the embedded
-        target wrote. The bound is measured on held-out text of the first
+    weighting: how the loss is weighted. elbo: the bound itself; flat: every covered token counts once,
+        less noisy
+    path: texts or chats, a file or folder (see data/rows.py); None: half the standard library, half
+        what the embedded target wrote. The bound is measured on held-out text of the first
     length: tokens of a packed row, and of a document at most
     batch: rows a step
     steps: training steps

@@ -1,13 +1,14 @@
-"""Trains a masked diffusion language model: a causal language model made bidirectional, from its own weights.
+"""Trains a masked diffusion language model: a causal language model made bidirectional, from its own
+weights.
 
     ./launch.sh diffusion               # less than half an hour on one core; writes runs/embedded-diffusion
 
-The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask that lets every token
-see its whole document. Its outputs stay shifted, as in Dream: the one at position i - 1 predicts the token at i.
-Single process, without DeepSpeed.
+The model stays what it was (for the embedded target: `Qwen3ForCausalLM`) and is run under a mask that
+lets every token see its whole document. Its outputs stay shifted, as in Dream: the one at position i -
+1 predicts the token at i. Single process, without DeepSpeed.
 
-    <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors, tokenizer
-    <out>/metrics.jsonl   a line a step; held-out bounds among them
+    <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,
+    tokenizer <out>/metrics.jsonl   a line a step; held-out bounds among them
     <out>/options.json    the resolved configuration
 """
 
@@ -43,9 +44,9 @@ LEVELS = 4
 
 
 def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
-    """Return the model to train, on its device in float32, and its tokenizer; the model's config carries
-    `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind, and for one without an id for
-    the mask."""
+    """Return the model to train, on its device in float32, and its tokenizer; the model's config
+    carries `mask_token_id` and `masked_diffusion`. Raises ValueError for a model of another kind, and
+    for one without an id for the mask."""
     start = load_target(config.start, "float32")
     if start.config.model_type not in NATIVE:
         raise ValueError(f"start={config.start}: only {', '.join(NATIVE)} can become a masked diffusion model here")
@@ -69,8 +70,8 @@ def begin(config: DiffusionConfig) -> tuple[nn.Module, object]:
 
 
 def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor]:
-    """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out text: each column
-    (B, T). Raises ValueError if there are none."""
+    """Return HELD_OUT_ROWS packed rows that training never sees, evenly spread over the held-out text:
+    each column (B, T). Raises ValueError if there are none."""
     data, pieces = config.sets()[0], []
     for row in held_out_rows(data):
         with suppress(ValueError):  # training leaves such a row out, and says so
@@ -85,8 +86,8 @@ def held_out_batch(config: DiffusionConfig, tokenizer) -> dict[str, torch.Tensor
 
 
 def held_out_bound(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig) -> float:
-    """Return the bound of the held-out text, in nats a token, noised as texts will be decoded, block by block or whole;
-    always under the same noise."""
+    """Return the bound of the held-out text, in nats a token, noised as texts will be decoded, block by
+    block or whole; always under the same noise."""
     mask = model.config.mask_token_id
     dice = throw(rows["documents"].repeat(LEVELS, 1), seeded(config.seed, HELD_OUT))  # levels spread over all
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
@@ -116,8 +117,8 @@ def training_batch(config: DiffusionConfig, sets: list, step: int) -> dict[str, 
 
 
 def train_step(model: nn.Module, rows: dict[str, torch.Tensor], config: DiffusionConfig, step: int) -> float:
-    """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo, an estimate of the
-    bound. The noise is a pure function of seed and step."""
+    """Run forward and backward of one step; return the loss in nats a token: with weighting=elbo, an
+    estimate of the bound. The noise is a pure function of seed and step."""
     mask, generator = model.config.mask_token_id, seeded(config.seed, TRAINING, step)
     dice = Dice(*(one.to(model.device) for one in throw(rows["documents"], generator)))
     rows = {name: column.to(model.device) for name, column in learnable(rows, mask).items()}
@@ -145,8 +146,8 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
 
 
 def train(config: DiffusionConfig) -> float:
-    """Train into `config.out`; return the last held-out bound. Raises ValueError or FileNotFoundError for models and
-    data that cannot be used, and for a folder that has a run in it."""
+    """Train into `config.out`; return the last held-out bound. Raises ValueError or FileNotFoundError
+    for models and data that cannot be used, and for a folder that has a run in it."""
     out = Path(config.out)
     if (out / "metrics.jsonl").exists():
         raise ValueError(f"out={out} holds a run, and runs are not gone on with: choose another folder")

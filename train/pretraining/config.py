@@ -1,4 +1,5 @@
-"""Options of the embedded target's pre-training. No torch here: a wrong option is refused before it loads."""
+"""Options of the embedded target's pre-training. No torch here: a wrong option is refused before it
+loads."""
 
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ from infer.utils.checks import above_zero, at_least
 
 @dataclass
 class PretrainConfig:
-    """Options of the embedded target's pre-training; data/embedded/pretraining.json has those of the shipped one.
+    """Options of the embedded target's pre-training; data/embedded/pretraining.json has those of the
+    shipped one.
 
     out: the folder that is written
     init: a folder to go on from, tokenizer and weights, instead of random weights

@@ -1,9 +1,10 @@
-"""Pre-trains the embedded target: a small causal model on the sources and documentation of the standard library.
+"""Pre-trains the embedded target: a small causal model on the sources and documentation of the standard
+library.
 
     ./launch.sh pretrain                # about an hour on two cores; writes runs/embedded-target
 
-The folder `data/embedded` in the repository is what earlier versions of this script wrote, in stages (its README).
-Single process: a target this small needs no engine.
+The folder `data/embedded` in the repository is what earlier versions of this script wrote, in stages
+(its README). Single process: a target this small needs no engine.
 """
 
 from dataclasses import asdict
@@ -27,7 +28,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfo
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of exactly `vocab_size` ids, special tokens first (end of text, mask, padding)."""
+    """A byte-level BPE of exactly `vocab_size` ids, special tokens first (end of text, mask,
+    padding)."""
     bpe = ByteLevelBPETokenizer(add_prefix_space=False)
     bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT, MASK, PAD], show_progress=False)
     return PreTrainedTokenizerFast(
@@ -40,7 +42,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def begun(config: PretrainConfig, texts: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return the model and tokenizer to go on from, or random weights and a tokenizer of these texts."""
+    """Return the model and tokenizer to go on from, or random weights and a tokenizer of these
+    texts."""
     if config.init is not None:
         model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32)
         return model, AutoTokenizer.from_pretrained(config.init)
@@ -61,8 +64,8 @@ def mean_loss(model: PreTrainedModel, stream: torch.Tensor) -> float:
 
 
 def pretrain(config: PretrainConfig) -> dict:
-    """Train tokenizer and model on windows from anywhere in the text, save both (bf16 safetensors) to `config.out`, and
-    return the figures."""
+    """Train tokenizer and model on windows from anywhere in the text, save both (bf16 safetensors) to
+    `config.out`, and return the figures."""
     out = Path(config.out)
     torch.manual_seed(config.seed)
     train, held_out = (

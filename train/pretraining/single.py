@@ -16,10 +16,11 @@ WARMUP, DECAY = 0.05, 0.9  # shares of the steps
 def take_steps(
     model: nn.Module, rate: float, steps: int, backward: Callable[[int], float]
 ) -> Iterator[tuple[int, float]]:
-    """Take the steps, with Muon for matrices, which decay, and AdamW for the rest; yield how many are taken and the
-    loss, after each.
+    """Take the steps, with Muon for matrices, which decay, and AdamW for the rest; yield how many are
+    taken and the loss, after each.
 
-    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns its loss.
+    rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns
+        its loss.
     """
     optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate, weight_decay=0.05))
     progress = Progress("training", "steps", stream=sys.stdout)

@@ -1,18 +1,19 @@
 """Checkpoints of a run: whole or absent, newest first, best marked.
 
     <run>/checkpoints/step-00000300/
-        drafter/        config.json, model.safetensors: the public layout, what serving engines read; ngrams, with
-                        ngrams=true
-        state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever processes and
-                        ZeRO stage wrote it; manifest.json: step, size and sha256 of every file of the checkpoint
-        evaluation/     evaluation.json and pictures, written after the checkpoint; failed.txt if that did not work
-    <run>/checkpoints/rolling-00000347/state/
+        drafter/        config.json, model.safetensors: the public layout, what serving engines read;
+                        ngrams, with ngrams=true
+        state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever
+                        processes and ZeRO stage wrote it; manifest.json: step, size and sha256 of every
+        file of the checkpoint evaluation/     evaluation.json and pictures, written after the
+    checkpoint; failed.txt if that did not work <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
-Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training state and
-nothing else; the next one of either kind takes its place. Each is written into a hidden sibling folder, synced, given
-its manifest and renamed, so that a kill at any moment leaves either none or a whole one. There is no other state: data
-order, anchors and learning rate are pure functions of seed and step.
+Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training
+state and nothing else; the next one of either kind takes its place. Each is written into a hidden
+sibling folder, synced, given its manifest and renamed, so that a kill at any moment leaves either none
+or a whole one. There is no other state: data order, anchors and learning rate are pure functions of
+seed and step.
 """
 
 import json
@@ -56,9 +57,9 @@ def _digest(path: Path) -> dict:
 
 
 def save(run: Path, step: int, engine, dtype: torch.dtype | None = None) -> Path:
-    """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a rolling state in place
-    of the one before; return the finished folder. Called by every process. Raises Stopped in all of them if it cannot
-    be written; nothing half-written is left then."""
+    """Save a checkpoint, the training state and the drafter (in `dtype`), or without a dtype a rolling
+    state in place of the one before; return the finished folder. Called by every process. Raises
+    Stopped in all of them if it cannot be written; nothing half-written is left then."""
     state = training_state(engine)
     folder = run / "checkpoints" / f"rolling-{step:08d}" if dtype is None else checkpoint_folder(run, step)
 
@@ -73,8 +74,8 @@ def save(run: Path, step: int, engine, dtype: torch.dtype | None = None) -> Path
 def _write(
     final: Path, step: int, state: dict[str, torch.Tensor], drafter: tuple[Qwen3Config, torch.dtype] | None
 ) -> None:
-    """Write the folder `final` with a training state, a drafter if its configuration and dtype are given, and a
-    manifest."""
+    """Write the folder `final` with a training state, a drafter if its configuration and dtype are
+    given, and a manifest."""
     partial = final.parent / f".{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -103,8 +104,8 @@ def _write(
 
 
 def tidy(run: Path, step: int) -> None:
-    """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it, the next start
-    does. Newer checkpoints are damaged; they are kept until overwritten."""
+    """Remove the states that the one of `step` makes superfluous; after a kill in the middle of it, the
+    next start does. Newer checkpoints are damaged; they are kept until overwritten."""
     for old in [folder for folder in checkpoints(run) if step_of(folder) <= step][:-KEPT]:
         shutil.rmtree(old / "state", ignore_errors=True)
     for old in rolling(run):
@@ -139,7 +140,8 @@ def find_damage(folder: Path) -> str | None:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest undamaged checkpoint or rolling state, or None, and a sentence about every newer one."""
+    """Return the newest undamaged checkpoint or rolling state, or None, and a sentence about every
+    newer one."""
     skipped = []
     for folder in sorted((*checkpoints(run), *rolling(run)), key=step_of, reverse=True):
         problem = find_damage(folder)
@@ -150,8 +152,8 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(folder: Path | None) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's training state, as `train.engine.training_state` took it; nothing without one. Its files
-    were checked by `newest`."""
+    """Return a checkpoint's training state, as `train.engine.training_state` took it; nothing without
+    one. Its files were checked by `newest`."""
     return load_file(folder / "state" / STATE) if folder is not None else {}
 
 

@@ -1,8 +1,9 @@
 """What happens at a checkpoint: decode held-out prompts, write numbers and pictures, mark the best.
 
-An evaluation that fails (no memory, no hub, a defect) does not end the training: the reason is written to
-evaluation/failed.txt and to the report, and the same command tries the newest one again. Outputs that differ from plain
-decoding's are not such a failure: they are reported at once, and are the run's result.
+An evaluation that fails (no memory, no hub, a defect) does not end the training: the reason is written
+to evaluation/failed.txt and to the report, and the same command tries the newest one again. Outputs
+that differ from plain decoding's are not such a failure: they are reported at once, and are the run's
+result.
 """
 
 import json
@@ -39,8 +40,9 @@ from train.run.state import RunState
 
 
 def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) -> None:
-    """Decode with the drafter as it is on disk, the way a user would, and update the run's report. All processes call
-    it; each decodes its share of the prompts, the first one writes. Only the `last` checkpoint is evaluated in full."""
+    """Decode with the drafter as it is on disk, the way a user would, and update the run's report. All
+    processes call it; each decodes its share of the prompts, the first one writes. Only the `last`
+    checkpoint is evaluated in full."""
     began = time.monotonic()
     target = drafter = parts = measured = problem = None
     try:
@@ -78,8 +80,8 @@ def evaluate_checkpoint(run: RunState, folder: Path, log: RunLog, last: bool) ->
 
 
 def evaluate_best(run: RunState, log: RunLog) -> None:
-    """Where an earlier checkpoint than the last is the best, evaluate it in full too: its report, its card and what
-    doctor compares with come from that."""
+    """Where an earlier checkpoint than the last is the best, evaluate it in full too: its report, its
+    card and what doctor compares with come from that."""
     full = {checkpoints(run.folder)[-1].name}
     while (best := first_only(lambda: best_checkpoint(run.folder))) is not None and best.name not in full:
         full.add(best.name)
@@ -93,8 +95,8 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
-    """Return a sentence where the user's own data give fewer held-out prompts than evaluations want. Raises ValueError,
-    before the first step, where they give none."""
+    """Return a sentence where the user's own data give fewer held-out prompts than evaluations want.
+    Raises ValueError, before the first step, where they give none."""
     if config.data.source in ("embedded", "stdlib"):  # the library has thousands
         return None
     wanted = config.evaluation.prompts
@@ -105,8 +107,9 @@ def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
 def parts_to_decode(
     config: TrainConfig, target: Target, drafter: Drafter, last: bool, say: Callable[[str], None]
 ) -> list[PromptSet]:
-    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts, of others a
-    quarter of the first; as many as `evaluation.minutes` have room for on the first process's machine."""
+    """Return the prompts of an evaluation, all processes' together: of the last checkpoint all parts,
+    of others a quarter of the first; as many as `evaluation.minutes` have room for on the first
+    process's machine."""
     options = config.evaluation
     outside = options.outside if last else 0
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
@@ -139,8 +142,8 @@ def decode_share(
 def write_evaluation(
     folder: Path, target: Target, drafter: Drafter, parts: list[PromptSet], shares: list, log: RunLog
 ) -> None:
-    """Join what the processes measured of a checkpoint, write it, and print it in a line; in a second one, that outputs
-    are wrong."""
+    """Join what the processes measured of a checkpoint, write it, and print it in a line; in a second
+    one, that outputs are wrong."""
     measured = [join(of_part) for of_part in zip(*shares, strict=True)]
     result = summarise(target, drafter, parts, measured)
     result = replace(result, step=step_of(folder), checkpoint=str(folder), drafter=log.name)
@@ -210,7 +213,8 @@ def update_report(run: Path) -> Path | None:
 
 
 def finish_report(run: Path, log: RunLog) -> None:
-    """Print the best checkpoint's table and where everything is. Raises Stopped if outputs were wrong."""
+    """Print the best checkpoint's table and where everything is. Raises Stopped if outputs were
+    wrong."""
     with disk(str(run / "report")):
         page = update_report(run)
     log.close(page)

@@ -1,7 +1,8 @@
 """A run's folder: its configuration, its lock, what it learns from, and the n-grams of that.
 
-An existing run is continued or refused, never overwritten, and never written by two processes at once. A path says
-neither what is there today nor what was there when the run was begun: target and training rows are known by content.
+An existing run is continued or refused, never overwritten, and never written by two processes at once.
+A path says neither what is there today nor what was there when the run was begun: target and training
+rows are known by content.
 """
 
 import hashlib
@@ -52,8 +53,8 @@ def begun(run: Path) -> bool:
 
 
 def completed(known: dict, defaults: dict) -> dict:
-    """Return a configuration with the default of every option that there was not yet when it was written, and without
-    those that there are no more."""
+    """Return a configuration with the default of every option that there was not yet when it was
+    written, and without those that there are no more."""
     filled = dict(defaults)
     for key in known.keys() & defaults.keys():
         inside = isinstance(known[key], dict) and defaults[key]  # where there are no defaults, keys are free
@@ -79,9 +80,9 @@ def refuse_another(config: TrainConfig, run: Path) -> None:
 
 @contextmanager
 def open_run(config: TrainConfig) -> Iterator[Path]:
-    """Create the run's folder and hold its lock until the run ends. A run that ends before its first step leaves no
-    folder. Raises ValueError if it is locked, read-only, holds another configuration or was copied with links followed.
-    Rank 0 only."""
+    """Create the run's folder and hold its lock until the run ends. A run that ends before its first
+    step leaves no folder. Raises ValueError if it is locked, read-only, holds another configuration or
+    was copied with links followed. Rank 0 only."""
     run = run_folder(config)
     for best in (run / "checkpoints" / "best", run / "checkpoints" / ".best"):
         if best.is_dir() and not best.is_symlink():
@@ -107,8 +108,9 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
 
 
 def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
-    """Write the resolved configuration and what the run learns from (`sources`), or raise ValueError if the run was
-    begun with another target or other rows. A run of an earlier version, which has no record, gets one."""
+    """Write the resolved configuration and what the run learns from (`sources`), or raise ValueError if
+    the run was begun with another target or other rows. A run of an earlier version, which has no
+    record, gets one."""
     with disk(str(run)):
         if begun(run) and (run / SOURCES).exists():
             refuse_other_settings(
@@ -125,7 +127,8 @@ def begin_run(run: Path, config: TrainConfig, learnt_from: dict) -> None:
 
 
 def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
-    """Return what identifies a target (at `path`) and the training rows; about a second for a gigabyte of tokens."""
+    """Return what identifies a target (at `path`) and the training rows; about a second for a gigabyte
+    of tokens."""
     return {
         "target": target_identity(path, target.tokenizer_digest),
         "data": {"rows": len(rows), "content": rows_digest(rows)},
@@ -133,8 +136,8 @@ def sources(path: str, target: Target, rows: "StoredRows | Dataset") -> dict:
 
 
 def rows_digest(rows: "StoredRows | Dataset") -> str:
-    """Return a digest of all rows' tokens, in order, and of which of them carry loss. Stored features and the rows that
-    they were made of have the same one."""
+    """Return a digest of all rows' tokens, in order, and of which of them carry loss. Stored features
+    and the rows that they were made of have the same one."""
     digest = hashlib.sha256()
     for name, kind in (("ids", np.int64), ("loss", np.bool_)):
         for part in column_parts(rows, name):
@@ -166,7 +169,8 @@ def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
 
 
 def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
-    """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some along keeps
+    """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some
+    along keeps
     those: few answers alone would make poor trees."""
     if (run / NGRAMS).exists():
         return

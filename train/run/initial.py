@@ -20,7 +20,8 @@ from train.config import TrainConfig
 def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     """Return the drafter's options, completed by the config of `init`; its weights are not loaded.
 
-    Raises ValueError for options that contradict it, with those to give instead, and for a folder that is no drafter.
+    Raises ValueError for options that contradict it, with those to give instead, and for a folder that
+    is no drafter.
     """
     if options.init is None:
         return options
@@ -52,7 +53,8 @@ def named_mask(mask: int | None, tokenizer) -> str:
 
 
 def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """Load the drafter's weights from a training state. Raises ValueError for those of another drafter."""
+    """Load the drafter's weights from a training state. Raises ValueError for those of another
+    drafter."""
     try:
         drafter.load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
     except RuntimeError as error:
@@ -61,16 +63,16 @@ def take_weights(drafter: Drafter, state: dict[str, torch.Tensor], checkpoint: P
 
 
 def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
-    """Return the conditional head of a drafter that starts from one with the head `own`: its own; where it has none,
-    the one that is asked for. Raises ValueError where two differ."""
+    """Return the conditional head of a drafter that starts from one with the head `own`: its own; where
+    it has none, the one that is asked for. Raises ValueError where two differ."""
     if "none" not in (options.head.name, own.name) and own != options.head:
         raise ValueError(f"drafter.init={options.init} has a conditional head already, {vars(own)}: leave head= out")
     return options.head if own.name == "none" else own
 
 
 def initial_drafter(config: TrainConfig, target: Target) -> Drafter:
-    """Return the drafter that the run starts from, float32, to be trained. Raises ValueError where it does not fit the
-    target."""
+    """Return the drafter that the run starts from, float32, to be trained. Raises ValueError where it
+    does not fit the target."""
     options = config.drafter
     if options.init is None:
         drafter = new_drafter(options, target)

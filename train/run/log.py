@@ -1,4 +1,5 @@
-"""What a run says of its steps: metrics.jsonl, one line of JSON a step; the terminal's line; Weights & Biases."""
+"""What a run says of its steps: metrics.jsonl, one line of JSON a step; the terminal's line; Weights &
+Biases."""
 
 import json
 import math
@@ -50,8 +51,8 @@ class StepMetrics:
 
 
 class RunLog:
-    """Writes the lines of a run, in its first process: into its folder, to the terminal, and where `wandb=true` to
-    wandb; what goes wrong there does not stop a run."""
+    """Writes the lines of a run, in its first process: into its folder, to the terminal, and where
+    `wandb=true` to wandb; what goes wrong there does not stop a run."""
 
     def __init__(self, config: TrainConfig, folder: Path, done: int, total: int) -> None:
         """done: steps of the run so far, of `total`."""
@@ -117,7 +118,8 @@ def read_log(run: Path) -> list[dict]:
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`, which a resumed run does again, and a half-written last line."""
+    """Drop the lines of steps after `step`, which a resumed run does again, and a half-written last
+    line."""
     if not path.exists():
         return
     kept = []
@@ -139,8 +141,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def start_wandb(config: TrainConfig, folder: Path):
-    """Start a run of wandb, offline without a key; a resumed run is the same run there. No secret goes into its
-    configuration, and neither the command line nor printed text is recorded. Return None if that does not work."""
+    """Start a run of wandb, offline without a key; a resumed run is the same run there. No secret goes
+    into its configuration, and neither the command line nor printed text is recorded. Return None if
+    that does not work."""
     import wandb
 
     has_key = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)

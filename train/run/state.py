@@ -1,5 +1,5 @@
-"""What a run is, settled once: its options before the target is loaded (`settled`, what config.json says), its state
-when target and rows are there. Nothing else changes the configuration."""
+"""What a run is, settled once: its options before the target is loaded (`settled`, what config.json
+says), its state when target and rows are there. Nothing else changes the configuration."""
 
 import json
 import os
@@ -64,8 +64,8 @@ class RunState:
         return {round(self.total * (i + 1) / count) for i in range(count)} - {0} | {self.total}
 
     def whole_target(self) -> Target:
-        """Return the target to decode with: with stored features, or where it teaches in another dtype, another one,
-        in memory only meanwhile."""
+        """Return the target to decode with: with stored features, or where it teaches in another dtype,
+        another one, in memory only meanwhile."""
         if self.config.features is None and self.target.dtype == self.dtype:
             return self.target
         return load_frozen(self.config, self.device, self.dtype)
@@ -74,8 +74,8 @@ class RunState:
 def load_frozen(
     config: TrainConfig, device: torch.device, dtype: torch.dtype, stored: StoredRows | None = None
 ) -> Target:
-    """Load the target onto the device, or onto the host if it is to be sharded. With stored features, load only its
-    embedding, its head and the layers that the drafter is initialised from."""
+    """Load the target onto the device, or onto the host if it is to be sharded. With stored features,
+    load only its embedding, its head and the layers that the drafter is initialised from."""
     options, layers = config.target, None
     if stored is not None:
         family = FAMILIES[config.drafter.family].load()
@@ -87,8 +87,8 @@ def load_frozen(
 
 
 def settled(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return the configuration with the options of drafter.init, and with the precision that this run keeps. Raises
-    ValueError for a head that cannot be trained as asked."""
+    """Return the configuration with the options of drafter.init, and with the precision that this run
+    keeps. Raises ValueError for a head that cannot be trained as asked."""
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
     check_head_training(config)
     return replace(config, optim=replace(config.optim, precision=first_only(lambda: precision_of(config, device))))
@@ -97,8 +97,9 @@ def settled(config: TrainConfig, device: torch.device) -> TrainConfig:
 def completed(
     config: TrainConfig, target: Target, rows: "StoredRows | Dataset", device: torch.device
 ) -> tuple[TrainConfig, str]:
-    """Return the configuration that the steps have: the drafter's defaults as the run began with them, its mask token,
-    as many anchors as rows have room for, and whether layers are computed again; and the line that says so."""
+    """Return the configuration that the steps have: the drafter's defaults as the run began with them,
+    its mask token, as many anchors as rows have room for, and whether layers are computed again; and
+    the line that says so."""
     drafter = with_mask_token(as_begun(config), target, rows)
     config = replace(config, drafter=drafter, anchors=first_only(lambda: most_anchors(rows, config)))
     room = torch.tensor(device_memory(device, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)), dtype=torch.float64)
@@ -110,7 +111,8 @@ def completed(
 
 
 def precision_of(config: TrainConfig, device: torch.device) -> str:
-    """Return the precision that the run began with where its option is left to auto, else as it is measured here."""
+    """Return the precision that the run began with where its option is left to auto, else as it is
+    measured here."""
     run = run_folder(config)
     if config.optim.precision == "auto" and begun(run):
         with suppress(ValueError, OSError, KeyError):  # damaged: it is refused later
@@ -123,8 +125,8 @@ def precision_of(config: TrainConfig, device: torch.device) -> str:
 
 
 def as_begun(config: TrainConfig) -> DrafterConfig:
-    """Return the drafter's options with what the drafter of the run's newest checkpoint has, where they are left to
-    their defaults: those may have changed since the run began."""
+    """Return the drafter's options with what the drafter of the run's newest checkpoint has, where they
+    are left to their defaults: those may have changed since the run began."""
     for checkpoint in reversed(checkpoints(run_folder(config))):
         with suppress(ValueError, OSError):  # damaged: the one before says it too
             folder = open_folder(str(checkpoint / "drafter"))
@@ -137,8 +139,8 @@ def as_begun(config: TrainConfig) -> DrafterConfig:
 
 
 def with_mask_token(options: DrafterConfig, target: Target, rows: "StoredRows | Dataset") -> DrafterConfig:
-    """Return the options of a new drafter with a mask token that the training rows do not use. Raises ValueError where
-    they use all."""
+    """Return the options of a new drafter with a mask token that the training rows do not use. Raises
+    ValueError where they use all."""
     if options.family != "dflash" or options.init is not None or options.mask_token_id is not None:
         return options
     mask = default_mask_token(target.tokenizer, target.config.vocab_size, target.end_ids, lambda: used_ids(rows))
@@ -146,8 +148,8 @@ def with_mask_token(options: DrafterConfig, target: Target, rows: "StoredRows | 
 
 
 def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
-    """Return how many of the configuration's anchors any row has room for: the slots beyond would be computed and
-    learn nothing."""
+    """Return how many of the configuration's anchors any row has room for: the slots beyond would be
+    computed and learn nothing."""
     most = 1
     for columns in zip(column_parts(rows, "loss"), column_parts(rows, "documents"), strict=True):
         loss, documents = (torch.from_numpy(np.array(part)).view(-1, config.data.length) for part in columns)
@@ -156,7 +158,8 @@ def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
 
 
 def overview(config: TrainConfig, target: Target, rows: "StoredRows | Dataset") -> list[str]:
-    """Return three lines: which target, told what; which data, and how much there is to learn; how many steps."""
+    """Return three lines: which target, told what; which data, and how much there is to learn; how many
+    steps."""
     told, count, theirs = config.target.chat_template_kwargs, len(rows), target.config
     full = sum(int((part >= 0).sum()) for part in column_parts(rows, "documents")) / (count * config.data.length)
     learnt = sum(int(part.sum()) for part in column_parts(rows, "loss"))

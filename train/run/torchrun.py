@@ -1,6 +1,8 @@
-"""`torchrun`, with a sentence in place of a traceback after a signal: `launch.sh` starts several processes by it.
+"""`torchrun`, with a sentence in place of a traceback after a signal: `launch.sh` starts several
+processes by it.
 
-torchrun passes a signal on to its processes, waits until they have saved and left, and raises an exception then.
+torchrun passes a signal on to its processes, waits until they have saved and left, and raises an
+exception then.
 """
 
 import signal
@@ -13,7 +15,8 @@ from infer.utils.interrupts import INTERRUPTED
 
 
 def run() -> int:
-    """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1 after other signals."""
+    """Run torchrun with this process's arguments; return the exit code, 130 after Ctrl-C and 1 after
+    other signals."""
     try:
         main()
     except SignalException as stop:

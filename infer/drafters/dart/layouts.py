@@ -8,13 +8,16 @@ from infer.drafters.heads.table import read_head
 
 
 def default_layer_ids(target_layers: int) -> list[int]:
-    """DART appendix B.2: the outputs of layers 1, N / 2 - 1 and N - 4, counted from 0 as in the authors' code."""
+    """DART appendix B.2: the outputs of layers 1, N / 2 - 1 and N - 4, counted from 0 as in the
+    authors' code."""
     return [1, target_layers // 2 - 1, target_layers - 4]
 
 
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
-    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
-    target_layers: how many layers the target has, from which follows which ones the published layout taps."""
+    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the
+    stored ones;
+    target_layers: how many layers the target has, from which follows which ones the published layout
+        taps."""
     ours = family.config_key in raw
     if not ours and "draft_length" not in raw and named_class(raw) != family.architecture:
         return None

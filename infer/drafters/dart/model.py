@@ -1,17 +1,18 @@
 """The DART drafter: one decoder layer over the target's hidden states and the tokens that follow them.
 
-B rows, C new context positions, T context length, N anchors, L drafted positions, W queries of a block, D hidden size,
-F features of a position (3 D), H heads, E head size, V vocabulary.
+B rows, C new context positions, T context length, N anchors, L drafted positions, W queries of a block,
+D hidden size, F features of a position (3 D), H heads, E head size, V vocabulary.
 
-DART section 3.2: the item at position i is the pair of what the target felt there, g_i = fc(features_i), and the token
-after it, e_{i+1}; behind the last item, whose token is the bonus token, stand copies of one learned mask vector. All is
-causal, and logits are shifted: an item says which token follows its own one, so that the last item drafts the first
-position and W - 1 = L - 1 masks the others. Unshifted (table 3's ablation), L masks say which token stands in their
-place. The head is the drafter's own and starts as the target's. Items before the last see only items before them:
-their keys and values are what decoding keeps.
+DART section 3.2: the item at position i is the pair of what the target felt there, g_i =
+fc(features_i), and the token after it, e_{i+1}; behind the last item, whose token is the bonus token,
+stand copies of one learned mask vector. All is causal, and logits are shifted: an item says which token
+follows its own one, so that the last item drafts the first position and W - 1 = L - 1 masks the others.
+Unshifted (table 3's ablation), L masks say which token stands in their place. The head is the drafter's
+own and starts as the target's. Items before the last see only items before them: their keys and values
+are what decoding keeps.
 
-The token behind the last committed position, the bonus token, is not in the memory yet: that position's features wait
-for it.
+The token behind the last committed position, the bonus token, is not in the memory yet: that position's
+features wait for it.
 
 Tensor names and the order of features and embeddings are those of the authors' published checkpoints.
 """
@@ -56,8 +57,8 @@ class DARTLayer(DrafterLayer):
         self.mask_rep = nn.Parameter(torch.empty(2 * config.hidden_size))  # never normalised
 
     def items(self, projected: torch.Tensor, following: torch.Tensor | None = None) -> torch.Tensor:
-        """g (..., D) and the embeddings of the following tokens (..., D) to the inputs of attention (..., 2 D); without
-        embeddings, as a layer of the target's reads states."""
+        """g (..., D) and the embeddings of the following tokens (..., D) to the inputs of attention
+        (..., 2 D); without embeddings, as a layer of the target's reads states."""
         following = torch.zeros_like(projected) if following is None else following
         return torch.cat([self.input_layernorm(following), self.hidden_norm(projected)], dim=-1)
 
@@ -70,8 +71,9 @@ class DARTLayer(DrafterLayer):
         return weights
 
     def blocks(self, projected: torch.Tensor, items: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residuals (B, N W, D) and the inputs of attention (B, N W, 2 D) of blocks that begin with items
-        (B, N, 2 D), of features (B, N, D), and go on with `count` masks each. A mask's residual is its first half."""
+        """Return the residuals (B, N W, D) and the inputs of attention (B, N W, 2 D) of blocks that
+        begin with items (B, N, 2 D), of features (B, N, D), and go on with `count` masks each. A mask's
+        residual is its first half."""
         masks = self.mask_rep.expand(*items.shape[:2], count, -1)
         size = projected.shape[-1]
         residual = torch.cat([projected[:, :, None], masks[..., :size]], dim=2)
@@ -80,8 +82,8 @@ class DARTLayer(DrafterLayer):
 
 @dataclass
 class DARTState(DraftState):
-    """Keys and values of all items of every row but the last: the token behind the last position is not known before it
-    is committed, so that position's features wait."""
+    """Keys and values of all items of every row but the last: the token behind the last position is not
+    known before it is committed, so that position's features wait."""
 
     pending: torch.Tensor  # (rows, F) features of every row's last position
     fresh: bool = False  # rows that have no last position yet
@@ -130,7 +132,8 @@ class DART(Drafter):
 
     @staticmethod
     def warm_layers(layer_ids: tuple[int, ...], layers: int, theirs: PretrainedConfig) -> list[int]:
-        """Return the target's layer behind the last tapped one that attends; the last such one, if there is none."""
+        """Return the target's layer behind the last tapped one that attends; the last such one, if
+        there is none."""
         attending = attention_layers(theirs)
         return ([i for i in attending if i > layer_ids[-1]] or attending[-1:])[:1]
 
@@ -142,7 +145,8 @@ class DART(Drafter):
         return taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms}
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters of theirs."""
+        """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters
+        of theirs."""
         return self.norm(self.norm(states) if self.own.get("norm_twice") else states)
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -151,8 +155,8 @@ class DART(Drafter):
         nn.init.normal_(self.midlayer.mask_rep, std=self.config.initializer_range, generator=generator)
 
     def finish_warm_start(self, theirs: list[dict], target: Target, generator: torch.Generator | None) -> None:
-        """Set the mask to the average item of a random text, unless the target has no weights to run with: a random
-        mask drowns what attention adds to it (LOG.md)."""
+        """Set the mask to the average item of a random text, unless the target has no weights to run
+        with: a random mask drowns what attention adds to it (LOG.md)."""
         if any(weight.is_meta for weight in target.body.parameters()):
             return
         ids = torch.randint(target.config.vocab_size, (1, 128), generator=generator).to(target.device)
@@ -162,9 +166,9 @@ class DART(Drafter):
         self.midlayer.mask_rep.copy_(torch.cat([projected.mean(0), items[:, projected.shape[1] :].mean(0)]))
 
     def inputs(self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor):
-        """What `forward` takes of packed rows, ids (B, T), beside features and mask: the tokens after every position,
-        embedded, (B, T, D), and where the last items of the blocks stand, one before their anchors (B, N). The token
-        after a document's end is another's; no block sees that item."""
+        """What `forward` takes of packed rows, ids (B, T), beside features and mask: the tokens after
+        every position, embedded, (B, T, D), and where the last items of the blocks stand, one before
+        their anchors (B, N). The token after a document's end is another's; no block sees that item."""
         following = target.embed(ids.roll(-1, dims=1)).to(self.norm.weight.dtype)
         return following, (anchors - 1).clamp(min=0)  # an unused slot may hold any position
 
@@ -178,9 +182,9 @@ class DART(Drafter):
     ) -> torch.Tensor:
         """Training: all blocks of packed rows at once (DART section 3.3, prefix-shared).
 
-        features (B, T, F), positions (B, T) and following (B, T, D) of the context's items; last (B, N): the items that
-        begin the blocks; mask: `block_mask`, from queries of the blocks to keys [context | blocks].
-        Returns hidden states before the head, (B, N*W, D).
+        features (B, T, F), positions (B, T) and following (B, T, D) of the context's items; last (B,
+        N): the items that begin the blocks; mask: `block_mask`, from queries of the blocks to keys
+        [context | blocks]. Returns hidden states before the head, (B, N*W, D).
         """
         steps = torch.arange(self.num_queries, device=last.device)
         block_positions = (positions.gather(1, last)[..., None] + steps).flatten(1)  # (B, N*W)
@@ -211,10 +215,10 @@ class DART(Drafter):
         state: DARTState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Add the features (B, C, F) of newly committed positions and their tokens (B, C) to the memory. `counts[b]`
-        positions of row b are real, the rest is padding; `on_device` (B,) is `counts` where that is on the device
-        already, and alone where the host does not know them. Each token completes the item before it; the last
-        position's features wait for theirs."""
+        """Add the features (B, C, F) of newly committed positions and their tokens (B, C) to the
+        memory. `counts[b]` positions of row b are real, the rest is padding; `on_device` (B,) is
+        `counts` where that is on the device already, and alone where the host does not know them. Each
+        token completes the item before it; the last position's features wait for theirs."""
         cache = state.cache
         rows = len(features)
         real = torch.tensor(counts, device=features.device) if on_device is None else on_device
@@ -239,8 +243,8 @@ class DART(Drafter):
         cache.advance(counts, on_device)
 
     def block_states(self, target: Target, bonus: torch.Tensor, place: Place, pending: torch.Tensor) -> torch.Tensor:
-        """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,); pending (B, F): features of the last
-        positions, which are `place.ends`."""
+        """Return the layer's states (B, W, D) of blocks behind bonus tokens (B,); pending (B, F):
+        features of the last positions, which are `place.ends`."""
         mask = block_sight(place, self.num_queries, (True, None))
         projected = self.fc(pending[:, None])  # (B, 1, D)
         items = self.midlayer.items(projected, target.embed(bonus)[:, None].to(pending.dtype))

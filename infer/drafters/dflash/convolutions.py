@@ -1,10 +1,11 @@
-"""DFlash 2's convolutions: every slot of a block sees a little of the slots before it, around attention and around the
-feed-forward half of a layer.
+"""DFlash 2's convolutions: every slot of a block sees a little of the slots before it, around attention
+and around the feed-forward half of a layer.
 
-Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero across the block's edge; one before the sublayer and one
-behind it, both with kernels made from what the sublayer is given.
+Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero across the block's edge; one before the
+sublayer and one behind it, both with kernels made from what the sublayer is given.
 
-B rows, Q queries of all blocks, W queries of a block, D hidden size, O taps, C channels that share a kernel.
+B rows, Q queries of all blocks, W queries of a block, D hidden size, O taps, C channels that share a
+kernel.
 """
 
 import torch
@@ -30,7 +31,8 @@ class Convolution(nn.Module):
         nn.init.ones_(self.base_kernel[:, 0])
 
     def kernels(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the kernels before and behind the sublayer, (B, Q, O, D) each, from what it is given, (B, Q, D)."""
+        """Return the kernels before and behind the sublayer, (B, Q, O, D) each, from what it is given,
+        (B, Q, D)."""
         delta = self.kernel_projection(states).unflatten(-1, (2, self.taps, -1))  # (B, Q, 2, O, D / C)
         before, behind = (self.base_kernel + delta.repeat_interleave(self.channels, -1)).unbind(2)
         return before, behind

@@ -1,8 +1,8 @@
 """The layouts that DFlash drafters are published in, read into our terms; writers.py writes them.
 
-A layout is a row of the table: how it differs from the public one, which we write too. Newer public folders have
-sliding layers, or hold their sizes in `dflash_config`; JetSpec's and NeMo Automodel's have a flag (`causal_head`) and a
-class name of their own.
+A layout is a row of the table: how it differs from the public one, which we write too. Newer public
+folders have sliding layers, or hold their sizes in `dflash_config`; JetSpec's and NeMo Automodel's have
+a flag (`causal_head`) and a class name of their own.
 """
 
 from collections.abc import Collection, Mapping
@@ -81,7 +81,8 @@ def find_layout(family: Family, raw: dict) -> Layout | None:
 
 
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
-    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the stored ones;
+    """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the
+    stored ones;
     target_layers: how many layers the target has, for configs that do not say."""
     kind, row = raw.get("speculators_model_type"), find_layout(family, raw)
     if kind is not None and (row is None or row.name != "speculators"):
@@ -107,8 +108,8 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
 
 
 def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collection[str], layers: int | None) -> None:
-    """Complete a reading whose keys are there: the options of the Qwen3 part, and `dflash_config`. layers: how many the
-    target has, if that is known."""
+    """Complete a reading whose keys are there: the options of the Qwen3 part, and `dflash_config`.
+    layers: how many the target has, if that is known."""
     options, head = keys.transformer(), conditional_head(keys, row, tensors)
     if keys["block_size"] == 1 and "sample_from_anchor" not in head:
         keys.note("block_size", "is 1, expected 2 or more")
@@ -136,8 +137,8 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
 
 
 def conditional_head(keys: Keys, row: Layout, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of the conditional head, none where there is none, and `sample_from_anchor` where the first slot
-    drafts."""
+    """Return the keys of the conditional head, none where there is none, and `sample_from_anchor` where
+    the first slot drafts."""
     own = read_head(keys)
     if "markov_rank" in own and "enable_confidence_head" not in keys and "confidence_head.proj.weight" in tensors:
         own["enable_confidence_head"] = True
@@ -154,8 +155,8 @@ def conditional_head(keys: Keys, row: Layout, tensors: Collection[str]) -> dict[
 
 
 def causality(keys: Keys, row: Layout, options: dict[str, Any]) -> dict[str, bool]:
-    """Return `causal` of all layers, where a key says so. Readers differ on which one counts, so that two that differ
-    are a fault: NeMo's JetSpec recipe writes is_causal false beside causal true."""
+    """Return `causal` of all layers, where a key says so. Readers differ on which one counts, so that
+    two that differ are a fault: NeMo's JetSpec recipe writes is_causal false beside causal true."""
     own, sliding = {}, "sliding_attention" in options["layer_types"]
     if sliding and (row.name == "transformers" or keys.get("sliding_window_non_causal")):
         own["causal"] = False

@@ -1,13 +1,14 @@
 """The DFlash drafter: proposes a whole block of tokens in one pass over the target's hidden states.
 
-B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted positions),
-D hidden size, H heads, E head size, V vocabulary.
+B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted
+positions), D hidden size, H heads, E head size, V vocabulary.
 
-The architecture is that of the public DFlash checkpoints: a few Qwen3 layers whose queries are the block
-`[bonus, mask x L]` and whose keys and values come from the normalised, projected context features (the same for every
-layer) and from the block itself, at absolute positions. Embedding and head are the target's. Training (`forward`, many
-blocks of a packed row under one mask) and decoding (`draft`, one block of every row against a cache) share each line
-of the layer; DDTree section 3 has the marginals it yields.
+The architecture is that of the public DFlash checkpoints: a few Qwen3 layers whose queries are the
+block `[bonus, mask x L]` and whose keys and values come from the normalised, projected context features
+(the same for every layer) and from the block itself, at absolute positions. Embedding and head are the
+target's. Training (`forward`, many blocks of a packed row under one mask) and decoding (`draft`, one
+block of every row against a cache) share each line of the layer; DDTree section 3 has the marginals it
+yields.
 """
 
 import math
@@ -45,8 +46,9 @@ from infer.targets.target import Target
 
 
 def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
-    """Return every layer's pattern: whether it is causal within the block, and its sliding window. As serving engines
-    read it, a sliding layer is causal and a full one is not, unless the config says `causal` for all."""
+    """Return every layer's pattern: whether it is causal within the block, and its sliding window. As
+    serving engines read it, a sliding layer is causal and a full one is not, unless the config says
+    `causal` for all."""
     causal = config.dflash_config.get("causal")
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     return [(slides if causal is None else causal, config.sliding_window if slides else None) for slides in sliding]
@@ -73,8 +75,8 @@ class DFlashLayer(DrafterLayer):
 
 @dataclass
 class DFlashState(DraftState):
-    """Keys and values of the context features, and the weights as decoding takes them: a copy where training goes on
-    with its own."""
+    """Keys and values of the context features, and the weights as decoding takes them: a copy where
+    training goes on with its own."""
 
     layers: list[lean.Layer]
     norm: lean.Norm  # of the context
@@ -120,9 +122,9 @@ class DFlash(Drafter):
 
     @staticmethod
     def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        """Return the layers that the public drafters tap, as many as they have layers: from layer 1 to N - 3, evenly.
-        Smaller drafters than there are public ones tap three of a deep target, as fewer tell them too little (LOG.md),
-        and one layer the middle of a shallow one."""
+        """Return the layers that the public drafters tap, as many as they have layers: from layer 1 to
+        N - 3, evenly. Smaller drafters than there are public ones tap three of a deep target, as fewer
+        tell them too little (LOG.md), and one layer the middle of a shallow one."""
         if layers < 3 and target_layers >= 12:
             first, last = target_layers // 4 - 1, target_layers - 3
             return [first, (first + last) // 2, last]
@@ -132,7 +134,8 @@ class DFlash(Drafter):
 
     @staticmethod
     def warm_layers(layer_ids: tuple[int, ...], layers: int, theirs: PretrainedConfig) -> list[int]:
-        """Return the target's layers behind the first tapped one, those that attend; none where they are too few."""
+        """Return the target's layers behind the first tapped one, those that attend; none where they
+        are too few."""
         attending = attention_layers(theirs)
         behind = [i for i in attending if i > layer_ids[0]]
         chosen = behind[:layers] if len(behind) >= layers else attending[-layers:]
@@ -140,7 +143,8 @@ class DFlash(Drafter):
 
     @staticmethod
     def own_config(options: DrafterConfig, theirs: PretrainedConfig, target: Target | None) -> dict:
-        """Return `dflash_config`. Raises ValueError for a mask token outside the target's vocabulary."""
+        """Return `dflash_config`. Raises ValueError for a mask token outside the target's
+        vocabulary."""
         mask, vocabulary = options.mask_token_id, theirs.vocab_size
         if mask is None:
             mask = default_mask_token(target.tokenizer, vocabulary, target.end_ids) if target else 0
@@ -161,7 +165,8 @@ class DFlash(Drafter):
                 layer.mlp_conv.init_weights()
 
     def finish_warm_start(self, theirs: list[dict], target: Target, generator: torch.Generator | None) -> None:
-        """Norm the context as the first layer's states were: its K/V are then exactly the target's own."""
+        """Norm the context as the first layer's states were: its K/V are then exactly the target's
+        own."""
         self.hidden_norm.weight.copy_(theirs[0]["input_layernorm.weight"])
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
@@ -175,8 +180,8 @@ class DFlash(Drafter):
         return block
 
     def inputs(self, target: Target, ids: torch.Tensor, positions: torch.Tensor, anchors: torch.Tensor):
-        """What `forward` takes of packed rows, ids and positions (B, T), beside features and mask: the blocks at
-        anchors (B, N), embedded, (B, N*K, D), and their positions (B, N*K)."""
+        """What `forward` takes of packed rows, ids and positions (B, T), beside features and mask: the
+        blocks at anchors (B, N), embedded, (B, N*K, D), and their positions (B, N*K)."""
         blocks = self.embed(target, self.block_ids(ids.gather(1, anchors))).flatten(1, 2)
         steps = torch.arange(self.num_queries, device=ids.device)
         return blocks, (positions.gather(1, anchors)[..., None] + steps).flatten(1)
@@ -191,9 +196,10 @@ class DFlash(Drafter):
     ) -> torch.Tensor:
         """Training: all blocks of packed rows at once.
 
-        features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D) embedded, at
-        block_positions (B, N*K); masks: `block_mask` of each of the `attention_patterns`, from queries of
-        the blocks to keys [context | blocks]. Returns hidden states before the head, (B, N*K, D).
+        features (B, T, len(layer_ids) * D) and positions (B, T) of the context; blocks (B, N*K, D)
+        embedded, at block_positions (B, N*K); masks: `block_mask` of each of the `attention_patterns`,
+        from queries of the blocks to keys [context | blocks]. Returns hidden states before the head,
+        (B, N*K, D).
         """
         context, block = self.context(features), blocks
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
@@ -231,10 +237,11 @@ class DFlash(Drafter):
         state: DFlashState,
         on_device: torch.Tensor | None = None,
     ) -> None:
-        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions to the memory; their tokens
-        (B, C) do not matter here. `counts[b]` positions of row b are real, the rest is padding; `on_device` (B,) is
-        `counts` where that is on the device already, and alone where the host does not know them. One projection serves
-        all layers: it computes what `Attention.keys_values` does in training, layer by layer."""
+        """Add the context features (B, C, len(layer_ids) * D) of newly committed positions to the
+        memory; their tokens (B, C) do not matter here. `counts[b]` positions of row b are real, the
+        rest is padding; `on_device` (B,) is `counts` where that is on the device already, and alone
+        where the host does not know them. One projection serves all layers: it computes what
+        `Attention.keys_values` does in training, layer by layer."""
         cache, layers = state.cache, len(self.layers)
         rows, width, _ = features.shape
         both = state.projection(state.norm(state.fc(features.flatten(0, 1))))
@@ -256,8 +263,8 @@ class DFlash(Drafter):
         return super().last_norm(states)
 
     def block_states(self, target: Target, bonus: torch.Tensor, place: Place, layers: list[lean.Layer]) -> torch.Tensor:
-        """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,). What it computes is
-        `DrafterLayer.forward`'s."""
+        """Return the last layer's states (B, K, D) of blocks behind bonus tokens (B,). What it computes
+        is `DrafterLayer.forward`'s."""
         _, rotary, window = place
         masks = [block_sight(place, self.num_queries, pattern) for pattern in self.attention_patterns]
         states = self.embed(target, self.block_ids(bonus))  # (B, K, D)

@@ -1,8 +1,9 @@
 """Write DFlash drafters in the layouts that engines and trainers read (layouts.py reads them).
 
-A writer is given the drafter, its target or None, and the public layout's config.json and tensors, with the embedding
-and the head that the drafter uses where its row in families.py says so (`target`); it returns its layout's. What a
-layout has no words for is refused before (`infer.formats.export`). V vocabulary, D hidden size.
+A writer is given the drafter, its target or None, and the public layout's config.json and tensors, with
+the embedding and the head that the drafter uses where its row in families.py says so (`target`); it
+returns its layout's. What a layout has no words for is refused before (`infer.formats.export`). V
+vocabulary, D hidden size.
 """
 
 import math
@@ -30,8 +31,8 @@ def write_dflash2(drafter: Drafter, target: Target | None, config: dict, weights
 
 
 def convolved(drafter: Drafter) -> tuple[dict, Weights]:
-    """Return the keys of DFlash 2's selector and convolutions, and the tensors of convolutions that change nothing for
-    a drafter without any."""
+    """Return the keys of DFlash 2's selector and convolutions, and the tensors of convolutions that
+    change nothing for a drafter without any."""
     own = {"selector_top_k": drafter.conditional_head.top_k or drafter.config.vocab_size}  # 0: all
     if drafter.own.get("conv_kernel_size"):
         return own, {}
@@ -56,8 +57,8 @@ def write_dspark(drafter: Drafter, target: Target | None, config: dict, weights:
 
 
 def write_specforge(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
-    """SpecForge's layout of DSpark and Domino drafters, which SGLang serves; the head's keys also stand beside
-    `dflash_config`, where vLLM looks for them."""
+    """SpecForge's layout of DSpark and Domino drafters, which SGLang serves; the head's keys also stand
+    beside `dflash_config`, where vLLM looks for them."""
     own = config["dflash_config"]
     del own["sample_from_anchor"]
     if "gru_hidden_dim" in own:  # the published Domino drafter names the class of the backbone
@@ -84,7 +85,8 @@ def stored(weights: Weights, layout: Layout) -> Weights:
 
 
 def write_transformers(drafter: Drafter, target: Target | None, public: dict, weights: Weights) -> tuple[dict, Weights]:
-    """The folder of transformers' own class, for `generate(assistant_model=..., speculation_type="dflash")`."""
+    """The folder of transformers' own class, for `generate(assistant_model=...,
+    speculation_type="dflash")`."""
     config = drafter.config
     raw = {
         "architectures": [NATIVE],
@@ -107,8 +109,8 @@ def write_transformers(drafter: Drafter, target: Target | None, public: dict, we
 
 
 def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]) -> dict:
-    """Return config.json in speculators' layout, of the kind that the conditional head asks for. verifier: the target's
-    name or path."""
+    """Return config.json in speculators' layout, of the kind that the conditional head asks for.
+    verifier: the target's name or path."""
     config, own = drafter.config, drafter.own
     kind = {"markov": "dspark", "selector": "dflash2"}[drafter.head_row.name] if drafter.head_row else "dflash"
     part = config_dict(config)
@@ -137,7 +139,8 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
         "aux_hidden_state_layer_ids": [layer + 1 for layer in drafter.own["target_layer_ids"]],
         "mask_token_id": drafter.mask_token_id,
         "sample_from_anchor": drafter.first_draft_slot == 0,
-        # vLLM takes it for all layers, false for causal ones, where the authors' code takes it for sliding layers alone
+        # vLLM takes it for all layers, false for causal ones, where the authors' code takes it for
+        # sliding layers alone
         "sliding_window_non_causal": not any(causal for causal, _ in drafter.attention_patterns),
         "num_target_layers": config.num_target_layers,  # theirs has no such key, and ignores it
         "dtype": str(drafter.norm.weight.dtype).removeprefix("torch."),

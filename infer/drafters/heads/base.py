@@ -1,11 +1,14 @@
-"""What every conditional head answers: what the target's head reads behind a token, and a correction of its logits.
+"""What every conditional head answers: what the target's head reads behind a token, and a correction of
+its logits.
 
-B rows, L drafted positions, G blocks, D hidden size, V vocabulary, r rank, S entries of a memory; `...` any shape.
+B rows, L drafted positions, G blocks, D hidden size, V vocabulary, r rank, S entries of a memory; `...`
+any shape.
 
-All heads score token v at slot k behind token x as `logits = lm_head @ read + out @ correction`, with `read` (D,) and
-`correction` (r,) made of the slot's state h_k and of x, or of all tokens before it where the head is recurrent. `out`
-(V, r) is the head's own, or there is no correction. So training forms gradients of any head in one place, chunk by
-chunk (`train/objective.py`), and decoding scores any head in one place (`infer/drafters/heads/draft.py`).
+All heads score token v at slot k behind token x as `logits = lm_head @ read + out @ correction`, with
+`read` (D,) and `correction` (r,) made of the slot's state h_k and of x, or of all tokens before it
+where the head is recurrent. `out` (V, r) is the head's own, or there is no correction. So training
+forms gradients of any head in one place, chunk by chunk (`train/objective.py`), and decoding scores any
+head in one place (`infer/drafters/heads/draft.py`).
 """
 
 from collections.abc import Callable
@@ -33,8 +36,8 @@ class Conditioned(NamedTuple):
 
 
 class Head(nn.Module):
-    """A conditional head. `config` is the drafter's config.json, `own` the family's part of it, whose keys stand in the
-    head's row (table.py). A head adds
+    """A conditional head. `config` is the drafter's config.json, `own` the family's part of it, whose
+    keys stand in the head's row (table.py). A head adds
 
     - `condition`: the formula;
     - `init_weights`: a fresh head must leave the drafter's scores as they are.
@@ -53,18 +56,20 @@ class Head(nn.Module):
         return None
 
     def memory(self, bonus: torch.Tensor) -> torch.Tensor | None:
-        """Return a recurrent head's memory (B, 1, S) before the first slot, behind bonus tokens (B,)."""
+        """Return a recurrent head's memory (B, 1, S) before the first slot, behind bonus tokens
+        (B,)."""
         return None
 
     def condition(
         self, ends: Ends, states: torch.Tensor, before: torch.Tensor, slots: torch.Tensor, memory: torch.Tensor | None
     ) -> Conditioned:
-        """Return the answers of slots with states (..., D) behind tokens `before` (...); `slots` (...) are numbers from
-        0; states and numbers are broadcast."""
+        """Return the answers of slots with states (..., D) behind tokens `before` (...); `slots` (...)
+        are numbers from 0; states and numbers are broadcast."""
         raise NotImplementedError
 
     def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-        """Return the answers of whole blocks (G, L, D) behind the true tokens (G, L): teacher forcing."""
+        """Return the answers of whole blocks (G, L, D) behind the true tokens (G, L): teacher
+        forcing."""
         slots = torch.arange(before.shape[1], device=before.device)
         if not self.recurrent:
             return self.condition(ends, states, before, slots, None)
@@ -85,8 +90,8 @@ def head_rows(config: Qwen3Config) -> int:
 
 
 class Confidence(nn.Module):
-    """DSpark's confidence head: the probability that a slot's draft is accepted, from its state and, if `embedded`,
-    the head's embedding of the token before it."""
+    """DSpark's confidence head: the probability that a slot's draft is accepted, from its state and, if
+    `embedded`, the head's embedding of the token before it."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()

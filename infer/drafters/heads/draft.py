@@ -1,11 +1,13 @@
-"""A drafted block whose tokens depend on each other: the conditional distributions that trees and chains ask for.
+"""A drafted block whose tokens depend on each other: the conditional distributions that trees and
+chains ask for.
 
-B rows, L drafted positions, M candidates a position, V vocabulary, D hidden size, P prefixes, c queries, S entries of a
-recurrent head's memory.
+B rows, L drafted positions, M candidates a position, V vocabulary, D hidden size, P prefixes, c
+queries, S entries of a recurrent head's memory.
 
-A query is a slot and a token before it. A candidate is one of the M likeliest tokens of a slot by the scores without
-corrections; its log-probability behind a token is exact: the normaliser goes over the whole vocabulary, or over the
-tokens that the head itself chooses among. What lies outside the candidates keeps its probability.
+A query is a slot and a token before it. A candidate is one of the M likeliest tokens of a slot by the
+scores without corrections; its log-probability behind a token is exact: the normaliser goes over the
+whole vocabulary, or over the tokens that the head itself chooses among. What lies outside the
+candidates keeps its probability.
 """
 
 from collections.abc import Callable
@@ -34,10 +36,11 @@ class PairTable(NamedTuple):
 
 
 class ConditionalDraft:
-    """The conditional distributions of drafted blocks behind bonus tokens (B,), of M = `candidates` a position.
+    """The conditional distributions of drafted blocks behind bonus tokens (B,), of M = `candidates` a
+    position.
 
-    `drafter` has a conditional head. `judge` is what the texts' options and the target's noise make of scores; without
-    one they count as they are.
+    `drafter` has a conditional head. `judge` is what the texts' options and the target's noise make of
+    scores; without one they count as they are.
     """
 
     def __init__(
@@ -74,8 +77,8 @@ class ConditionalDraft:
     def scores(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scores (B, c, V) of queries at slots (c,) behind tokens (B, c), not normalised, and a recurrent
-        head's memory behind these tokens; `memory` (B, c, S) is that before them."""
+        """Return the scores (B, c, V) of queries at slots (c,) behind tokens (B, c), not normalised,
+        and a recurrent head's memory behind these tokens; `memory` (B, c, S) is that before them."""
         answer = self.head.condition(self.ends, self.states[:, slots], before, slots, memory)
         scores = self.corrected(self.unary[:, slots], answer)
         return (scores if self.judge is None else self.judge(scores, slots)), answer.memory
@@ -90,7 +93,8 @@ class ConditionalDraft:
     def among_candidates(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, c, M) of the slots' candidates, and the memory; arguments as in `scores`."""
+        """Return the log-probabilities (B, c, M) of the slots' candidates, and the memory; arguments as
+        in `scores`."""
         found, memories = [], []
         for start in range(0, len(slots), self.at_once):
             part = slice(start, start + self.at_once)
@@ -101,7 +105,8 @@ class ConditionalDraft:
 
     @cached_property
     def table(self) -> PairTable:
-        """The log-probabilities of all candidates behind all candidates, of a head that is not recurrent."""
+        """The log-probabilities of all candidates behind all candidates, of a head that is not
+        recurrent."""
         first = self._behind(slice(0, 1), self.bonus[:, None, None])  # (B, 1, 1, M)
         at_once = self.length * self.count if self.choices is not None and self.judge is None else self.at_once
         steps = []
@@ -113,7 +118,8 @@ class ConditionalDraft:
         return PairTable(first[:, 0, 0], torch.cat(steps, 1) if steps else first[:, 1:])
 
     def _behind(self, slots: slice, before: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each behind m tokens (B, s, m)."""
+        """Return the log-probabilities (B, s, m, M) of the candidates of s slots, each behind m tokens
+        (B, s, m)."""
         number = torch.arange(self.length, device=before.device)[slots, None]  # (s, 1)
         answer = self.head.condition(self.ends, self.states[:, slots, None], before, number, None)
         if self.choices is not None and self.judge is None:  # no scores of the vocabulary: candidates are among these
@@ -128,7 +134,8 @@ class ConditionalDraft:
         return scores.log_softmax(-1).gather(3, self.tokens[:, slots, None].expand(-1, -1, before.shape[2], -1))
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the bonus token."""
+        """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the
+        bonus token."""
         if not self.recurrent:
             return self.table.first[:, None], None
         slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
@@ -137,9 +144,9 @@ class ConditionalDraft:
     def extend(
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probabilities (B, P, M) of a slot's candidates behind prefixes that end with candidates
-        `which` (B, P) of the slot before, and the memory behind them; `memory` (B, P, S) is that before their last
-        token."""
+        """Return the log-probabilities (B, P, M) of a slot's candidates behind prefixes that end with
+        candidates `which` (B, P) of the slot before, and the memory behind them; `memory` (B, P, S) is
+        that before their last token."""
         if not self.recurrent:
             rows = which[..., None].expand(-1, -1, self.tokens.shape[-1])
             return self.table.steps[:, slot - 1].gather(1, rows), None
@@ -147,8 +154,8 @@ class ConditionalDraft:
         return self.among_candidates(torch.full_like(which[0], slot), before, memory)
 
     def chain(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chain of each slot's likeliest token behind the ones before, (B, length), over the whole
-        vocabulary, and the log-probability of each behind the tokens before it."""
+        """Return the chain of each slot's likeliest token behind the ones before, (B, length), over the
+        whole vocabulary, and the log-probability of each behind the tokens before it."""
         if self.choices is not None and not self.recurrent and self.tokens.shape[2] == self.head.top_k:
             return self._chain_of_table(length)
         before, memory, along, best = self.bonus[:, None], self.head.memory(self.bonus), [], []
@@ -186,12 +193,14 @@ def ends_of(drafter: Drafter, target: Target) -> Ends:
 
 
 def teach(drafter: Drafter, target: Target, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-    """Return what the conditional head answers for states (G, L, D) behind the true tokens before them (G, L)."""
+    """Return what the conditional head answers for states (G, L, D) behind the true tokens before them
+    (G, L)."""
     return drafter.conditional_head.teach(ends_of(drafter, target), states, before)
 
 
 def behind(drafter: Drafter, target: Target, block: DraftedBlock, before: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots (B, L)."""
+    """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots
+    (B, L)."""
     draft = ConditionalDraft(drafter, target, before[:, 0], block, candidates=1)
     answer = teach(drafter, target, block.states, before)
     return draft.corrected(draft.unary, answer).log_softmax(-1)

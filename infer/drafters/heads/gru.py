@@ -1,7 +1,8 @@
-"""Domino's head: a recurrent network reads the tokens before a slot, a small network turns that into a correction.
+"""Domino's head: a recurrent network reads the tokens before a slot, a small network turns that into a
+correction.
 
-U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]), E the target's embedding, for all drafted slots but the first
-`pure_draft_prefix_len`.
+U_k + C silu(J [h_k; GRU(E[x_0 .. x_{k-1}])]), E the target's embedding, for all drafted slots but the
+first `pure_draft_prefix_len`.
 
 r rank (`emb_dim`), D hidden size, S entries of the state (`gru_hidden_dim`), V vocabulary.
 """

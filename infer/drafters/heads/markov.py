@@ -2,8 +2,8 @@
 
 - `vanilla`: U_k + W2 W1[x];
 - `gated`: U_k + W2 (sigmoid(Wg [h_k; W1[x]]) * W1[x]);
-- `rnn`: with a state s of the block, z = [s; W1[x]; h_k], s' = g s + (1 - g) tanh(c) and U_k + W2 tanh(o), where
-  (sigmoid^-1(g), c, o) = Wz z.
+- `rnn`: with a state s of the block, z = [s; W1[x]; h_k], s' = g s + (1 - g) tanh(c) and U_k + W2
+  tanh(o), where (sigmoid^-1(g), c, o) = Wz z.
 
 r rank, D hidden size, V vocabulary.
 """

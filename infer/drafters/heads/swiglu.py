@@ -1,7 +1,8 @@
-"""TreeFlash's head: one feed-forward step from the state and the token before it to the state behind that token.
+"""TreeFlash's head: one feed-forward step from the state and the token before it to the state behind
+that token.
 
-h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)], read through the last norm; h_k stands before
-that norm, E is the target's embedding.
+h' = h_k + Wd (silu(g) * u) with [u; g] = Wug [RMSNorm(E[x]); norm(h_k)], read through the last norm;
+h_k stands before that norm, E is the target's embedding.
 
 D hidden size, I entries between the two matrices.
 """

@@ -1,7 +1,8 @@
-"""The table of conditional heads. No torch here: options are checked against it before anything is loaded.
+"""The table of conditional heads. No torch here: options are checked against it before anything is
+loaded.
 
-A new head is a subclass of `infer.drafters.heads.base.Head` in a file of this folder, a row here, and a file in
-conf/head.
+A new head is a subclass of `infer.drafters.heads.base.Head` in a file of this folder, a row here, and a
+file in conf/head.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ RECURRENT_KINDS = ("vanilla", "gated", "rnn")  # of the Markov head
 
 
 class HeadKey(NamedTuple):
-    """A key that a head has in the family's part of config.json: a whole number, or one of `choices`. Where the key
-    of a head is 0, a drafter has none."""
+    """A key that a head has in the family's part of config.json: a whole number, or one of `choices`.
+    Where the key of a head is 0, a drafter has none."""
 
     name: str
     option: str | None = None  # the field of `infer.config.HeadConfig` that it holds
@@ -27,7 +28,8 @@ class HeadKey(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadRow:
-    """A row of the table: what options and readers of a config.json need to know of a head without loading it."""
+    """A row of the table: what options and readers of a config.json need to know of a head without
+    loading it."""
 
     name: str  # of `drafter.head.name`
     title: str  # for people
@@ -108,8 +110,8 @@ def head_of(own: dict) -> HeadRow | None:
 
 
 def new_head(options) -> dict:
-    """Return the keys of a new drafter's conditional head, from its options (`infer.config.HeadConfig`); none for a
-    drafter without one."""
+    """Return the keys of a new drafter's conditional head, from its options
+    (`infer.config.HeadConfig`); none for a drafter without one."""
     own = {}
     for key in HEADS[options.name].keys if options.name in HEADS else ():
         value = vars(options)[key.option] if key.option else None
@@ -120,7 +122,8 @@ def new_head(options) -> dict:
 
 
 def head_options(own: dict) -> dict:
-    """Return the options that lead to the conditional head of a drafter, from the family's part of its config.json."""
+    """Return the options that lead to the conditional head of a drafter, from the family's part of its
+    config.json."""
     row = head_of(own)
     if row is None:
         return {}
@@ -136,8 +139,8 @@ def read_head(keys: dict) -> dict:
 
 
 def check_head(head) -> None:
-    """Raise ValueError for options (`infer.config.HeadConfig`) of a head that does not exist, or that it does not
-    read."""
+    """Raise ValueError for options (`infer.config.HeadConfig`) of a head that does not exist, or that
+    it does not read."""
     row = HEADS.get(head.name)
     if row is None and head.name != NONE:
         raise ValueError(f"drafter.head.name={head.name}: use {NONE} or {' or '.join(HEADS)}")
