@@ -195,6 +195,7 @@ def method_result(
         histogram=[sum(counts) for counts in zip(*(one.histogram for one in stats), strict=True)],
         identical=None if drawn_otherwise else [text.ids for text in texts] == [text.ids for text in plain.texts],
         prompts=[replace(one, kind=kinds.get(one.number, "")) for one in measured.prompts],
+        again=measured.again or None,
         **asdict(found),
     )
 

@@ -1,5 +1,6 @@
 """Ways of decoding, measured on the same prompts in turn: what each wrote, and how long it took."""
 
+import statistics
 import time
 from collections import abc
 from dataclasses import asdict, dataclass, field, replace
@@ -17,6 +18,7 @@ from infer.engine.sequence import Sequence
 from infer.evaluation.acceptance import AnyPrompt
 from infer.evaluation.others import decode_by_generate
 from infer.evaluation.results import GENERATE, PromptResult
+from infer.evaluation.ruler import DISTURBED
 from infer.evaluation.showing import Shown
 from infer.trees.methods import ALONE, TREES, TreeMethod
 
@@ -42,6 +44,7 @@ class Measured:
     texts: list[Sequence] = field(default_factory=list)
     prompts: list[PromptResult] = field(default_factory=list)  # of the texts, in their order
     shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
+    again: int = 0  # prompts that something disturbed, which were measured again
 
     @property
     def seconds(self) -> float:
@@ -57,6 +60,12 @@ class Measured:
         self.texts += other.texts
         self.prompts += other.prompts
         self.shown = self.shown or other.shown
+        self.again += other.again
+
+    def disturbed(self) -> list[int]:
+        """Return which prompts took more than DISTURBED times the median time a token."""
+        paces = [one.seconds[0] / max(1, one.tokens) for one in self.prompts]
+        return [i for i, pace in enumerate(paces) if pace > DISTURBED * statistics.median(paces)]
 
 
 def join(shares: abc.Iterable[list[Measured]]) -> list[Measured]:
@@ -126,7 +135,8 @@ def measure(
     numbers: abc.Sequence[int] | None = None,
 ) -> list[Measured]:
     """Decode every prompt with every variant, one at a time. The variants take turns on the same
-    prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all.
+    prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all;
+    what was disturbed is measured again.
     `numbers` are the prompts' own among all that are sampled with one seed, by default 0, 1, 2, ...:
     each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
@@ -163,6 +173,10 @@ def measure(
             one = measured[(turn + i) % len(variants)]
             one.add(run(one.variant, number, list(prompt)))
         progress(i + 1, len(prompts))
+    for one in measured:
+        for i in one.disturbed():
+            one.prompts[i] = run(one.variant, numbers[i], list(prompts[i])).prompts[0]
+            one.again += 1
     return measured
 
 

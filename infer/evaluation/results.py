@@ -137,6 +137,7 @@ class MethodResult:
     tau_interval: list[float] | None = None
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
+    again: int | None = None  # prompts that something disturbed, which were measured again
 
     @property
     def acceptance(self) -> Acceptance:

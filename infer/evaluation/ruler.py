@@ -15,6 +15,7 @@ from infer.evaluation.results import Evaluation, PromptResult
 
 SAMPLES = 2000  # of the bootstrap
 LEVEL = 95.0  # per cent
+DISTURBED = 5  # times a method's median time a token, from which on a prompt is measured again
 FEWEST = 5  # prompts below which nothing can be said about other prompts
 ENOUGH = 8  # shared prompts to tell checkpoints apart: an interval of 5 holds the truth 82 times in 100, one of 8 88
 

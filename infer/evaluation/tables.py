@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from infer.evaluation.results import GENERATE, Evaluation, MethodResult, surest
-from infer.evaluation.ruler import FEWEST, figures
+from infer.evaluation.ruler import DISTURBED, FEWEST, figures
 
 DASH = "-"
 COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
@@ -131,9 +131,12 @@ def gain(method: MethodResult, over: str = "") -> str:
 
 
 def notes_of(evaluation: Evaluation) -> list[str]:
-    """Return what belongs below the tables: how much of the texts is repetition."""
-    lines = []
-    for one in (evaluation, *(evaluation.beside or ())):
+    """Return what belongs below the tables: what was measured again, and how much of the texts is
+    repetition."""
+    every, lines = (evaluation, *(evaluation.beside or ())), []
+    if again := sum(method.again or 0 for one in every for method in one.methods):
+        lines.append(f"measured again, as it took over {DISTURBED} times the method's median time a token: {again}")
+    for one in every:
         if prompts := one.methods[0].prompts:
             looped, tokens = [p.looped for p in prompts if p.looped], sum(p.tokens for p in prompts)
             lines.append(

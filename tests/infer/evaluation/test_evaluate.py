@@ -1,6 +1,7 @@
 """What an evaluation decodes."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from infer import generate
 from infer.config import DecodeOptions, EvaluationConfig
 from infer.drafters.lookup import Lookup
 from infer.engine.sampling import derived_seed
-from infer.evaluation import cost, evaluate
+from infer.evaluation import cost, evaluate, measuring
 from infer.evaluation.evaluate import decode_all, parts_of, summarise
 from infer.evaluation.measuring import PromptSet, join, measure, variants
 from infer.evaluation.suite import ask
@@ -66,6 +67,27 @@ def test_ngrams_are_methods_of_their_own(make_tiny, tmp_path):
     alone = Lookup(6, drafter.ngrams)
     assert rounds["n-grams alone", 4] == generate(target, alone, PROMPTS[0], max_new_tokens=12, budget=4).commits
     assert all(ids(one) == ids(measured[0]) for one in measured)
+
+
+def test_what_was_disturbed_is_measured_again(make_tiny, monkeypatch):
+    """The machine stands still for ten seconds during one prompt of one method: its rate is as without."""
+    target, drafter = make_tiny()
+    readings = count()  # two a text, the first at 0: of two warm-ups, then of the methods in turn
+
+    def slow_clock() -> float:
+        reading = next(readings)
+        return reading + 10.0 * (reading > 2 * (2 + 3))  # the stall: behind the first reading of the fourth text
+
+    opened = measuring.open_engine
+    monkeypatch.setattr(measuring, "synchronised_clock", lambda device: slow_clock)
+    monkeypatch.setattr(measuring, "open_engine", lambda *args: opened(*args[:-1]))
+    plain, _, chain, *_ = variants(drafter, EvaluationConfig(max_new_tokens=4, budgets=[2], continuity="none"))
+    measured = measure(target, drafter, [plain, chain], PROMPTS[:4])
+    assert sorted(one.again for one in measured) == [0, 1]
+    assert all(prompt.seconds == [1.0] for one in measured for prompt in one.prompts)
+    rows = [evaluate.method_result(one, measured[0], measured[0]) for one in measured]
+    assert [(row.tokens_per_second, row.speedup) for row in rows] == [(4.0, 1.0), (4.0, 1.0)]
+    assert [row.again for row in rows].count(None) == 1
 
 
 @pytest.mark.parametrize(
