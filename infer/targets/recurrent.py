@@ -222,7 +222,9 @@ class States:
 
     def move(self, source: int, to: int) -> None:
         """Copy a row's states to another row."""
-        self.restore(to, self.read(source))
+        for kind in (self.inputs, self.memory):
+            for kept in kind.values():
+                kept[to] = kept[source]
 
     def commit(self, path: torch.Tensor, counts: torch.Tensor) -> None:
         """Move every row's states along the first `counts[b]` nodes of `path` (B, W) of the tree that

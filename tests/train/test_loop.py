@@ -66,7 +66,7 @@ def whole_run(start, make_once) -> Path:
 
     def run(runs: Path) -> None:
         output = start(runs, "name=whole", *WHOLE).finish()
-        for word in ("plain", "chain", "ddtree", "report.html", "tokens/s"):
+        for word in ("plain", "chain", "DDTree", "report.html", "tokens/s"):
             assert word in output
 
     return make_once("whole-run", run) / "whole"
