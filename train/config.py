@@ -230,8 +230,7 @@ class TrainConfig:
 
 def check_head_training(config: TrainConfig) -> None:
     """Raise ValueError where a conditional head cannot be trained as asked, or there is none.
-    `config.drafter` is
-    complete: `resolve_init` has read the drafter's folder."""
+    `config.drafter` is complete: `resolve_init` has read the drafter's folder."""
     name, stage = config.drafter.head.name, config.deepspeed.stage
     row = HEADS.get(name)
     if config.train == "head":

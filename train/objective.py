@@ -172,8 +172,8 @@ class _Drafted(NamedTuple):
 
 class _Scan:
     """A pass over the rows that count, chunk by chunk. wants: with respect to which parts of `drafted`
-    gradients are
-    formed: of each row's divergence; of matrices of the whole loss, whose `row_weights` (G, L) are
+    gradients are formed: of each row's divergence; of matrices of the whole loss, whose `row_weights`
+    (G, L) are
         needed then.
 
     Found for every row, (G, L): `rows`, its divergence; `likely`, the drafter's probability of the

@@ -209,8 +209,8 @@ def tree_mask(
     """Return what new positions (B, Q) of a cache see of its first `keys` places: their row's `ends`
     (B,) cached positions, and of each other what `inside` (B, Q, Q) allows (tree attention, DDTree
     section 4.4); with a `width`, of both the last so many positions, or those in the same chunk.
-    Distances are between positions, not places in the
-    cache: siblings in a tree have the same position."""
+    Distances are between positions, not places in the cache: siblings in a tree have the same
+    position."""
     near = first_near(positions, width, chunked)  # (B, Q)
     if width is not None:
         inside = inside & (positions[:, None] >= near[..., None])

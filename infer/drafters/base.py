@@ -483,8 +483,8 @@ def init_head(drafter: Drafter, generator: torch.Generator) -> None:
 @torch.no_grad()
 def init_last_norm(drafter: Drafter, target: Target) -> None:
     """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it,
-    guesses nearly
-    uniformly: a head tied to the embedding otherwise gives the token that entered all probability."""
+    guesses nearly uniformly: a head tied to the embedding otherwise gives the token that entered all
+    probability."""
     ids = torch.linspace(0, len(target.head_weight) - 1, PROBES, device=target.device).long()
     states = drafter.norm(target.embed(ids).cpu().float()).to(target.head_weight)
     drafter.norm.weight.mul_(min(1.0, FLAT / target.head(states).float().abs().amax().item()))

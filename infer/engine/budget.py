@@ -86,8 +86,8 @@ class BudgetController(Budget):
 
     A node commits what the drafter promises, its probability, times how much of such promises was kept.
     Among the sizes of a tree that is there, the next nodes are worth their time where they commit more
-    than rounds do in that time on
-    average: as many as possible a second over all rounds, not in each by itself.
+    than rounds do in that time on average: as many as possible a second over all rounds, not in each by
+    itself.
 
     Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and
     size; those of like rows and sizes lean on each other.

@@ -8,8 +8,7 @@ step-by-step decoding would, for as long as the state that it reaches was comput
 depend on which states are picked.
 
 A chain of drafts is the paper's section 3.2; swapped drafts are its section 5.2; the guided tree is
-ours. States are
-sets: "b, then a" leads to the state of "a, then b", which is computed once.
+ours. States are sets: "b, then a" leads to the state of "a, then b", which is computed once.
 
 P masked positions, in any states; K likeliest tokens of a position, V vocabulary.
 """

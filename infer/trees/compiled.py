@@ -68,9 +68,8 @@ def best_entry(key, which, depth, newest):
 def next_best(above, row, score, index, ranked):
     """Return the index of the best entry of row (M,) that ranks behind an entry with this score and
     index, -1 if there is none: the highest of the rest, of equal ones the first; NaN is none. Scores
-    are `above + row`, rounded as these
-    are: sums may be equal where entries are not. Rows need not be sorted, as few of their entries are
-    asked for; in those that are (`ranked`), it is the next."""
+    are `above + row`, rounded as these are: sums may be equal where entries are not. Rows need not be
+    sorted, as few of their entries are asked for; in those that are (`ranked`), it is the next."""
     if ranked:
         return index + 1 if index + 1 < len(row) else -1
     best, highest = -1, -np.inf

@@ -1,10 +1,9 @@
 """Draft trees of texts that must follow a grammar: the likeliest prefixes among those that it allows.
 
 Where only some tokens may follow a prefix, the drafter's distribution over these, normalised, takes the
-place of its
-own: q(v | prefix, grammar). A prefix never scores above its parent, so that DDTree's best-first search
-finds the best nodes here too. What the grammar forces behind the root, as the tokenizer writes it,
-comes first: it has probability 1.
+place of its own: q(v | prefix, grammar). A prefix never scores above its parent, so that DDTree's
+best-first search finds the best nodes here too. What the grammar forces behind the root, as the
+tokenizer writes it, comes first: it has probability 1.
 
 L drafted positions, V vocabulary, M nodes, C candidates of a position.
 """

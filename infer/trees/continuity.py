@@ -1,8 +1,7 @@
 """DART's continuity-aware tree: a beam over the drafter's tokens, scored by the drafter and by how
 often a token followed the ones before it in a corpus (algorithm 1; scores as in appendix D, what that
-leaves open as in the authors'
-code: a token never seen behind any suffix of the path has probability 0, and the drafter's
-probabilities are those among the likeliest tokens of the position).
+leaves open as in the authors' code: a token never seen behind any suffix of the path has probability 0,
+and the drafter's probabilities are those among the likeliest tokens of the position).
 
 L drafted positions, K tokens a position, S prefixes seen, W width of the beam.
 """

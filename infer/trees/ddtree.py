@@ -10,8 +10,7 @@ CPU and in one Triton kernel for GPUs; and `by_depth`, in tensor operations of f
 neither is at hand and for recurrent heads, whose memories the kept prefixes carry.
 
 Of equal scores the shallower prefix goes first, then the one whose parent does, then the candidate that
-is likelier by
-itself: the first of two equal candidates.
+is likelier by itself: the first of two equal candidates.
 
 B rows, L drafted positions, M candidates a position, N nodes, P prefixes, S entries of a memory, V
 vocabulary.

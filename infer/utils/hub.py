@@ -17,8 +17,7 @@ KEYS = {"path", "checkpoint", "checkpoints", "init", "base_model"}  # options th
 
 def refrain_from_silent_hub(options: Iterable[tuple[str, object]]) -> None:
     """Where an option names something on the hub and the hub does not answer, let this process use only
-    what is on this
-    machine: what is missing is said at once then."""
+    what is on this machine: what is missing is said at once then."""
     names = {str(value) for key, value in options if KEYS & set(key.split("."))}
     named = any(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() for name in names)
     if named and not hub_answers():

@@ -170,8 +170,7 @@ def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:
 
 def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier: Path | None) -> None:
     """Count the rows' n-grams into the run's folder, unless they are there; a drafter that brought some
-    along keeps
-    those: few answers alone would make poor trees."""
+    along keeps those: few answers alone would make poor trees."""
     if (run / NGRAMS).exists():
         return
     if earlier is not None:
