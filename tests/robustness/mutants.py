@@ -364,6 +364,66 @@ MUTANTS = [
         ("if status.st_size > most:", "if False:"),
         LAYOUTS + " -k never_end",
     ),
+    (
+        "the walk goes on behind what was refused",
+        "infer/engine/choices.py",
+        ("reached = (match[:, None] | ~ancestors).all(-1)", "reached = match"),
+        "tests/infer/engine/test_verify.py",
+    ),
+    (
+        "a row moves into another hole than is said",
+        "infer/engine/scheduler.py",
+        ("order.insert(hole, order.pop())", "order.insert(hole, order.pop(0))"),
+        ADMISSION,
+    ),
+    (
+        "a captured round keeps what other texts asked",
+        "infer/engine/runner.py",
+        ("if kind != Kind() and self.noted != [(text, len(text.ids)) for text in texts]:", "if not self.noted:"),
+        "tests/infer/engine/test_capture.py",
+    ),
+    (
+        "a prefix is one block longer than what is kept",
+        "infer/engine/runner.py",
+        ("text.reused = BLOCK * len(text.kept)", "text.reused = BLOCK * len(text.kept) + bool(text.kept)"),
+        "tests/infer/engine/test_prefixes.py",
+    ),
+    (
+        "all drafts count as kept",
+        "infer/engine/budget.py",
+        ("keep * self.kept + sum(map(len, paths))", "keep * self.kept + nodes * len(paths)"),
+        "tests/infer/engine/test_engine.py",
+    ),
+    (
+        "of equal prefixes the deepest goes first",
+        "infer/trees/compiled.py",
+        ("key[n] == key[best] and depth[n] < depth[best]", "key[n] == key[best] and depth[n] > depth[best]"),
+        "tests/infer/trees/test_trees.py",
+    ),
+    (
+        "states of recurrent layers stay where the row was",
+        "infer/targets/recurrent.py",
+        ("kept[to] = kept[source]", "kept[source] = kept[to]"),
+        "tests/infer/targets/test_recurrent.py",
+    ),
+    (
+        "a moved row has the length of the row before",
+        "infer/attention/kv_cache.py",
+        ("            self.ends[to] = self.ends[source]\n", ""),
+        "tests/infer/engine/test_decode.py",
+    ),
+    (
+        "gates of a warm start are all open",
+        "infer/drafters/gated.py",
+        (" * openness(layer, target)}", "}"),
+        "tests/infer/drafters/test_warm.py",
+    ),
+    (
+        "nothing is ever disturbed",
+        "infer/evaluation/measuring.py",
+        ("DISTURBED * statistics.median(paces)", "DISTURBED * max(paces)"),
+        "tests/infer/evaluation/test_evaluate.py",
+    ),
 ]
 
 
