@@ -398,7 +398,7 @@ MUTANTS = [
         "of equal prefixes the deepest goes first",
         "infer/trees/compiled.py",
         ("key[n] == key[best] and depth[n] < depth[best]", "key[n] == key[best] and depth[n] > depth[best]"),
-        "tests/infer/trees/test_trees.py",
+        "tests/infer/trees/test_conditional.py tests/infer/trees/test_continuity.py",
     ),
     (
         "states of recurrent layers stay where the row was",
