@@ -40,7 +40,7 @@ def test_the_fuzz_of_command_lines_sees_faults(load_program, monkeypatch):
 
     fuzzer = load_program("fuzz_configs")
     assert fuzzer.judge("chat", ["temperature=inf"], [False]) == (False, [])
-    monkeypatch.setattr(overrides, "values", lambda config: ())
+    monkeypatch.setattr(overrides, "asdict", lambda config: {})
     taken, faults = fuzzer.judge("chat", ["temperature=inf"], [False])
     assert taken and faults == ["temperature=inf passes", "a mistake passes"]
 
@@ -115,7 +115,7 @@ def test_every_known_bug_still_fits(load_program):
         "context leaks at the anchor",
         "the target sees other documents",
         "questions carry loss",
-        "what was rejected can still be drawn",
+        "the walk goes on behind what was refused",
         "a flipped weight is believed",
     ],
 )
