@@ -16,7 +16,7 @@ import torch
 
 from data.packing import packed_rows
 from data.prompts import evaluation_prompts
-from data.rows import single
+from data.rows import read_rows, single
 from infer.attention.masks import GROUP
 from infer.drafters.base import default_mask_token, new_drafter
 from infer.evaluation.evaluate import brief, parts_of
@@ -252,10 +252,17 @@ def process_memory(work: Work) -> float:
 
 def rows_of(config: TrainConfig, tokenizer) -> "Dataset | None":
     """Return the training rows, which the run will find in the cache; None where they are not on this
-    machine yet."""
+    machine yet, or are questions whose answers the target is still to write."""
     if any(data.source == "hub" for data, _ in single(config.data)):
         return None
-    return packed_rows(config.data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
+    try:
+        return packed_rows(config.data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
+    except ValueError:
+        if config.data.source != "jsonl":
+            raise
+        count = sum(1 for _ in read_rows(config.data, answered=False))  # raises for rows that are no questions either
+        print(f"{count:,} questions without answers to learn from: ./launch.sh regenerate lets the target write them")
+        return None
 
 
 def mask_of(config: TrainConfig, theirs: "PretrainedConfig", tokenizer, rows: "Dataset | None") -> str:

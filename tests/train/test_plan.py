@@ -182,3 +182,14 @@ def test_every_named_target_is_planned(repo):
             options = DrafterConfig(family=family, mask_token_id=1, layers=1)
             config = config_for(options, None, theirs)
             assert config.intermediate_size > config.hidden_size / 2 and config.head_dim * config.num_attention_heads
+
+
+def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(9)))
+    plan.print_plan(small("data=jsonl", f"data.path={file}"))
+    printed = capsys.readouterr().out
+    assert "9 questions without answers" in printed and "activations" in printed
+    file.write_text('{"no": "columns"}\n' * 9)
+    with pytest.raises(ValueError, match="no rows"):
+        plan.print_plan(small("data=jsonl", f"data.path={file}"))
