@@ -52,8 +52,7 @@ def speculative(
     streamer=None,
     continuity: str | None = None,
 ) -> abc.Callable:
-    """Return a decoding loop for `target.model.generate(..., custom_generate=...)`: the same output,
-    sooner.
+    """Return a decoding loop for `target.model.generate(..., custom_generate=...)`: same output, sooner.
 
     Greedy output is what `generate` writes without it. Sampled output has the same distribution; its
     seeds come from torch's generator, so that `torch.manual_seed` repeats it, whatever the method. A
