@@ -60,13 +60,14 @@ def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
                 yield chunk
 
 
-def coloured(text: str, round: dict | None) -> Text:
-    """Return one round's text: accepted drafts, rejected drafts, and the target's own token last."""
+def coloured(text: str, round: dict | None, colours: bool) -> Text:
+    """Return one round's text: accepted drafts, rejected drafts, which only colours tell from text, and
+    the target's own token last."""
     if round is None:
         return Text(text, BONUS)
     bonus = round["bonus"] if text.endswith(round["bonus"]) else ""
     accepted = text.removesuffix(bonus)
-    return Text.assemble((accepted, ACCEPTED), (round["rejected"], REJECTED), (bonus, BONUS))
+    return Text.assemble((accepted, ACCEPTED), (round["rejected"] if colours else "", REJECTED), (bonus, BONUS))
 
 
 def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand, console: Console) -> str:
@@ -76,7 +77,7 @@ def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
         delta, round = chunk["choices"][0]["delta"], chunk.get("round")
         text = delta.get("reasoning_content", "") + delta.get("content", "")
         said += text
-        console.print(coloured(text, round), end="", soft_wrap=True)
+        console.print(coloured(text, round, console.color_system is not None), end="", soft_wrap=True)
         if round is not None:
             rounds, tokens, drafted = rounds + 1, tokens + round["committed"], drafted + round["drafted"]
     if rounds:

@@ -258,7 +258,9 @@ def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, e
         config = ChatCommand(url=url, max_tokens=40)
         with httpx.Client(base_url=config.url, timeout=60) as http:
             said = answer(http, messages, config, console)
-    assert said == own.text
+            plain = Console(file=io.StringIO(), color_system=None, record=True)
+            answer(http, messages, config, plain)
+    assert said == own.text and plain.export_text().startswith(own.text)  # nothing refused, where colours do not tell
     shown = console.export_text(styles=True)
     assert "\x1b[9;31m" in shown  # struck through: refused by the target
     assert "\x1b[1;33m" in shown and "a round" in shown
