@@ -252,7 +252,7 @@ def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, e
     messages = [{"role": "user", "content": "import os\n"}]
     own = generate(embedded, None, messages, method="plain", max_new_tokens=40)
     prompt = embedded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    drafter = scripted_drafter([prompt["input_ids"] + own.ids], 6, embedded.config.vocab_size)
+    drafter = scripted_drafter([prompt["input_ids"] + own.ids] * 2, 6, embedded.config.vocab_size)
     console = Console(record=True, force_terminal=True, width=200, file=io.StringIO())
     with running(Engine(embedded, drafter, EngineConfig("chain", 5, rows=1), CAPACITY)) as (url, _):
         config = ChatCommand(url=url, max_tokens=40)
