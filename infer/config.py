@@ -37,7 +37,8 @@ def check_device(key: str, device: str) -> None:
 class TargetConfig:
     """The target and how it is loaded.
 
-    path: a hub id, a local folder, or "embedded": the small target of the repository
+    path: a hub id, a local folder, a GGUF file, "embedded": the small target of the repository, or
+        "smollm2": a file that a Python package brings, infer/targets/gguf.py
     dtype: float32, bfloat16, or auto: bfloat16 on CUDA, else float32
     device: cpu, cuda, cuda:1, ..., or auto
     trust_remote_code: run modelling code that comes with the model

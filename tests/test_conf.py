@@ -94,12 +94,14 @@ def test_model_bundles_differ_in_name_and_target_only():
     bundles = set(options_of("model"))
     assert {"hf", "qwen3-8b", "qwen3-32b", "qwen3-coder-30b-a3b", "llama-3.1-8b"} <= bundles
     expected = OmegaConf.to_container(composed("train", ["+model=qwen3-4b"]))
-    for bundle in sorted(bundles - {"hf"}):
+    for bundle in sorted(bundles - {"hf", "smollm2"}):
         config = OmegaConf.to_container(composed("train", [f"+model={bundle}"]))
         assert config["target"]["path"].split("/")[1].lower().startswith(bundle[:8])
         assert config | {"name": "", "target": {}} == expected | {"name": "", "target": {}}
         assert config["name"] == bundle + "-${drafter.family}"
     assert composed("train", ["+model=hf", "target.path=/some/folder"]).document_anchors == 512
+    laptop = composed("train", ["+model=smollm2", f"data.path={__file__}"])
+    assert (laptop.target.path, laptop.drafter.layers, laptop.optim.name) == ("smollm2", 2, "muon")
     with pytest.raises(ValueError, match=r"target\.path"):
         composed("train", ["+model=hf"])
 

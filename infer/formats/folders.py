@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infer.formats.integrity import tensor_digest
-from infer.targets.loading import resolve_path
+from infer.targets.loading import EMBEDDED
 from infer.utils.files import json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
@@ -61,7 +61,7 @@ def find_folder(path: str | Path) -> Path:
     """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the best
     checkpoint of a run's, for "embedded" the one beside the embedded target, or a hub id's, of which
     JSON and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
-    folder = Path(resolve_path(str(path)))
+    folder = EMBEDDED if str(path) == "embedded" else Path(path)
     for inner in INNER:
         if (folder / inner).is_dir():
             return folder / inner

@@ -1,4 +1,4 @@
-"""Loading targets: by hub id, by folder or "embedded"; whole, or the tokenizer, config.json or some
+"""Loading targets: by hub id, folder, GGUF file or name; whole, or the tokenizer, config.json or some
 layers alone."""
 
 import json
@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
+from infer.targets.gguf import PACKAGED, converted, packaged_file
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
 from infer.utils.progress import doing
@@ -62,8 +63,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_path(path: str) -> str:
-    """Return a hub id or folder; "embedded" is the repository's own target."""
-    return str(EMBEDDED) if path == "embedded" else path
+    """Return a hub id or folder; "embedded" is the repository's own target. A GGUF file, and the one
+    that "smollm2" names, stands for the folder that it was converted to. Raises ValueError and
+    FileNotFoundError for a file that cannot be."""
+    if path == "embedded":
+        return str(EMBEDDED)
+    file = packaged_file(path) if path in PACKAGED else Path(path)
+    return str(converted(file)) if file.suffix.lower() == ".gguf" and file.is_file() else path
 
 
 def load_tokenizer(path: str = "embedded", trust_remote_code: bool = False, told: Mapping[str, object] | None = None):
@@ -106,8 +112,7 @@ def explain_missing(path: str) -> Iterator[None]:
     folder that exists passes unchanged."""
     folder = Path(resolve_path(path))
     if folder.is_file():
-        kind = "a GGUF file, which is not read here" if folder.suffix.lower() == ".gguf" else "a file"
-        raise ValueError(f"target.path={path} is {kind}: give the model's folder with config.json and safetensors")
+        raise ValueError(f"target.path={path} is a file: give the model's folder, or a GGUF file")
     try:
         yield
     except (OSError, ValueError) as error:

@@ -129,15 +129,15 @@ def options_of(group: str) -> list[str]:
 
 @cache
 def prepare(name: str, schema: type) -> None:
-    """Tell Hydra what has no file: the schema, and model=NAME for every target, which is the bundle
-    conf/model/hf.yaml with that target."""
+    """Tell Hydra what has no file: the schema, and model=NAME for every target without one, which is
+    the bundle conf/model/hf.yaml with that target."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     store.store(name=f"{name}_schema", node=schema)
     if not (CONF / f"{name}.yaml").exists():
         store.store(name=name, node={"defaults": [f"{name}_schema"]})
-    for target in {*options_of("target")} - {"hf", "embedded"}:
+    for target in {*options_of("target")} - {"embedded", *(file.stem for file in (CONF / "model").iterdir())}:
         bundle = {"defaults": ["hf", {"override /target": target}], "name": target + "-${drafter.family}"}
         store.store(group="model", name=target, node=bundle, package="_global_")
 

