@@ -1,12 +1,18 @@
-"""Decoding by this checkout, by another and by transformers, same weights and prompts, by turns.
+"""Decoding by this checkout, another one, transformers and llama.cpp: the same prompts, by turns.
 
+    python benchmarks/against.py [DRAFTER] --target FOLDER --suite QUESTIONS --gguf FILE --threads 2
     python benchmarks/against.py runs/embedded-dflash/checkpoints/best/drafter --other ../at-8ca1fa3
 
-Every checkout decodes in a process of its own, whose only API are `load_target`, `load_drafter` and `generate`; prompt
-by prompt the ways take turns, so that a noisy machine is equally noisy for all. Times are the processor's for a
-process of one thread (`--threads`: wall-clock, for a quiet machine). Printed: tokens a second; the median over prompts
-of the ratio to transformers' `generate`, to its DFlash decoding, to our plain decoding and to the same way by the other
-checkout, each with its interval of 95% (bootstrap); and whether all texts are the same.
+Every side decodes in a process of its own; prompt by prompt the ways take turns, so that a noisy machine is equally
+noisy for all. `rows 64` writes so many texts at once, past their end tokens; `prompt 512` computes so many tokens;
+`pass 17` is one pass over so many tokens behind a prompt, with the choice behind each: of these `--repeats` turns.
+Times are the processor's for a process of one thread (`--threads`: wall-clock, for a quiet machine).
+
+The first table has medians over turns, with their intervals of 95% (bootstrap): tokens a second, of a pass
+milliseconds; how many times faster than transformers (float32), llama.cpp and the other checkout at the same, drafting
+ways than plain decoding there; the ratio to the side's own plain decoding, of a pass what it costs in plain passes;
+whether all texts are our plain decoding's. The second says where the time of our rounds goes. Of the other checkout
+`load_target`, `load_drafter` and `generate` are used. A side that is not installed is left out, with the reason.
 """
 
 import argparse
@@ -15,123 +21,298 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 HERE = Path(__file__).resolve().parents[1]
-WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
 TEXT = " text"  # behind a way's name: its trees ask the text's own n-grams, which other checkouts may not know
-OURS = (*WAYS, "ddtree 8 text", "ddtree 16 text", "ddtree 64 text")
-BASES = {"generate": "transformers", "its DFlash": "transformers DFlash", "plain": "plain"}  # what ratios are to
+WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
+MANY = ("rows 64", "prompt 512", "pass 1", "pass 9", "pass 17", "pass 33", "pass 65")
+ALL = (*WAYS, *(f"ddtree {budget}{TEXT}" for budget in (8, 16, 64)), "DFlash", *MANY)
+UNDRAFTED = {"plain", *MANY}
+SHOWN = ("draft", "build", "verify", "commit")
+STAGES: dict[str, float] = {}  # of a worker's last text: seconds, and its rounds
+
+Ids = list[list[int]]
+Prepare = Callable[[str, Ids], Callable[[], Ids]]  # way, prompts -> what is timed -> new ids
 
 
-def work(args: argparse.Namespace) -> None:
-    """Answer lines `[way, prompt]` of standard input with `[seconds, ids]`."""
-    import torch
+class Turn(NamedTuple):
+    """What one turn of a way took."""
 
+    speed: float  # tokens a second, or passes
+    seconds: float
+    ids: Ids
+    stages: dict[str, float]
+
+
+def ours(args: argparse.Namespace) -> Prepare:
+    """Decoding by the checkout that PYTHONPATH names."""
     from infer import generate, load_drafter, load_target
 
-    threads, new_tokens = args.threads, args.new_tokens
-    torch.set_num_threads(max(1, threads))
-    clock = time.perf_counter if threads else time.thread_time
-    target, drafter = load_target(args.target, device="cpu", dtype="float32"), load_drafter(args.drafter)
-    theirs = None
-    for line in sys.stdin:
-        way, prompt = json.loads(line)
-        method, _, budget = way.removesuffix(TEXT).partition(" ")
-        if method == "transformers":
-            inputs = torch.tensor([prompt])
-            settings = {}
-            if budget == "DFlash":
-                from assisted import assisted
+    told = {"quantization": args.quantization} if args.quantization and args.work == "ours" else {}
+    target = load_target(args.target, device="cpu", dtype=args.dtype, **told)
+    drafter = load_drafter(args.drafter, target.dtype) if args.drafter else None
 
-                theirs = theirs or assisted(target, drafter)
-                if theirs is None:
-                    raise SystemExit("transformers cannot run this drafter: leave out the way `transformers DFlash`")
-                settings = dict(theirs)
-            began = clock()
-            settings |= {"attention_mask": torch.ones_like(inputs), "max_new_tokens": new_tokens, "do_sample": False}
-            ids = target.model.generate(inputs, **settings)[0, len(prompt) :].tolist()
-        else:
-            settings = {"method": method, "budget": int(budget or 7), "rows": 1, "max_new_tokens": new_tokens}
-            settings |= {"continuity": TEXT.strip()} if way.endswith(TEXT) else {}
-            began = clock()
-            ids = generate(target, None if method == "plain" else drafter, prompt, **settings).ids
-        print(json.dumps([clock() - began, ids]), flush=True)
+    def prepare(way: str, prompts: Ids) -> Callable[[], Ids]:
+        kind, _, number = way.removesuffix(TEXT).partition(" ")
+        if kind == "pass":
+            return one_pass(target, prompts[0], int(number))
+        budget = int(number) if number.isdigit() else number or 7
+        settings = {"method": kind, "budget": budget, "rows": 1, "max_new_tokens": args.new_tokens}
+        settings |= {"continuity": TEXT.strip()} if way.endswith(TEXT) else {}
+        if way in MANY:
+            settings |= {"method": "plain", "rows": len(prompts), "positions": None, "ignore_eos": True}
+            settings |= {"max_new_tokens": 1} if kind == "prompt" else {}
+
+        def decode() -> Ids:
+            texts = generate(target, None if settings["method"] == "plain" else drafter, prompts, **settings)
+            STAGES.update(texts[0].stats.stage_seconds, rounds=texts[0].stats.rounds)
+            return [text.ids for text in texts]
+
+        return decode
+
+    return prepare
 
 
-def start(checkout: Path, args: argparse.Namespace) -> subprocess.Popen:
-    command = [sys.executable, __file__, str(Path(args.drafter).resolve()), "--work", f"--threads={args.threads}"]
-    command += [f"--new-tokens={args.new_tokens}", f"--target={args.target}"]
-    count = str(max(1, args.threads))
-    environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=checkout, env=environment, stdin=pipe, stdout=pipe, stderr=None, text=True)
+def one_pass(target, ids: list[int], count: int) -> Callable[[], Ids]:
+    """Return the pass over the last `count` ids as a chain of nodes behind the others."""
+    from infer.trees.tree import DraftTree
+
+    cache, depths = target.cache(1, len(ids)), torch.arange(count)[None]
+    with cache.add(1) as row:
+        target.extend([ids[:-count]], row, ())
+    tree = DraftTree(torch.tensor([ids[-count:]]), (depths - 1).clamp(min=0), depths, depths.float(), count - 1)
+    ancestors = tree.ancestors()
+    return lambda: target.head(target.verify(tree, ancestors, cache).last).argmax(-1).tolist()
 
 
-def ask(worker: subprocess.Popen, way: str, prompt: list[int]) -> tuple[float, list[int]]:
-    worker.stdin.write(json.dumps([way, prompt]) + "\n")
-    worker.stdin.flush()
-    seconds, ids = json.loads(worker.stdout.readline())
-    return seconds, ids
+def transformers(args: argparse.Namespace) -> Prepare:
+    """Decoding by Hugging Face's `generate` and its DFlash assistant, float32."""
+    from assisted import assisted
+    from transformers import DynamicCache
+
+    from infer import load_drafter, load_target
+
+    target = load_target(args.target, device="cpu", dtype="float32")
+    model, theirs = target.model, {}
+    if args.drafter and "DFlash" in args.ways:
+        theirs = assisted(target, load_drafter(args.drafter))
+        if theirs is None:
+            raise ImportError("it cannot run this drafter: leave out the way `DFlash`")
+
+    def prepare(way: str, prompts: Ids) -> Callable[[], Ids]:
+        kind, _, number = way.partition(" ")
+        if kind == "pass":
+            ids, cache = torch.tensor(prompts), DynamicCache(config=model.config)
+            model(ids[:, : -int(number)], past_key_values=cache, logits_to_keep=1)
+            return lambda: model(ids[:, -int(number) :], past_key_values=cache).logits.argmax(-1).tolist()
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.arange(width) >= torch.tensor([[width - len(prompt)] for prompt in prompts])
+        settings = {"attention_mask": mask.long(), "do_sample": False, "pad_token_id": 0}
+        settings |= {"max_new_tokens": 1 if kind == "prompt" else args.new_tokens}
+        settings |= {"eos_token_id": [model.config.vocab_size]} if kind == "rows" else {}  # one that cannot come
+        settings |= theirs if kind == "DFlash" else {}
+        return lambda: model.generate(ids, **settings)[:, width:].tolist()
+
+    return prepare
 
 
-def ratio(found: list[tuple[float, list[int]]], base: list[tuple[float, list[int]]]) -> str:
-    """Return the median over prompts of how much faster they were decoded, and its interval."""
-    return median([theirs / ours for (ours, _), (theirs, _) in zip(found, base, strict=True)])
-
-
-def median(ratios: Sequence[float]) -> str:
-    """Return the median of ratios (P,) with its interval."""
+def llama_cpp(args: argparse.Namespace) -> Prepare:
+    """Decoding by llama.cpp, through the low-level interface of llama-cpp-python."""
+    import llama_cpp as lib
     import numpy as np
 
-    from infer.evaluation.ruler import interval  # the workers' checkouts have none, so not above
+    if not args.gguf:
+        raise ImportError("no --gguf")
+    silent = lib.llama_log_callback(lambda *said: None)
+    lib.llama_log_set(silent, None)
+    model = lib.llama_model_load_from_file(args.gguf.encode(), lib.llama_model_default_params())
+    words, contexts, batch = lib.llama_model_get_vocab(model), {}, lib.llama_batch_init(4096, 0, 1)
+    size = (lib.llama_vocab_n_tokens(words),)
 
-    ratios = np.asarray(ratios)
-    known = interval(lambda drawn: np.median(ratios[drawn], axis=1), len(ratios))
-    return f"{np.median(ratios):.2f}" + ("" if known is None else " ({:.2f} to {:.2f})".format(*known))
+    def context_of(rows: int) -> object:
+        if rows not in contexts:
+            settings = lib.llama_context_default_params()
+            settings.n_seq_max, settings.n_ctx = rows, max(1024, rows * (args.longest + args.new_tokens))
+            settings.n_threads = settings.n_threads_batch = max(1, args.threads)
+            contexts[rows] = silent, lib.llama_init_from_model(model, settings)
+        context = contexts[rows][1]
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        return context
+
+    def run(context: object, tokens: Sequence[tuple[int, int, int]], asked: Sequence[int]) -> list[int]:
+        """Compute tokens (sequence, position, id); return the likeliest ids behind those that are asked for."""
+        batch.n_tokens = len(tokens)
+        for i, (row, position, token) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, row
+            batch.logits[i] = i in asked
+        if lib.llama_decode(context, batch):
+            raise SystemExit("llama.cpp refused a batch")
+        return [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), size).argmax()) for i in asked]
+
+    def write(context: object, prompts: Ids, count: int, past_end: bool) -> Ids:
+        texts = [run(context, [(i, *pair) for pair in enumerate(p)], [len(p) - 1]) for i, p in enumerate(prompts)]
+        while len(texts[0]) < count and (past_end or not lib.llama_vocab_is_eog(words, texts[0][-1])):
+            ends = [(i, len(prompts[i]) + len(text) - 1, text[-1]) for i, text in enumerate(texts)]
+            for text, token in zip(texts, run(context, ends, range(len(texts))), strict=True):
+                text.append(token)
+        return texts
+
+    def prepare(way: str, prompts: Ids) -> Callable[[], Ids]:
+        kind, _, number = way.partition(" ")
+        context = context_of(len(prompts))
+        if kind != "pass":
+            return partial(write, context, prompts, 1 if kind == "prompt" else args.new_tokens, kind == "rows")
+        tokens, start = [(0, *pair) for pair in enumerate(prompts[0])], len(prompts[0]) - int(number)
+        run(context, tokens[:start], [start - 1])
+        return lambda: [run(context, tokens[start:], range(int(number)))]
+
+    return prepare
+
+
+SIDES = {"ours": ours, "transformers": transformers, "llama.cpp": llama_cpp, "other": ours}
+KNOWN = {"ours": {*ALL} - {"DFlash"}, "transformers": {"DFlash", *UNDRAFTED}, "llama.cpp": UNDRAFTED, "other": {*WAYS}}
+
+
+@torch.inference_mode()
+def work(args: argparse.Namespace) -> None:
+    """Say why this side cannot be had, or null; then answer lines `[way, prompts]` of standard input."""
+    torch.set_num_threads(max(1, args.threads))
+    clock = time.perf_counter if args.threads else time.thread_time
+    try:
+        prepare = SIDES[args.work](args)
+    except ImportError as error:
+        return print(json.dumps(str(error)), flush=True)
+    print("null", flush=True)
+    for line in sys.stdin:
+        timed = prepare(*json.loads(line))
+        began = clock()
+        ids = timed()
+        print(json.dumps([clock() - began, ids, STAGES]), flush=True)
+
+
+def start(side: str, args: argparse.Namespace) -> subprocess.Popen:
+    checkout, count = args.other if side == "other" else HERE, str(max(1, args.threads))
+    environment = os.environ | {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
+    environment["PYTHONPATH"] = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, *sys.argv[1:], f"--work={side}", f"--longest={args.longest}"]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(worker: subprocess.Popen, way: str, prompts: Ids) -> Turn:
+    worker.stdin.write(json.dumps([way, prompts]) + "\n")
+    worker.stdin.flush()
+    seconds, ids, stages = json.loads(worker.stdout.readline())
+    done = len(prompts[0]) if way.startswith("prompt") else 1 if way.startswith("pass") else sum(map(len, ids))
+    return Turn(done / seconds, seconds, ids, stages)
+
+
+def material(way: str, turn: int, prompts: Ids, context: int) -> Ids:
+    """Return the prompts of a way's turn: one, several at once, or one of a length."""
+    kind, _, number = way.partition(" ")
+    if kind == "rows":
+        return [prompts[(turn + i) % len(prompts)] for i in range(int(number))]
+    if kind not in ("prompt", "pass"):
+        return [prompts[turn]]
+    tokens, length = sum(prompts, []), int(number) + (context if kind == "pass" else 0)
+    return [[tokens[(turn * length + i) % len(tokens)] for i in range(length)]]
+
+
+def median(values: Sequence[float]) -> str:
+    """Return the median of values (P,) with its interval."""
+    import numpy as np
+
+    from infer.evaluation.ruler import interval  # the other checkout may have none, so not above
+
+    values = np.asarray(values)
+    known = interval(lambda drawn: np.median(values[drawn], axis=1), len(values)) or ()
+    middle, *ends = (f"{value:.{1 if np.median(values) >= 10 else 2}f}" for value in (np.median(values), *known))
+    return middle + (f" ({' to '.join(ends)})" if ends else "")
+
+
+def cell(found: list[Turn], base: list[Turn] | None) -> str:
+    """Return how many times faster one was than the other."""
+    if base is None or base is found:
+        return f"{'':>24}"
+    return f"{median([one.speed / other.speed for one, other in zip(found, base, strict=False)]):>24}"
+
+
+def show(done: dict[tuple[str, str], list[Turn]]) -> None:
+    """Print the table of what was measured by side and way."""
+    beside = [side for side in SIDES if side != "ours" and (side, "plain") in done]
+    heads = ["tokens/s, ms", *(f"to {name}" for name in (*beside, "own plain"))]
+    print(f"{'':<28}" + "".join(f"{head:>24}" for head in heads) + f"{'same':>6}")
+    for (side, way), found in done.items():
+        many, of_pass = way in MANY, way.startswith("pass")
+        line = f"{f'{side}: {way}':<28}{median([1000 / one.speed if of_pass else one.speed for one in found]):>24}"
+        line += "".join(
+            cell(found, done.get((name, way), None if many else done.get((name, "plain")))) for name in beside
+        )
+        own = done.get((side, "pass 1" if of_pass else "plain"))
+        line += cell(own, found) if of_pass and own else cell(found, own)
+        same = [one.ids for one in found] == [one.ids for one in done.get(("ours", "plain"), [])]
+        print(line + ("" if many else f"{'yes' if same else 'NO':>6}"))
+
+
+def show_rounds(done: dict[tuple[str, str], list[Turn]]) -> None:
+    """Print where the time of our rounds goes."""
+    print(f"\n{'milliseconds a round':<28}{'τ':>6}" + "".join(f"{name:>9}" for name in (*SHOWN, "other")))
+    for (side, way), found in done.items():
+        if side == "ours" and way not in MANY:
+            rounds = sum(one.stages["rounds"] for one in found)
+            spent = [1000 / rounds * sum(one.stages[stage] for one in found) for stage in SHOWN]
+            other = 1000 / rounds * sum(one.seconds - one.stages["prefill"] for one in found) - sum(spent)
+            tau = sum(len(one.ids[0]) - 1 for one in found) / rounds
+            print(f"{way:<28}{tau:>6.2f}" + "".join(f"{each:>9.2f}" for each in (*spent, other)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", nargs="?", default="runs/embedded-dflash/checkpoints/best/drafter")
-    parser.add_argument("--target", default=str(HERE / "data/embedded"), help="folder of the target")
+    parser.add_argument("drafter", nargs="?", help="none: undrafted ways alone")
     parser.add_argument("--other", type=Path, help="another checkout of this repository")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--gguf", help="the target for llama.cpp")
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
-    parser.add_argument("--ways", nargs="+", default=["transformers", "transformers DFlash", *OURS])
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=5, help="turns of rows, prompts and passes")
+    parser.add_argument("--ways", nargs="+", default=ALL)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES))
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--longest", type=int, help=argparse.SUPPRESS)  # tokens of a prompt
+    sys.path.insert(0, str(HERE))
+    from inputs import add_prompts, add_target, prompts_of
+
+    add_target(parser)
+    add_prompts(parser)
+    parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
     if args.work:
         return work(args)
 
-    sys.path.insert(0, str(HERE))
-    from data.prompts import held_out_prompts
-    from data.rows import DataConfig
-    from infer import load_target
+    from infer.targets.loading import load_tokenizer
 
-    prompts = held_out_prompts(DataConfig(), load_target(args.target).tokenizer, args.prompts, 96)
-    workers = {"": start(HERE, args)} | ({"other: ": start(args.other, args)} if args.other else {})
-    rows = [(side, way) for side in workers for way in args.ways if not side or way in WAYS]
-    for side, way in rows:
-        ask(workers[side], way, prompts[0])  # warms up
-    done: dict[tuple[str, str], list[tuple[float, list[int]]]] = {row: [] for row in rows}
-    for prompt in prompts:
-        for side, way in rows:
-            done[side, way].append(ask(workers[side], way, prompt))
+    prompts = prompts_of(args, load_tokenizer(args.target))
+    args.longest = max(map(len, prompts))
+    workers = {side: start(side, args) for side in args.sides if side != "other" or args.other}
+    for side, worker in [*workers.items()]:
+        if why := json.loads(worker.stdout.readline()):
+            print(f"{side} is left out: {why}")
+            del workers[side]
+    ways = [way for way in args.ways if args.drafter or way in UNDRAFTED]
+    done: dict[tuple[str, str], list[Turn]] = {(side, w): [] for w in ways for side in workers if w in KNOWN[side]}
+    for turn in range(-1, len(prompts)):  # the first one warms up
+        for (side, way), found in done.items():
+            if way not in MANY or turn < args.repeats:
+                one = ask(workers[side], way, material(way, max(turn, 0), prompts, args.prompt_tokens))
+                found += [one] if turn >= 0 else []
     clock = f"{args.threads} threads" if args.threads else "processor time of one thread"
-    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {clock}; ratios to")
-    bases = [(name, way) for name, way in BASES.items() if ("", way) in done]
-    columns = [*(name for name, _ in bases), *(["the other's"] if args.other else [])]
-    print(f"{'':<22}{'tokens/s':>9}" + "".join(f"{name:>22}" for name in columns) + f"{'same':>6}")
-    for side, way in rows:
-        found = done[side, way]
-        line = f"{side + way:<22}{sum(len(i) for _, i in found) / sum(s for s, _ in found):>9.0f}"
-        beside = [("", base) for _, base in bases] + ([("other: ", way.removesuffix(TEXT))] if args.other else [])
-        shown = (ratio(found, done[base]) if base in done and base != (side, way) else "" for base in beside)
-        line += "".join(f"{each:>22}" for each in shown)
-        print(line + f"{'yes' if [i for _, i in found] == [i for _, i in done[rows[0]]] else 'NO':>6}")
+    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {clock}")
+    show(done)
+    show_rounds(done)
     for worker in workers.values():
         worker.stdin.close()
         worker.wait()

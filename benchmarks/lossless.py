@@ -11,9 +11,8 @@ difference in float32 and for any defect.
 import argparse
 
 import torch
+from inputs import add_prompts, prompts_of
 
-from data.prompts import held_out_prompts
-from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode
 from infer.config import EngineConfig
@@ -34,8 +33,7 @@ def main() -> None:
     parser.add_argument("drafters", nargs="+", help="drafter folders or checkpoints")
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--ngrams", help="n-gram file, for continuity and ddtree+ngrams")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--prompt-tokens", type=int, default=96)
+    add_prompts(parser)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 64, 512])
     parser.add_argument("--rows", type=int, nargs="+", default=[10], help="prompts decoded together by the methods")
@@ -63,7 +61,7 @@ def main() -> None:
     print(f"{'':<54}{'prompts':>8}{'tokens':>8}{'differ':>8}{'ties':>6}{'defects':>9}{'gap':>9}{'τ':>7}")
     for dtype in args.dtypes:
         target = load_target(args.target, dtype=dtype)
-        prompts = held_out_prompts(DataConfig(), target.tokenizer, args.prompts, args.prompt_tokens)
+        prompts = prompts_of(args, target.tokenizer)
         drafters = [load_drafter(path, target.dtype) for path in args.drafters]
         for temperature in args.temperatures:
             options = DecodeOptions(args.new_tokens, temperature, seed=1, method="plain", rows=1)

@@ -1,10 +1,11 @@
 """Public question sets as chats: which columns of a public row make which questions. One row of SETS
 each.
 
-The ten sets are those of DDTree's Table 1. Its appendix B takes sample counts from DFlash's benchmark;
-sources, splits, prompts and the choice of samples here are those of that benchmark's public scripts,
-word for word, because another prompt would be another measurement. A chat is a list of turns; a turn is
-what is said until the model answers, as messages.
+The ten sets of SETS are those of DDTree's Table 1. Its appendix B takes sample counts from DFlash's
+benchmark; sources, splits, prompts and the choice of samples here are those of that benchmark's public
+scripts, word for word, because another prompt would be another measurement. SPEED_BENCH has the domains
+and throughput splits of SPEED-Bench (2604.09557). A chat is a list of turns; a turn is what is said
+until the model answers, as messages.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,6 @@ from data.rows import file_records
 
 Chat = list[list[dict[str, str]]]  # turns of messages: {"role", "content"}
 
-SUITES = ("ddtree", "files")
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -55,11 +55,21 @@ class QuestionSet:
     split: str = "test"
     configuration: str | None = None
     files: tuple[str, ...] = ()  # of a hub repository that can only be read by its files
+    category: str | None = None  # of its rows those of this one, in a local file named as the configuration
 
     def turns(self, row: dict) -> list[str]:
         """Return what the user says, turn by turn. Raises KeyError for a missing column."""
         asked = self.ask.format_map(row) if isinstance(self.ask, str) else self.ask(row)
         return [asked] if isinstance(asked, str) else asked
+
+    @property
+    def file(self) -> str:
+        """The name of its local file."""
+        return self.configuration if self.category else self.name
+
+    def has(self, row: object) -> bool:
+        """Return whether a row of the file or hub configuration belongs to the set."""
+        return self.category is None or not isinstance(row, dict) or row.get("category") == self.category
 
 
 LIVECODEBENCH = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
@@ -89,15 +99,26 @@ SETS = (
     ),
     QuestionSet("swe-bench", "SWE-bench Lite", 128, "princeton-nlp/SWE-bench_Lite", ("problem_statement",), ISSUE),
 )
-BY_NAME = {one.name: one for one in SETS}
+
+SPEED = ("nvidia/SPEED-Bench", ("turns", "category"), itemgetter("turns"), "test")
+DOMAINS = ("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem")
+DOMAINS += ("summarization", "writing")
+SPLITS = tuple(f"throughput_{size}" for size in ("1k", "2k", "8k", "16k", "32k"))  # tokens of a prompt
+SPEED_BENCH = (
+    *(QuestionSet(name, name, 80, *SPEED, configuration="qualitative", category=name) for name in DOMAINS),
+    *(QuestionSet(name, name, 1536, *SPEED, configuration=name) for name in SPLITS),
+)
+WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # what the hub has where a source forbids copies
+SUITES = {"ddtree": SETS, "speed_bench": SPEED_BENCH, "files": ()}  # files: whatever sets the folder has
 
 
 @dataclass
 class SuiteConfig:
     """Which question sets are asked instead of held-out prompts.
 
-    name: which suite. ddtree: the ten sets of its Table 1; files: yours, a set a file
-    folder: your copies, a file or folder named as each set; None: ddtree from the hub
+    name: which suite. ddtree: the ten sets of its Table 1; speed_bench: SPEED-Bench's domains and
+        throughput splits; files: yours, a set a file
+    folder: your copies, a file or folder named as each set; None: from the hub
     sets: names of the sets that are asked; none named: all
     limit: questions of a set at most; None: as many as in the paper, or all of a file
     temperatures: every set is asked at each of these; 0 is greedy
@@ -115,7 +136,7 @@ class SuiteConfig:
         """Raise ValueError for a suite that cannot be asked, before anything is loaded."""
         if self.name is None:
             if self.folder is not None or self.sets:
-                raise ValueError("suite.folder and suite.sets need a suite: suite=ddtree or suite=files")
+                raise ValueError(f"suite.folder and suite.sets need a suite: suite={' or suite='.join(SUITES)}")
             return
         if self.name not in SUITES:
             raise ValueError(f"suite.name={self.name}: use {', '.join(SUITES)}")
@@ -131,10 +152,10 @@ class SuiteConfig:
 
     def names(self) -> list[str]:
         """Return the sets that are asked. Raises ValueError for one that is not there."""
-        known = list(BY_NAME if self.folder is None else set_files(self.folder))
-        if self.name == "ddtree":
-            known = [name for name in BY_NAME if name in known]
-        missing = [name for name in self.sets or (BY_NAME if self.name == "ddtree" else ()) if name not in known]
+        found = None if self.folder is None else set_files(self.folder)
+        public = SUITES[self.name]
+        known = [one.name for one in public if found is None or one.file in found] if public else list(found)
+        missing = [name for name in self.sets or [one.name for one in public] if name not in known]
         if not known:
             raise ValueError(f"suite.folder={self.folder}: no questions there, such as gsm8k.jsonl")
         if missing:
@@ -158,12 +179,13 @@ def load_suite(config: SuiteConfig) -> list[Questions]:
     """Return the sets of a checked configuration. Raises ValueError, naming set, file and line, for
     what cannot be read."""
     suite, files = [], {} if config.folder is None else set_files(config.folder)
+    public = {one.name: one for one in SUITES[config.name]}
     for name in config.names():
-        one, limit = BY_NAME[name] if config.name == "ddtree" else None, config.limit
+        one, limit, file = public.get(name), config.limit, name
         if one is not None:
-            limit = min(one.count, limit or one.count)
-        rows = (pair for file in files[name] for pair in file_records(file)) if files else hub_rows(one)
-        chats = [asked_chat(one, where, row) for where, row in rows]
+            limit, file = min(one.count, limit or one.count), one.file
+        rows = (pair for part in files[file] for pair in file_records(part)) if files else hub_rows(one)
+        chats = [asked_chat(one, where, row) for where, row in rows if one is None or one.has(row)]
         if not chats:
             raise ValueError(f"suite.folder={config.folder}: no questions of {name}")
         suite.append(Questions(name, one.title if one else name, sample(chats, limit)))
@@ -202,9 +224,12 @@ def hub_rows(one: QuestionSet) -> Iterator[tuple[str, dict]]:
 
 
 def asked_chat(one: QuestionSet | None, where: str, row: object) -> Chat:
-    """Return what a row of one of the ten sets asks, or a row of the user's own: {"turns": [texts]}.
-    Raises ValueError for a row that asks nothing."""
+    """Return what a row of a public set asks, or a row of the user's own: {"turns": [texts]}. Raises
+    ValueError for a row that asks nothing."""
     row = row if isinstance(row, dict) else {}
+    if one is not None and isinstance(row.get("messages"), list):  # as SPEED-Bench's script writes turns
+        asked = [message for message in row["messages"] if isinstance(message, dict) and message.get("role") == "user"]
+        row = row | {"turns": [message.get("content") for message in asked]}
     if one is not None and "turns" not in row:
         missing = [name for name in one.columns if name not in row]
         if missing:
@@ -213,6 +238,11 @@ def asked_chat(one: QuestionSet | None, where: str, row: object) -> Chat:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
         raise ValueError(f"{where}: a row is a JSON object with turns, a list of texts")
+    if any(text.startswith(WITHHELD) for text in turns):
+        raise ValueError(
+            f"{where}: the hub has no text of this row; fill it in with SPEED-Bench's own script, and give "
+            "suite.folder=<what it wrote>"
+        )
     return said(turns)
 
 

@@ -69,7 +69,7 @@ def test_every_group_option_composes(repo):
     for option in options_of("decoding"):
         composed("generate", [f"decoding={option}"])
     for suite in options_of("suite"):
-        folder = [] if suite in ("ddtree", "ssd") else [f"suite.folder={repo / 'data' / 'embedded'}"]
+        folder = [] if suite != "files" else [f"suite.folder={repo / 'data' / 'embedded'}"]
         composed("eval", [f"suite={suite}", *folder])
 
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from data.suites import BY_NAME, SuiteConfig, load_suite, sample
+from data.suites import SETS, SuiteConfig, load_suite, sample
 
 # One made-up row in each set's public format (two of LiveCodeBench's and Alpaca's kinds), and what must be asked.
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -105,7 +105,7 @@ def test_local_rows_become_the_published_prompts(copies):
     config = SuiteConfig("ddtree", str(copies))
     config.check()
     suite = load_suite(config)
-    assert [one.name for one in suite] == list(ROWS) == list(BY_NAME)
+    assert [one.name for one in suite] == list(ROWS) == [one.name for one in SETS]
     for one in suite:
         assert asked(one.chats) == [turns for _, *turns in ROWS[one.name]]
 
@@ -129,6 +129,33 @@ def test_rows_of_the_hub_are_read_by_column(monkeypatch, name):
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
     with pytest.raises(ValueError, match=r"could not be read .*suite\.folder="):
         load_suite(SuiteConfig("ddtree", sets=[name]))
+
+
+def test_speed_bench_is_read_as_its_script_writes_it_and_as_the_hub_has_it(tmp_path, monkeypatch):
+    """The script: a file a split, a row {"category", "messages", ...}; the hub: turns, some of them withheld."""
+    import datasets
+
+    common = {"question_id": "0" * 32, "sub_category": "x", "source": "s", "src_id": "1", "difficulty": "easy"}
+    for name, rows in {
+        "qualitative": [("coding", ["Sort a list.", "Now in place."]), ("math", ["2 + 2?"])],
+        "throughput_1k": [("low_entropy", ["Repeat this."])],
+    }.items():
+        said = [(category, [{"role": "user", "content": text} for text in turns]) for category, turns in rows]
+        write_rows(tmp_path, name, [common | {"category": kind, "messages": messages} for kind, messages in said])
+    for sets, turns in ((["coding"], ["Sort a list.", "Now in place."]), (["throughput_1k"], ["Repeat this."])):
+        (one,) = load_suite(SuiteConfig("speed_bench", str(tmp_path), sets))
+        assert one.name == sets[0] and asked(one.chats) == [turns]
+    with pytest.raises(ValueError, match="no throughput_8k among coding"):
+        SuiteConfig("speed_bench", str(tmp_path), ["throughput_8k"]).check()
+    withheld = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [common | {"category": "coding", "turns": [withheld]}, common | {"category": "math", "turns": ["2 + 2?"]}]
+    load = Mock(return_value=datasets.Dataset.from_list(rows))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (one,) = load_suite(SuiteConfig("speed_bench", sets=["math"]))
+    assert asked(one.chats) == [["2 + 2?"]]
+    assert load.mock_calls == [call("nvidia/SPEED-Bench", "qualitative", split="test")]
+    with pytest.raises(ValueError, match=r"row 0: the hub has no text .*suite\.folder="):
+        load_suite(SuiteConfig("speed_bench", sets=["coding"]))
 
 
 def test_samples_are_those_that_datasets_would_shuffle_to_the_front(tmp_path):

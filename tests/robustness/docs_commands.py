@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.suites import BY_NAME
+from data.suites import SUITES
 from infer.main import COMMANDS
 from infer.utils.overrides import composed
 
@@ -130,7 +130,11 @@ def compose(found: Found) -> str | None:
 
 def readers_files(folder: Path) -> None:
     """Make files in the places that the documents name as a reader's."""
-    for name in ("features/mine/manifest.json", "answers.jsonl", *(f"suites/{suite}.jsonl" for suite in BY_NAME)):
+    for name in (
+        "features/mine/manifest.json",
+        "answers.jsonl",
+        *(f"suites/{one.file}.jsonl" for suite in SUITES.values() for one in suite),
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     for name in ("chats.jsonl", "corpus.jsonl", "texts.jsonl", "question.jsonl"):
