@@ -4,9 +4,10 @@
     python benchmarks/against.py runs/embedded-dflash/checkpoints/best/drafter --other ../at-8ca1fa3
 
 Every side decodes in a process of its own; prompt by prompt the ways take turns, so that a noisy machine is equally
-noisy for all. `rows 64` writes so many texts at once, past their end tokens; `prompt 512` computes so many tokens;
-`pass 17` is one pass over so many tokens behind a prompt, with the choice behind each: of these `--repeats` turns.
-Times are the processor's for a process of one thread (`--threads`: wall-clock, for a quiet machine).
+noisy for all. `text 8` is a DDTree that asks the text's own n-grams; `rows 64` plain decoding of so many texts at once,
+past their end tokens, the time to the first token taken off; `prompt 512` computes so many tokens (of both `--repeats`
+turns); `pass 17` is one pass over so many tokens behind a prompt, with the choice behind each. Times are the
+processor's for a process of one thread (`--threads`: wall-clock, for a quiet machine).
 
 The first table has medians over turns, with their intervals of 95% (bootstrap): tokens a second, of a pass
 milliseconds; how many times faster than transformers (float32), llama.cpp and the other checkout at the same, drafting
@@ -29,16 +30,15 @@ from typing import NamedTuple
 import torch
 
 HERE = Path(__file__).resolve().parents[1]
-TEXT = " text"  # behind a way's name: its trees ask the text's own n-grams, which other checkouts may not know
-WAYS = ("plain", "chain", "ddtree 8", "ddtree 16", "ddtree 64")
-MANY = ("rows 64", "prompt 512", "pass 1", "pass 9", "pass 17", "pass 33", "pass 65")
-ALL = (*WAYS, *(f"ddtree {budget}{TEXT}" for budget in (8, 16, 64)), "DFlash", *MANY)
-UNDRAFTED = {"plain", *MANY}
+WAYS = ("plain", "chain", "DFlash", *(f"{tree} {budget}" for tree in ("ddtree", "text") for budget in (8, 16, 64)))
+WAYS += ("rows 1", "rows 64", "prompt 512", "pass 1", "pass 9", "pass 17", "pass 33", "pass 65")
+METHODS = {"chain": "chain", "ddtree": "ddtree", "text": "ddtree"}  # by a way's first word, its kind
+UNDRAFTED = {"plain", "rows", "prompt", "pass"}
 SHOWN = ("draft", "build", "verify", "commit")
 STAGES: dict[str, float] = {}  # of a worker's last text: seconds, and its rounds
 
 Ids = list[list[int]]
-Prepare = Callable[[str, Ids], Callable[[], Ids]]  # way, prompts -> what is timed -> new ids
+Prepare = Callable[[str, Ids, int], Callable[[], Ids]]  # way, prompts, new tokens -> what is timed -> new ids
 
 
 class Turn(NamedTuple):
@@ -54,23 +54,21 @@ def ours(args: argparse.Namespace) -> Prepare:
     """Decoding by the checkout that PYTHONPATH names."""
     from infer import generate, load_drafter, load_target
 
-    told = {"quantization": args.quantization} if args.quantization and args.work == "ours" else {}
+    told = {"quantization": args.quantization} if args.quantization and args.side == "ours" else {}
     target = load_target(args.target, device="cpu", dtype=args.dtype, **told)
     drafter = load_drafter(args.drafter, target.dtype) if args.drafter else None
 
-    def prepare(way: str, prompts: Ids) -> Callable[[], Ids]:
-        kind, _, number = way.removesuffix(TEXT).partition(" ")
+    def prepare(way: str, prompts: Ids, count: int) -> Callable[[], Ids]:
+        kind, _, number = way.partition(" ")
         if kind == "pass":
             return one_pass(target, prompts[0], int(number))
-        budget = int(number) if number.isdigit() else number or 7
-        settings = {"method": kind, "budget": budget, "rows": 1, "max_new_tokens": args.new_tokens}
-        settings |= {"continuity": TEXT.strip()} if way.endswith(TEXT) else {}
-        if way in MANY:
-            settings |= {"method": "plain", "rows": len(prompts), "positions": None, "ignore_eos": True}
-            settings |= {"max_new_tokens": 1} if kind == "prompt" else {}
+        settings = {"method": METHODS.get(kind, "plain"), "rows": len(prompts), "max_new_tokens": count}
+        settings |= {"budget": int(number) if number.isdigit() else number or 7} if kind in METHODS else {}
+        settings |= {"continuity": "text"} if kind == "text" else {}
+        settings |= {"positions": None, "ignore_eos": True} if kind in ("rows", "prompt") else {}
 
         def decode() -> Ids:
-            texts = generate(target, None if settings["method"] == "plain" else drafter, prompts, **settings)
+            texts = generate(target, drafter if kind in METHODS else None, prompts, **settings)
             STAGES.update(texts[0].stats.stage_seconds, rounds=texts[0].stats.rounds)
             return [text.ids for text in texts]
 
@@ -105,7 +103,7 @@ def transformers(args: argparse.Namespace) -> Prepare:
         if theirs is None:
             raise ImportError("it cannot run this drafter: leave out the way `DFlash`")
 
-    def prepare(way: str, prompts: Ids) -> Callable[[], Ids]:
+    def prepare(way: str, prompts: Ids, count: int) -> Callable[[], Ids]:
         kind, _, number = way.partition(" ")
         if kind == "pass":
             ids, cache = torch.tensor(prompts), DynamicCache(config=model.config)
@@ -114,8 +112,7 @@ def transformers(args: argparse.Namespace) -> Prepare:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.arange(width) >= torch.tensor([[width - len(prompt)] for prompt in prompts])
-        settings = {"attention_mask": mask.long(), "do_sample": False, "pad_token_id": 0}
-        settings |= {"max_new_tokens": 1 if kind == "prompt" else args.new_tokens}
+        settings = {"attention_mask": mask.long(), "do_sample": False, "pad_token_id": 0, "max_new_tokens": count}
         settings |= {"eos_token_id": [model.config.vocab_size]} if kind == "rows" else {}  # one that cannot come
         settings |= theirs if kind == "DFlash" else {}
         return lambda: model.generate(ids, **settings)[:, width:].tolist()
@@ -164,11 +161,11 @@ def llama_cpp(args: argparse.Namespace) -> Prepare:
                 text.append(token)
         return texts
 
-    def prepare(way: str, prompts: Ids) -> Callable[[], Ids]:
+    def prepare(way: str, prompts: Ids, count: int) -> Callable[[], Ids]:
         kind, _, number = way.partition(" ")
         context = context_of(len(prompts))
         if kind != "pass":
-            return partial(write, context, prompts, 1 if kind == "prompt" else args.new_tokens, kind == "rows")
+            return partial(write, context, prompts, count, kind == "rows")
         tokens, start = [(0, *pair) for pair in enumerate(prompts[0])], len(prompts[0]) - int(number)
         run(context, tokens[:start], [start - 1])
         return lambda: [run(context, tokens[start:], range(int(number)))]
@@ -177,16 +174,17 @@ def llama_cpp(args: argparse.Namespace) -> Prepare:
 
 
 SIDES = {"ours": ours, "transformers": transformers, "llama.cpp": llama_cpp, "other": ours}
-KNOWN = {"ours": {*ALL} - {"DFlash"}, "transformers": {"DFlash", *UNDRAFTED}, "llama.cpp": UNDRAFTED, "other": {*WAYS}}
+KNOWN = {"ours": UNDRAFTED | {*METHODS}, "transformers": UNDRAFTED | {"DFlash"}, "llama.cpp": UNDRAFTED}
+KNOWN["other"] = {"plain", "chain", "ddtree"}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def work(args: argparse.Namespace) -> None:
-    """Say why this side cannot be had, or null; then answer lines `[way, prompts]` of standard input."""
+    """Say why this side cannot be had, or null; then answer lines `[way, prompts, new tokens]` of standard input."""
     torch.set_num_threads(max(1, args.threads))
     clock = time.perf_counter if args.threads else time.thread_time
     try:
-        prepare = SIDES[args.work](args)
+        prepare = SIDES[args.side](args)
     except ImportError as error:
         return print(json.dumps(str(error)), flush=True)
     print("null", flush=True)
@@ -197,19 +195,25 @@ def work(args: argparse.Namespace) -> None:
         print(json.dumps([clock() - began, ids, STAGES]), flush=True)
 
 
+def kind_of(way: str) -> str:
+    return way.partition(" ")[0]
+
+
 def start(side: str, args: argparse.Namespace) -> subprocess.Popen:
     checkout, count = args.other if side == "other" else HERE, str(max(1, args.threads))
     environment = os.environ | {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}
     environment["PYTHONPATH"] = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, __file__, *sys.argv[1:], f"--work={side}", f"--longest={args.longest}"]
+    command = [sys.executable, __file__, "--work", json.dumps(vars(args) | {"side": side}, default=str)]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def ask(worker: subprocess.Popen, way: str, prompts: Ids) -> Turn:
-    worker.stdin.write(json.dumps([way, prompts]) + "\n")
+def ask(worker: subprocess.Popen, way: str, prompts: Ids, count: int) -> Turn:
+    worker.stdin.write(json.dumps([way, prompts, count]) + "\n")
     worker.stdin.flush()
     seconds, ids, stages = json.loads(worker.stdout.readline())
-    done = len(prompts[0]) if way.startswith("prompt") else 1 if way.startswith("pass") else sum(map(len, ids))
+    done = {"prompt": len(prompts[0]), "pass": 1}.get(kind_of(way), sum(map(len, ids)))
+    if kind_of(way) == "rows" and count > 1:
+        seconds, done = seconds - ask(worker, way, prompts, 1).seconds, done - len(ids)
     return Turn(done / seconds, seconds, ids, stages)
 
 
@@ -249,22 +253,21 @@ def show(done: dict[tuple[str, str], list[Turn]]) -> None:
     heads = ["tokens/s, ms", *(f"to {name}" for name in (*beside, "own plain"))]
     print(f"{'':<28}" + "".join(f"{head:>24}" for head in heads) + f"{'same':>6}")
     for (side, way), found in done.items():
-        many, of_pass = way in MANY, way.startswith("pass")
+        text, of_pass = kind_of(way) in {"plain", "DFlash", *METHODS}, kind_of(way) == "pass"
         line = f"{f'{side}: {way}':<28}{median([1000 / one.speed if of_pass else one.speed for one in found]):>24}"
-        line += "".join(
-            cell(found, done.get((name, way), None if many else done.get((name, "plain")))) for name in beside
-        )
+        plain = [done[name, "plain"] if text else None for name in beside]
+        line += "".join(cell(found, done.get((name, way), base)) for name, base in zip(beside, plain, strict=True))
         own = done.get((side, "pass 1" if of_pass else "plain"))
         line += cell(own, found) if of_pass and own else cell(found, own)
         same = [one.ids for one in found] == [one.ids for one in done.get(("ours", "plain"), [])]
-        print(line + ("" if many else f"{'yes' if same else 'NO':>6}"))
+        print(line + (f"{'yes' if same else 'NO':>6}" if text else ""))
 
 
 def show_rounds(done: dict[tuple[str, str], list[Turn]]) -> None:
     """Print where the time of our rounds goes."""
     print(f"\n{'milliseconds a round':<28}{'τ':>6}" + "".join(f"{name:>9}" for name in (*SHOWN, "other")))
     for (side, way), found in done.items():
-        if side == "ours" and way not in MANY:
+        if side == "ours" and kind_of(way) in ("plain", *METHODS):
             rounds = sum(one.stages["rounds"] for one in found)
             spent = [1000 / rounds * sum(one.stages[stage] for one in found) for stage in SHOWN]
             other = 1000 / rounds * sum(one.seconds - one.stages["prefill"] for one in found) - sum(spent)
@@ -273,28 +276,25 @@ def show_rounds(done: dict[tuple[str, str], list[Turn]]) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        return work(argparse.Namespace(**json.loads(sys.argv[2])))
+    sys.path.insert(0, str(HERE))
+    from inputs import add_prompts, add_target, prompts_of
+
+    from infer.targets.loading import load_tokenizer
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", nargs="?", help="none: undrafted ways alone")
     parser.add_argument("--other", type=Path, help="another checkout of this repository")
     parser.add_argument("--gguf", help="the target for llama.cpp")
     parser.add_argument("--threads", type=int, default=0, help="0: processor time of one thread")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of rows, prompts and passes")
-    parser.add_argument("--ways", nargs="+", default=ALL)
+    parser.add_argument("--repeats", type=int, default=5, help="turns of rows and prompts")
+    parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--sides", nargs="+", default=list(SIDES))
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--longest", type=int, help=argparse.SUPPRESS)  # tokens of a prompt
-    sys.path.insert(0, str(HERE))
-    from inputs import add_prompts, add_target, prompts_of
-
+    parser.add_argument("--new-tokens", type=int, default=64)
     add_target(parser)
     add_prompts(parser)
-    parser.add_argument("--new-tokens", type=int, default=64)
     args = parser.parse_args()
-    if args.work:
-        return work(args)
-
-    from infer.targets.loading import load_tokenizer
-
     prompts = prompts_of(args, load_tokenizer(args.target))
     args.longest = max(map(len, prompts))
     workers = {side: start(side, args) for side in args.sides if side != "other" or args.other}
@@ -302,15 +302,16 @@ def main() -> None:
         if why := json.loads(worker.stdout.readline()):
             print(f"{side} is left out: {why}")
             del workers[side]
-    ways = [way for way in args.ways if args.drafter or way in UNDRAFTED]
-    done: dict[tuple[str, str], list[Turn]] = {(side, w): [] for w in ways for side in workers if w in KNOWN[side]}
+    ways = [way for way in args.ways if args.drafter or kind_of(way) in UNDRAFTED]
+    rows = [(side, way) for way in ways for side in workers if kind_of(way) in KNOWN[side]]
+    done: dict[tuple[str, str], list[Turn]] = {row: [] for row in rows}
     for turn in range(-1, len(prompts)):  # the first one warms up
         for (side, way), found in done.items():
-            if way not in MANY or turn < args.repeats:
-                one = ask(workers[side], way, material(way, max(turn, 0), prompts, args.prompt_tokens))
+            if turn < args.repeats or way == "rows 1" or kind_of(way) not in ("rows", "prompt"):
+                given = material(way, max(turn, 0), prompts, args.prompt_tokens)
+                one = ask(workers[side], way, given, 1 if kind_of(way) == "prompt" else args.new_tokens)
                 found += [one] if turn >= 0 else []
-    clock = f"{args.threads} threads" if args.threads else "processor time of one thread"
-    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, {clock}")
+    print(f"{len(prompts)} prompts, {args.new_tokens} new tokens, threads: {args.threads or 'processor time of one'}")
     show(done)
     show_rounds(done)
     for worker in workers.values():

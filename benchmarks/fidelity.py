@@ -67,7 +67,7 @@ def line(name: str, sums: np.ndarray) -> str:
         interval(lambda drawn, column=column: sums[drawn, column].sum(1) / sums[drawn, 0].sum(1), len(sums)) or [0, 0]
         for column in (1, 2)
     )
-    shown = f"{name[-20:]:<22}{sums[:, 0].sum():>9.0f}{kl:>9.4f} ({kl_range[0]:.4f} to {kl_range[1]:.4f})"
+    shown = f"{Path(name).name:<22}{sums[:, 0].sum():>9.0f}{kl:>9.4f} ({kl_range[0]:.4f} to {kl_range[1]:.4f})"
     shown += f"{100 * same:>8.1f} % ({100 * same_range[0]:.1f} to {100 * same_range[1]:.1f})"
     return shown + f"{np.exp(ours):>10.3f}{np.exp(theirs):>10.3f}{100 * np.expm1(theirs - ours):>+8.2f} %"
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
+from infer.drafters.families import LOOKUP
 from infer.evaluation.evaluate import describe_device, summarise_part
 from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
@@ -191,7 +192,10 @@ def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
 
 
 def drafter_digest(checkpoint: str) -> str:
-    """Return the SHA-256 of a drafter's weights, or of an n-gram file. Raises FileNotFoundError."""
+    """Return the SHA-256 of a drafter's weights, or of an n-gram file; lookup's name, as it has none.
+    Raises FileNotFoundError."""
+    if checkpoint == LOOKUP.name:
+        return checkpoint
     path = Path(checkpoint)
     files = [path] if path.is_file() else sorted(find_folder(checkpoint).glob("*.safetensors"))
     if not files:

@@ -213,11 +213,12 @@ def test_published_figures_are_whole_and_only_for_their_models():
         assert published(target, temperature, name) is None
 
 
-def test_dashes_stand_where_the_paper_has_nothing(command, place, tmp_path):
+def test_dashes_stand_where_the_paper_has_nothing(command, tmp_path):
+    """Own questions, asked with prompt lookup, which has no weights."""
     (tmp_path / "own").mkdir()
     for name in ("a", "b"):
         (tmp_path / "own" / f"{name}.jsonl").write_text(json.dumps({"turns": ["Say."]}) + "\n")
-    command.suite = SuiteConfig("files", str(tmp_path / "own"), temperatures=[0.0])
+    command.suite, command.checkpoint = SuiteConfig("files", str(tmp_path / "own"), temperatures=[0.0]), "lookup"
     run_eval(command)
     text = Path(command.out, "suite.md").read_text()
     assert "arXiv" not in text
