@@ -12,8 +12,9 @@ processor's for a process of one thread (`--threads`: wall-clock, for a quiet ma
 The first table has medians over turns, with their intervals of 95% (bootstrap): tokens a second, of a pass
 milliseconds; how many times faster than transformers (float32), llama.cpp and the other checkout at the same, drafting
 ways than plain decoding there; the ratio to the side's own plain decoding, of a pass what it costs in plain passes;
-whether all texts are our plain decoding's. The second says where the time of our rounds goes. Of the other checkout
-`load_target`, `load_drafter` and `generate` are used. A side that is not installed is left out, with the reason.
+whether all texts are our plain decoding's. The second says where the time of our rounds goes. The way `DFlash` is
+transformers' own, with our drafter. Of the other checkout `load_target`, `load_drafter` and `generate` are used. A side
+that is not installed is left out, with the reason.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 HERE = Path(__file__).resolve().parents[1]
-WAYS = ("plain", "chain", "DFlash", *(f"{tree} {budget}" for tree in ("ddtree", "text") for budget in (8, 16, 64)))
+WAYS = ("plain", "chain", *(f"{tree} {budget}" for tree in ("ddtree", "text") for budget in (8, 16, 64)))
 WAYS += ("rows 1", "rows 64", "prompt 512", "pass 1", "pass 9", "pass 17", "pass 33", "pass 65")
 METHODS = {"chain": "chain", "ddtree": "ddtree", "text": "ddtree"}  # by a way's first word, its kind
 UNDRAFTED = {"plain", "rows", "prompt", "pass"}
