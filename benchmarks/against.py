@@ -4,17 +4,17 @@
     python benchmarks/against.py runs/embedded-dflash/checkpoints/best/drafter --other ../at-8ca1fa3
 
 Every side decodes in a process of its own; prompt by prompt the ways take turns, so that a noisy machine is equally
-noisy for all. `text 8` is a DDTree that asks the text's own n-grams; `rows 64` plain decoding of so many texts at once,
-past their end tokens, the time to the first token taken off; `prompt 512` computes so many tokens (of both `--repeats`
-turns); `pass 17` is one pass over so many tokens behind a prompt, with the choice behind each. Times are the
-processor's for a process of one thread (`--threads`: wall-clock, for a quiet machine).
+noisy for all. `text 8` is a DDTree that asks the text's own n-grams; `rows 64` plain decoding of so many texts at once
+behind 16 tokens, past their end tokens, the time to the first token taken off; `prompt 512` computes so many tokens (of
+both `--repeats` turns); `pass 17` is one pass over so many tokens behind a prompt, with the choice behind each. Times
+are the processor's for a process of one thread (`--threads`: wall-clock, for a quiet machine).
 
 The first table has medians over turns, with their intervals of 95% (bootstrap): tokens a second, of a pass
 milliseconds; how many times faster than transformers (float32), llama.cpp and the other checkout at the same, drafting
 ways than plain decoding there; the ratio to the side's own plain decoding, of a pass what it costs in plain passes;
-whether all texts are our plain decoding's. The second says where the time of our rounds goes. The way `DFlash` is
-transformers' own, with our drafter. Of the other checkout `load_target`, `load_drafter` and `generate` are used. A side
-that is not installed is left out, with the reason.
+whether all texts are our plain decoding's (other weights or arithmetic write others). The second says where the time
+of our rounds goes. The way `DFlash` is transformers' own, with our drafter. Of the other checkout `load_target`,
+`load_drafter` and `generate` are used. A side that is not installed is left out, with the reason.
 """
 
 import argparse
@@ -222,7 +222,7 @@ def material(way: str, turn: int, prompts: Ids, context: int) -> Ids:
     """Return the prompts of a way's turn: one, several at once, or one of a length."""
     kind, _, number = way.partition(" ")
     if kind == "rows":
-        return [prompts[(turn + i) % len(prompts)] for i in range(int(number))]
+        return [prompts[(turn + i) % len(prompts)][-16:] for i in range(int(number))]
     if kind not in ("prompt", "pass"):
         return [prompts[turn]]
     tokens, length = sum(prompts, []), int(number) + (context if kind == "pass" else 0)
