@@ -66,6 +66,7 @@ def ours(args: argparse.Namespace) -> Prepare:
         settings = {"method": METHODS.get(kind, "plain"), "rows": len(prompts), "max_new_tokens": count}
         settings |= {"budget": int(number) if number.isdigit() else number or 7} if kind in METHODS else {}
         settings |= {"continuity": "text"} if kind == "text" else {}
+        settings |= {"clock": args.clock} if args.side == "ours" else {}
         settings |= {"positions": None, "ignore_eos": True} if kind in ("rows", "prompt") else {}
 
         def decode() -> Ids:
@@ -183,7 +184,7 @@ KNOWN["other"] = {"plain", "chain", "ddtree"}
 def work(args: argparse.Namespace) -> None:
     """Say why this side cannot be had, or null; then answer lines `[way, prompts, new tokens]` of standard input."""
     torch.set_num_threads(max(1, args.threads))
-    clock = time.perf_counter if args.threads else time.thread_time
+    args.clock = clock = time.perf_counter if args.threads else time.thread_time
     try:
         prepare = SIDES[args.side](args)
     except ImportError as error:
@@ -243,16 +244,15 @@ def median(values: Sequence[float]) -> str:
 
 def cell(found: list[Turn], base: list[Turn] | None) -> str:
     """Return how many times faster one was than the other."""
-    if base is None or base is found:
-        return f"{'':>24}"
-    return f"{median([one.speed / other.speed for one, other in zip(found, base, strict=False)]):>24}"
+    base = None if base is found else base
+    return f"{median([a.speed / b.speed for a, b in zip(found, base, strict=False)]) if base else '':>24}"
 
 
 def show(done: dict[tuple[str, str], list[Turn]]) -> None:
     """Print the table of what was measured by side and way."""
     beside = [side for side in SIDES if side != "ours" and (side, "plain") in done]
-    heads = ["tokens/s, ms", *(f"to {name}" for name in (*beside, "own plain"))]
-    print(f"{'':<28}" + "".join(f"{head:>24}" for head in heads) + f"{'same':>6}")
+    heads = "".join(f"{f'to {name}':>24}" for name in (*beside, "own plain"))
+    print(f"{'':<28}{'tokens/s, ms':>24}{heads}{'same':>6}")
     for (side, way), found in done.items():
         text, of_pass = kind_of(way) in {"plain", "DFlash", *METHODS}, kind_of(way) == "pass"
         line = f"{f'{side}: {way}':<28}{median([1000 / one.speed if of_pass else one.speed for one in found]):>24}"
@@ -260,8 +260,8 @@ def show(done: dict[tuple[str, str], list[Turn]]) -> None:
         line += "".join(cell(found, done.get((name, way), base)) for name, base in zip(beside, plain, strict=True))
         own = done.get((side, "pass 1" if of_pass else "plain"))
         line += cell(own, found) if of_pass and own else cell(found, own)
-        same = [one.ids for one in found] == [one.ids for one in done.get(("ours", "plain"), [])]
-        print(line + (f"{'yes' if same else 'NO':>6}" if text else ""))
+        same = "yes" if [one.ids for one in found] == [one.ids for one in done.get(("ours", "plain"), [])] else "NO"
+        print(line + (f"{same:>6}" if text else ""))
 
 
 def show_rounds(done: dict[tuple[str, str], list[Turn]]) -> None:
