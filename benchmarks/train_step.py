@@ -6,9 +6,8 @@
 "reference": the target's full logits, a dense mask, the drafter's full logits, autograd through log-softmax and KL.
 "ours": what `train.loop.block_loss` does. Same modules, rows, blocks and optimiser; every line has a process of its
 own. Memory: the most in use above what there was before the models, in one more process of each, which gives freed
-memory back at once. Parts: the target's pass; the drafter, forward and backward;
-the objective, forward and backward; the optimiser. MFU: useful operations (`train.plan`) by the measured rate of a
-matrix product on this machine.
+memory back at once. Parts: the target's pass; the drafter, forward and backward; the objective, forward and backward;
+the optimiser. MFU: useful operations (`train.plan`) by the measured rate of a matrix product on this machine.
 """
 
 import argparse

@@ -140,7 +140,7 @@ def _asked(chat: dict, tokenizer, tokens: int, number: int) -> list[int]:
 def _ends(text: str, tokenizer, length: int, tokens: int) -> Iterator[tuple[str, int]]:
     """Yield the kinds of places that a text of `length` tokens has, and where, in tokens, a prompt ends
     there: one of each kind, of several the one in the middle; places with fewer than `tokens` tokens on
-        either side do not count."""
+    either side do not count."""
     if length >= 2 * tokens:
         yield STARTS, tokens
     for kind, pattern in PLACES.items():

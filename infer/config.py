@@ -218,8 +218,8 @@ class EngineConfig:
         machine and load allow, down to none
     continuity: n-gram file (./launch.sh ngram) that judges paths, for continuity and ddtree; ddtree
         corrects its counts by those of the text itself. null: the one that lies beside the drafter's
-        weights, if there is one, for ddtree;
-        text: no file, the text's own n-grams alone, for ddtree; none: no n-grams
+        weights, if there is one, for ddtree; text: no file, the text's own n-grams alone, for ddtree;
+        none: no n-grams
     width: children of every node of a static tree
     rows: texts decoded side by side at most; others wait
     positions: the most that the target computes between two tokens of a text: trees of all rows and

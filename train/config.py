@@ -22,8 +22,8 @@ class ObjectiveConfig:
     divergence: kl, cross_entropy, tv, acceptance, lk or ce_l1: a row of DIVERGENCES in
         train/divergences.py
     weights: weights of a block's positions. gamma: gamma**(t - 1), DART section 3.3; exponential:
-        exp(-(t - 1) / gamma), DFlash; dpace: by how likely the block's drafts survive,
-        see train/divergences.py
+        exp(-(t - 1) / gamma), DFlash; dpace: by how likely the block's drafts survive, see
+        train/divergences.py
     gamma: with weights gamma and exponential; 0.6 in DART's table 4; the DFlash recipe has 7 for block
         16 and 4 for block 8
     unary: with a conditional head: so many times the divergence without its corrections is added

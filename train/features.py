@@ -2,10 +2,11 @@
 needs no target.
 
     <out>/manifest.json   what was stored (target, tokenizer, layers, data), and every shard with its
-    rows' checksums <out>/shard-00000.safetensors
+                          rows' checksums
+    <out>/shard-00000.safetensors
         ids, positions, documents, loss   (n, T) the packed rows
-        context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K),
-        last_scale (n, T)
+        context (n, T, K, D), last (n, T, D)   bfloat16, or int8 with context_scale (n, T, K) and
+                                               last_scale (n, T)
 
 n rows, T packed length, K tapped layers, D hidden size. A shard is written aside, then renamed, then
 listed: a run that was stopped goes on after the last listed one.

@@ -173,8 +173,7 @@ class _Drafted(NamedTuple):
 class _Scan:
     """A pass over the rows that count, chunk by chunk. wants: with respect to which parts of `drafted`
     gradients are formed: of each row's divergence; of matrices of the whole loss, whose `row_weights`
-    (G, L) are
-        needed then.
+    (G, L) are needed then.
 
     Found for every row, (G, L): `rows`, its divergence; `likely`, the drafter's probability of the
     label; `agree`; `overlap`, where that is asked for.

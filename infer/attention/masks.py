@@ -10,6 +10,7 @@ block (`block_mask`), the prefix-shared mask of DART section 3.2 and figure 4, f
 context features strictly before the anchor, and the block. What a position of packed documents sees is
 one range (`packed_mask`). While decoding, it is one range of the cache, and ancestors in a tree or the
 rest of a block (`tree_mask`, `cached_blocks`).
+
 `infer.attention.attend.attend` chooses how a mask is evaluated: in pieces, densely, by FlexAttention or
 in Triton.
 """

@@ -9,7 +9,7 @@ A family is a subclass of `Drafter` that a row of `infer.drafters.families` name
 what stands here (dflash/model.py is the one to read):
 
 - `default_layer_ids`, `own_config`: where it taps the target, and its own part of a new drafter's
-config.json;
+  config.json;
 - `read` and `writers`: its layouts of config.json, to and fro;
 - `inputs` and `forward` for training: many blocks of packed rows under shared masks (`block_mask`, one
   for each of the `attention_patterns` that its layers have), of `num_queries` queries each; the first

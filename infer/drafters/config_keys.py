@@ -264,8 +264,8 @@ class Keys(dict):
     def tapped(self, layers: int | None, first: int, last_tap: str) -> dict[str, Any]:
         """Return the tapped layers, which the layout counts from `first`, and where a tap of the
         target's last one reads: `raw`, as the layer puts states out, or `normed`, behind the target's
-        last norm. layers:
-        how many the target has, if that is known; last_tap: what the layout's own code reads."""
+        last norm. layers: how many the target has, if that is known; last_tap: what the layout's own
+        code reads."""
         ids = self["target_layer_ids"]
         if min(ids) < first or (layers and max(ids) >= layers + first):
             last = f" to {layers - 1 + first}" if layers else " on"

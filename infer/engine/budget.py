@@ -197,8 +197,8 @@ class BudgetController(Budget):
         self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
     ) -> None:
         """Take note of a round: its drafted nodes, and the nodes of every row's accepted path, the root
-        left out;
-        `promised`: the log-probabilities of all nodes found, where `nodes` was not told them."""
+        left out; `promised`: the log-probabilities of all nodes found, where `nodes` was not told
+        them."""
         self.last, rows, place = nodes, len(paths), self.place(nodes)
         seconds = min(seconds, PAUSE * self.costs(rows)[place])  # a pause is not the machine's pace
         key = rows.bit_length(), place

@@ -2,8 +2,8 @@
 there on.
 
 A text is kept in blocks of positions. A block belongs to all tokens before it, and to the one behind
-it: a drafter's item may hold the token after its position (`infer.drafters.dart`). Copies are kept, not
-    rows: rows come and go.
+it: a drafter's item may hold the token after its position (`infer.drafters.dart`). Copies are kept, not rows:
+rows come and go.
 """
 
 from collections import OrderedDict

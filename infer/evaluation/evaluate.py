@@ -179,8 +179,7 @@ def method_result(
     measured: Measured, plain: Measured, fastest: Measured, kinds: abc.Mapping[int, str] = MappingProxyType({})
 ) -> MethodResult:
     """Return one row of the table. `plain` wrote what every method must; `fastest` is the fastest plain
-    decoder;
-    `kinds`: those of the prompts by their numbers."""
+    decoder; `kinds`: those of the prompts by their numbers."""
     texts, stats = measured.texts, measured.stats
     found = figures(measured.prompts, fastest.prompts)
     drawn_otherwise = measured.variant.name == GENERATE.name and measured.variant.options.temperature > 0

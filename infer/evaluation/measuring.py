@@ -136,9 +136,8 @@ def measure(
 ) -> list[Measured]:
     """Decode every prompt with every variant, one at a time. The variants take turns on the same
     prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all;
-    what was disturbed is measured again.
-    `numbers` are the prompts' own among all that are sampled with one seed, by default 0, 1, 2, ...:
-    each has a seed derived from its number."""
+    what was disturbed is measured again. `numbers` are the prompts' own among all that are sampled with
+    one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
     clock = synchronised_clock(model.device)
     capacity = max(map(len, prompts), default=0) + max(variant.options.max_new_tokens for variant in variants)
     numbers = list(range(len(prompts)) if numbers is None else numbers)

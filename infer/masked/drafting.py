@@ -68,7 +68,7 @@ class Plan:
 def summarize(logits: torch.Tensor, temperature: float, noise: torch.Tensor | None) -> torch.Tensor:
     """Summarize logits (P, V), with the noise (P, V) of a sampled text: (P, 1 + 2 K) float64 on the
     device: confidence, log-probabilities of the likeliest tokens, and the tokens. `as_guesses` reads
-        the columns.
+    the columns.
 
     Confidence is the probability before temperature, as in LLaDA's decoding, kept as log-odds: the same
     order, but probabilities near 1 stay distinct, and rounding errors of the logits are not magnified.

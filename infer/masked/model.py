@@ -5,7 +5,7 @@ A masked diffusion model attends to a whole row in both directions and predicts 
 position; unknown positions hold its mask token (SSD section 3.1). Three kinds are supported: our own, a
 Qwen3 under an attention mask that hides nothing (its config.json has `mask_token_id` and
 `masked_diffusion: {"shifted": bool}`), and LLaDA and Dream with the code of their repositories, if the
-    user allows it.
+user allows it.
 
 B rows, T positions, Q queries or positions asked for, D hidden size, V vocabulary.
 """

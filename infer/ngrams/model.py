@@ -6,14 +6,15 @@ ids, seen or not, so that there a node's number is its token; level k, for k = 2
 k-grams that were seen, siblings sorted by token. Node numbers run over all levels. The file, little
 endian, sections aligned to 64 bytes:
 
-    header           HEADER: what the file is, where its sections are; its last field is the CRC32 of
-    the rest entries          uint32 a node: token << count_bits | code; a code is the node's count, or
-    the largest code low, base        uint32 an inner node and one more, int64 for each 65,536 of these:
-                     the children of node i are the nodes child(i) .. child(i + 1) - 1, with child(i) =
-    base[i >> GROUP_BITS] + low[i] overflow_nodes   int64, sorted: the nodes whose counts do not fit a
-    code, all with the largest code ... overflow_counts  int64: ... and these counts
+    header           HEADER: what the file is, where its sections are, the CRC32 of the rest of it
+    entries          uint32 a node: token << count_bits | code; a code is the node's count, or the
+                     largest code
+    low, base        uint32 an inner node and one more, int64 for each 65,536 of these: the children of
+                     node i are child(i) .. child(i + 1) - 1, child(i) = base[i >> GROUP_BITS] + low[i]
+    overflow_nodes   int64, sorted: the nodes whose counts do not fit a code, all with the largest code
+    overflow_counts  int64: these counts
     checksums        uint32: the CRC32 of each MiB between the header and here; the header has this
-    table's own
+                     table's own
 
 `infer.ngrams.count` makes such files of text. V tokens of vocabulary, N nodes.
 """
@@ -101,7 +102,7 @@ def write(
 ) -> None:
     """Write the file of nodes (N,) uint64, of which there are so many in each level, whole or not at
     all: `starts` (inner + 1,) says where the children of the inner nodes start, and at last how many
-        nodes there are."""
+    nodes there are."""
     vocabulary, size = nodes[0], 1 << GROUP_BITS
     largest = (1 << count_bits(vocabulary)) - 1
     overflow, base = np.flatnonzero(counts >= largest), starts[::size]

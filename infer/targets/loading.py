@@ -170,8 +170,7 @@ def load_target(
 ) -> Target:
     """Load a target from a local folder or the hub; "embedded" is the repository's own. With
     `only_layers`, just these decoder layers, embedding, last norm and head get memory: nothing can be
-    run through it then.
-    `chat_template_kwargs`: see `tell_template`.
+    run through it then. `chat_template_kwargs`: see `tell_template`.
 
     Raises FileNotFoundError, naming what could not be found and how to give a local path, and
     ValueError for quantised weights that this machine cannot run.

@@ -75,8 +75,7 @@ def logit_scale(config: "PretrainedConfig") -> LogitScale:
 
 def windows(config: "PretrainedConfig") -> dict[str, int | None]:
     """Return the attention window, or chunk, of each kind of the target's layers: positions, the
-    query's own included;
-    None: all before it.
+    query's own included; None: all before it.
 
     A model with kinds of layers takes a mask for each. One whose class has none (Mistral, Phi-3) takes
     a single mask, with a window if its config has one.

@@ -15,7 +15,7 @@ class Watch:
 
     Writing by way of `.data`, as peft merges adapters, leaves a tensor's version and address as they
     are: some numbers of every weight are compared too. No view of a weight is kept: it would keep the
-        memory of one that is replaced.
+    memory of one that is replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:

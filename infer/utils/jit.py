@@ -10,9 +10,8 @@ import numba
 def njit(function: Callable | None = None, *, reorders: bool = False) -> Callable:
     """Compile a function that needs no interpreter, and keep its machine code for the next process,
     beside the source or in the user's cache; where neither can be written, or the disk is full, it is
-    compiled in every process anew.
-    `reorders`: sums may be taken in any order and multiplications joined with them, as vectors of
-        numbers need it."""
+    compiled in every process anew. `reorders`: sums may be taken in any order and multiplications
+    joined with them, as vectors of numbers need it."""
     if function is None:
         return partial(njit, reorders=reorders)
     options = {"nogil": True, "fastmath": {"reassoc", "contract"} if reorders else False}

@@ -8,7 +8,8 @@ lets every token see its whole document. Its outputs stay shifted, as in Dream: 
 1 predicts the token at i. Single process, without DeepSpeed.
 
     <out>/model/          config.json with mask_token_id and masked_diffusion, model.safetensors,
-    tokenizer <out>/metrics.jsonl   a line a step; held-out bounds among them
+                          tokenizer
+    <out>/metrics.jsonl   a line a step; held-out bounds among them
     <out>/options.json    the resolved configuration
 """
 

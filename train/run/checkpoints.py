@@ -5,8 +5,10 @@
                         ngrams, with ngrams=true
         state/          state.safetensors: float32 weights and the optimiser's moments, whole, whatever
                         processes and ZeRO stage wrote it; manifest.json: step, size and sha256 of every
-        file of the checkpoint evaluation/     evaluation.json and pictures, written after the
-    checkpoint; failed.txt if that did not work <run>/checkpoints/rolling-00000347/state/
+                        file of the checkpoint
+        evaluation/     evaluation.json and the report, written after the checkpoint; failed.txt if that
+                        did not work
+    <run>/checkpoints/rolling-00000347/state/
     <run>/checkpoints/best -> step-...
 
 Between checkpoints, every few minutes and when a signal stops the run, a rolling one keeps the training

@@ -15,9 +15,8 @@ def default_layer_ids(target_layers: int) -> list[int]:
 
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
     """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the
-    stored ones;
-    target_layers: how many layers the target has, from which follows which ones the published layout
-        taps."""
+    stored ones; target_layers: how many layers the target has, from which follows which ones the
+    published layout taps."""
     ours = family.config_key in raw
     if not ours and "draft_length" not in raw and named_class(raw) != family.architecture:
         return None

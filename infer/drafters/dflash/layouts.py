@@ -82,8 +82,7 @@ def find_layout(family: Family, raw: dict) -> Layout | None:
 
 def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int | None) -> ConfigReading | None:
     """Read a config.json in one of the layouts; None if it is in none of them. tensors: names of the
-    stored ones;
-    target_layers: how many layers the target has, for configs that do not say."""
+    stored ones; target_layers: how many layers the target has, for configs that do not say."""
     kind, row = raw.get("speculators_model_type"), find_layout(family, raw)
     if kind is not None and (row is None or row.name != "speculators"):
         said = f"is {kind!r}, expected {' or '.join(SPECULATORS)}; drafters that write token by token are not read"
