@@ -60,7 +60,6 @@ OPTIONAL = (
     "datasets",
     "wandb",
     "rich",
-    "matplotlib",
     "llguidance",
 )
 
