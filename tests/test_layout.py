@@ -402,6 +402,8 @@ def test_the_api_lists_and_explains_itself():
     for name in ("generate", "load_drafter", "load_target", "stream"):
         assert f"    {name}(" in text
     assert (ROOT / "infer" / "py.typed").is_file()
+    stub = ast.parse((ROOT / "infer" / "__init__.pyi").read_text())
+    assert {alias.asname for node in stub.body for alias in node.names} == set(infer.__all__)
 
 
 def test_every_package_is_installed():

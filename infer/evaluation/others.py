@@ -6,8 +6,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from infer.config import TextOptions
 from infer.engine.loops import loop_period
-from infer.engine.sequence import Sequence as Text
-from infer.engine.sequence import text_end
+from infer.engine.sequence import Sequence as Text, text_end
 from infer.targets.target import Target
 
 

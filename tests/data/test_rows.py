@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from data.chat import normalise
-from data.corpus import is_held_out as held_out_file
-from data.corpus import stdlib_documents
+from data.corpus import is_held_out as held_out_file, stdlib_documents
 from data.prompts import evaluation_prompts, few_prompts, held_out_prompts
 from data.rows import DataConfig, DataPart, files_of, held_out_rows, is_held_out, read_rows, training_rows
 

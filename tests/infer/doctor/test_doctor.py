@@ -9,8 +9,7 @@ import pytest
 
 from data.prompts import outside_prompts
 from infer import Engine, load_drafter, save_drafter
-from infer.cli.doctor import DoctorCommand
-from infer.cli.doctor import run as run_doctor
+from infer.cli.doctor import DoctorCommand, run as run_doctor
 from infer.config import EngineConfig
 from infer.doctor.causes import (
     Served,

@@ -13,8 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from data.prompts import Prompt
 from infer import save_drafter
-from infer.cli.export import ExportCommand
-from infer.cli.export import run as run_export
+from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, EvaluationConfig
 from infer.drafters.base import new_drafter
 from infer.evaluation.card import PICTURE, write_card

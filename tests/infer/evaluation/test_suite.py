@@ -10,8 +10,7 @@ import torch
 import infer.evaluation.suite
 from data.suites import SETS, Questions, SuiteConfig, said
 from infer import generate, load_drafter, load_target, save_drafter
-from infer.cli.eval import EvalCommand
-from infer.cli.eval import run as run_eval
+from infer.cli.eval import EvalCommand, run as run_eval
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.evaluation.measuring import variants

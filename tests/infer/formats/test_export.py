@@ -9,10 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from infer import load_drafter, save_drafter
-from infer.cli.check import CheckCommand
-from infer.cli.check import run as run_check
-from infer.cli.export import ExportCommand
-from infer.cli.export import run as run_export
+from infer.cli.check import CheckCommand, run as run_check
+from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash

@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 
 from infer import Engine, generate
-from infer.cli.chat import ChatCommand, answer
-from infer.cli.chat import run as chat
+from infer.cli.chat import ChatCommand, answer, run as chat
 from infer.config import DrafterConfig, EngineConfig
 from infer.drafters.base import new_drafter
 from infer.engine.sampling import derived_seed
