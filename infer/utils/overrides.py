@@ -70,7 +70,7 @@ def merged(name: str, schema: type, arguments: list[str]):
     import hydra
     from omegaconf import OmegaConf
 
-    groups, given = typed(schema, arguments)
+    groups, given = typed(schema, groups_of(name), arguments)
     prepare(name, schema)
     chosen = [f"{group}={option}" for group, option in groups.items() if group not in BUNDLES]
     chosen += [f"+{group}={groups[group]}" for group in BUNDLES if group in groups]
@@ -81,9 +81,19 @@ def merged(name: str, schema: type, arguments: list[str]):
     return OmegaConf.merge(base, of_run(schema, config, groups, given), given)
 
 
-def typed(schema: type, arguments: list[str]):
+def groups_of(name: str) -> set[str]:
+    """Return the groups of conf/ that a command's configuration is composed of."""
+    from omegaconf import OmegaConf
+
+    file = CONF / f"{name}.yaml"
+    parts = OmegaConf.load(file).defaults if file.exists() else []
+    groups = {key for part in parts if not isinstance(part, str) for key in part}
+    return groups | {*BUNDLES} if name == "train" else groups
+
+
+def typed(schema: type, known: set[str], arguments: list[str]):
     """Return the groups that the arguments choose, by name, and what they give for keys, as a
-    DictConfig. Raises ValueError for what is neither."""
+    DictConfig. Raises ValueError for what is neither: `known` are the command's groups."""
     from omegaconf import OmegaConf
 
     keys, groups, given = keys_of(schema), {}, OmegaConf.create()
@@ -95,8 +105,8 @@ def typed(schema: type, arguments: list[str]):
             raise ValueError(f"{shortened(argument)!r} is no KEY=VALUE{hint}")
         key, value = found["key"], found["value"]
         field, parent = keys.get(key), keys.get(key.rpartition(".")[0])
-        if field is None and (options := options_of(key)):
-            if value not in options:
+        if field is None and key in known:
+            if value not in (options := options_of(key)):
                 raise ValueError(f"{key}={shortened(value)}: there is {', '.join(options)}")
             groups[key] = value
         elif field is not None and field.type in (str, str | None):
@@ -205,5 +215,10 @@ def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dic
         instead = {section, "suite"} if section == "data" else {section}
         if section in run and not deciding and not instead & set(groups):
             theirs = run[section].items()
+            if run[section].get("adapter"):  # of an earlier version's target
+                raise ValueError(
+                    f"{checkpoints[0]} was trained for {run[section]['path']} with the adapter "
+                    f"{run[section]['adapter']}: merge it with peft, and give the merged folder as target.path"
+                )
             found[section] = {key: value for key, value in theirs if key in OF_RUN[section]}
     return found

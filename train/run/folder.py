@@ -36,6 +36,8 @@ THRESHOLD = 2  # n-grams seen once are two thirds of the file, and trees are no 
 # what may differ when a run is continued: nothing here changes what is learnt, beyond rounding
 FREE = ("runs_dir", "save_minutes", "wandb", "evaluation", "deepspeed", "ngrams", "compile", "recompute", "self_check")
 FREE += ("stall_minutes", "optim.micro", "optim.precision", "target.shard", "target.device")
+# options of earlier versions, and their values with which a run goes on as it began
+GONE = {"target": {"adapter": None}, "objective": {"alpha": 0.5, "confidence": 1.0}, "optim": {"weight_decay": 0.0}}
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -43,8 +45,13 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def plain(config: TrainConfig) -> dict:
-    """Return the resolved configuration as JSON, without secrets: what is written and compared."""
+    """Return the resolved configuration as JSON, without secrets: what is written."""
     return json.loads(json.dumps(redact(asdict(config))))
+
+
+def compared(config: TrainConfig) -> dict:
+    """Return the same with what earlier versions had options for."""
+    return {key: value | GONE[key] if key in GONE else value for key, value in plain(config).items()}
 
 
 def begun(run: Path) -> bool:
@@ -73,9 +80,9 @@ def recorded(file: Path) -> dict:
 def refuse_another(config: TrainConfig, run: Path) -> None:
     """Raise ValueError when the folder holds a run of another configuration."""
     if (run / CONFIG).exists() and begun(run):
-        known = completed(recorded(run / CONFIG), plain(TrainConfig()))
+        known = completed(recorded(run / CONFIG), compared(TrainConfig()))
         message = f"{run} holds a run with another configuration ({{keys}} differ): choose another name="
-        refuse_other_settings(known, plain(config), message, FREE)
+        refuse_other_settings(known, compared(config), message, FREE)
 
 
 @contextmanager

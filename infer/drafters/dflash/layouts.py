@@ -101,7 +101,9 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
     if not keys.problems:
         for theirs, ours in row.tensors.items():
             reading.renamed |= {name: ours + name[len(theirs) :] for name in tensors if name.startswith(theirs)}
-        layers = keys.get("num_target_layers", target_layers)
+        layers, ids = keys.get("num_target_layers", target_layers), keys["target_layer_ids"]
+        if layers == len(ids) <= max(ids) - row.first:  # TorchSpec's and AngelSpec's count taps
+            layers = target_layers
         complete(reading, keys, row, tensors, layers)
     return reading
 

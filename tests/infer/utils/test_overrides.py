@@ -60,7 +60,7 @@ def test_awkward_prompts_are_taken_as_they_are(schema, key, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
     name = schema.__name__.removesuffix("Command").lower()
     for prompt in (*PROMPTS, "${oc.env:SECRET}", "x${oc.decode:${oc.env:SECRET}}"):
-        assert typed(schema, [f"{key}={prompt}"])[1][key] == prompt.replace("@@", "@")
+        assert typed(schema, set(), [f"{key}={prompt}"])[1][key] == prompt.replace("@@", "@")
     for prompt in ("${oc.env:SECRET} 'a', \n[", *PROMPTS[::9]):  # and on through Hydra
         assert getattr(composed(name, schema, [f"{key}={prompt}"]), key) == prompt
 
