@@ -8,10 +8,10 @@
 First table: greedy rounds by method and nodes, each a CUDA graph; milliseconds of the whole and of its stages, captured
 one by one; kernels launched outside the graph, graphs replayed, waits; kernels of the same round without a graph;
 memory of caches and graphs over that of the caches alone. Second: counts and memory of rounds with other options.
-Third: rounds of texts that come and go with mixed lengths, after all sizes were prepared: what was still made.
+Third: rounds of texts that come and go with mixed lengths, after as many others: what was still made.
 
 Fails where a round is not one graph with at most 25 launches beside it and one wait; where, with 16 rows, memory is
-above 1.1 times the cache up to 64 nodes; where mixed rounds never have 16 rows or make plans, programs or graphs; and
+above 1.1 times the cache up to 64 nodes; where mixed rounds never have 16 rows or make plans or programs; and
 where a device that computes takes other tokens in captured rounds than in launched ones.
 """
 
@@ -102,8 +102,7 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
     print(f"{'launches':>10}{'graphs':>8}{'waits':>7}{'kernels':>8}{'memory':>8}{'same':>6}")
     for method, nodes in METHODS:
         engine = make(target, drafter, method, nodes, args)
-        memory = warm_memory(engine, TextOptions())
-        begin(engine, args)
+        memory = begun_memory(engine, args)
         with watch() as seen:
             engine.step()
         texts = [list(text.ids) for text in engine.scheduler.writing]
@@ -114,9 +113,10 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
         with watch() as apart:
             launched.step()
         if nullgpu is None:
-            while min(len(text.ids) for text in launched.writing) < max(map(len, texts)):
+            writing = launched.scheduler.writing
+            while min(len(text.ids) for text in writing) < max(map(len, texts)):
                 launched.step()
-            agree = all(text.ids[: len(ids)] == ids for text, ids in zip(launched.writing, texts, strict=True))
+            agree = all(text.ids[: len(ids)] == ids for text, ids in zip(writing, texts, strict=True))
             same = "yes" if agree else "NO"
             check(agree, f"{method} {nodes}: captured rounds write other texts than launched ones", faults)
         name = f"{method} {nodes}" if nodes else method
@@ -129,11 +129,11 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
             check_memory(name, memory, args, faults)
 
 
-def warm_memory(engine: Engine, text: TextOptions) -> float:
-    """Prepare rounds of such texts; return the memory of caches and graphs over that of the caches."""
+def begun_memory(engine: Engine, args, **text) -> float:
+    """Begin a text in every row; return the memory of caches and graphs over that of the caches."""
     memory = engine.runner.memory
     cache, before = sum(part.cache.buffer.nbytes for part in (memory, memory.state) if part is not None), reserved()
-    engine.warm(texts=[text])
+    begin(engine, args, **text)
     return 1 + (reserved() - before) / cache
 
 
@@ -155,8 +155,7 @@ def options_table(target, drafter, args, faults: list[str]) -> None:
     for name, text in {**OPTIONS, "static": {}, "static sampled": {"temperature": 1.0}}.items():
         method = "static" if name.startswith("static") else "ddtree"
         engine = make(target, drafter, method, 14 if method == "static" else 64, args)
-        memory = warm_memory(engine, TextOptions(**text))
-        begin(engine, args, **text)
+        memory = begun_memory(engine, args, **text)
         with watch() as seen:
             engine.step()
         print(f"{name:<15}{seen.launches:>7}{seen.graphs:>8}{len(seen.waits):>7}{memory:>8.3f}", flush=True)
@@ -177,28 +176,25 @@ def programs() -> int:
 def mixed(target, drafter, args, faults: list[str]) -> None:
     """Texts of all lengths come and go in 16 rows."""
     dice, options = random.Random(0), EngineConfig("ddtree", 64, rows=16)
-    engine = Engine(target, drafter, options, args.capacity)
-    engine.warm()
+    engine, rows = Engine(target, drafter, options, args.capacity), set()
 
-    def submit() -> None:
-        prompt = [2 + dice.randrange(400) for _ in range(dice.randrange(1, args.capacity // 2))]
-        engine.submit(prompt, TextOptions(max_new_tokens=dice.randrange(1, 300), ignore_eos=True))
-
-    submit()
-    while engine.busy:
-        engine.step()
-    for _ in range(24):  # a crowd with short prompts, so that all rows are soon in use
-        engine.submit([2, 3, 4], TextOptions(max_new_tokens=300, ignore_eos=True))
-    before, graphs, rows = programs(), len(engine.runner.graphs.graphs), set()
-    with watch() as seen:
+    def run() -> None:
+        for _ in range(24):  # a crowd with short prompts, so that all rows are soon in use
+            engine.submit([2, 3, 4], TextOptions(max_new_tokens=300, ignore_eos=True))
         for _ in range(args.rounds):
             if dice.random() < 0.4:
-                submit()
+                prompt = [2 + dice.randrange(400) for _ in range(dice.randrange(1, args.capacity // 2))]
+                engine.submit(prompt, TextOptions(max_new_tokens=dice.randrange(1, 300), ignore_eos=True))
             engine.step()
             rows.add(len(engine.scheduler.writing))
-    made = {"plans": seen.plans, "programs": programs() - before, "graphs": len(engine.runner.graphs.graphs) - graphs}
+
+    run()
+    before, graphs = programs(), len(engine.runner.graphs.graphs)
+    with watch() as seen:
+        run()
+    made, more = {"plans": seen.plans, "programs": programs() - before}, len(engine.runner.graphs.graphs) - graphs
     print(
-        f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: {graphs} graphs, made anew: {made}"
+        f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: {graphs} and {more} graphs, {made}"
     )
     check(max(rows) == 16, f"mixed rounds have {max(rows)} rows at most, not 16", faults)
     check(not any(made.values()), f"mixed rounds made {made}", faults)

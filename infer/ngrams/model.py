@@ -214,29 +214,6 @@ class NGram:
                 "count it again with this tokenizer"
             )
 
-    def continuations(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens (C,) int64, ascending, that were seen after a context of 0 .. order - 1
-        ids, and how often (C,) int64; none after a longer one."""
-        first, last = 0, self.vocabulary
-        if len(context):
-            ids = np.asarray(context, np.int64)
-            first, last = children(self.arrays, find(self.arrays, ids, 0, len(ids)))
-        tokens, counts = self.decode(first, last)
-        seen = counts > 0
-        return tokens[seen], counts[seen]
-
-    def decode(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and counts of the nodes first .. last - 1, (C,) int64 each."""
-        entries = self.arrays.entries[first:last].astype(np.int64)
-        largest = (1 << self.arrays.count_bits) - 1
-        counts = entries & largest
-        nodes, overflow = self.arrays.overflow_nodes, self.arrays.overflow_counts
-        if len(nodes):
-            large = np.flatnonzero(counts == largest)
-            at = np.searchsorted(nodes, first + large).clip(max=len(nodes) - 1)
-            counts[large] = np.where(nodes[at] == first + large, overflow[at], largest)
-        return entries >> self.arrays.count_bits, counts
-
 
 # Lookups for compiled code, with an `Arrays`. A damaged file may hold anything: no index goes outside
 # the arrays.

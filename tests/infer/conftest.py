@@ -17,7 +17,7 @@ import torch
 from infer import Engine
 from infer.drafters.base import DraftedBlock
 from infer.drafters.lookup import Lookup
-from infer.ngrams.model import NGram, begin, extend, unigrams
+from infer.ngrams.model import NGram, begin, children, extend, find, token_of, unigrams
 from infer.targets.target import Target
 from infer.trees import ngram_factor
 
@@ -235,10 +235,11 @@ def widened() -> Callable:
     def add(text: list[int], path: list[int], listed: list[int], model: NGram) -> list[int]:
         found = [after for before, after in reversed(list(pairwise(text))) if before == path[-1]]
         for length in range(min(model.order - 1, len(path)), 0, -1):
-            children = model.continuations(path[-length:])[0].tolist()
-            if len(children) > ngram_factor.FOLLOWERS:
+            ids = np.array(path[-length:], np.int64)
+            nodes = range(*children(model.arrays, find(model.arrays, ids, 0, length)))
+            if len(nodes) > ngram_factor.FOLLOWERS:
                 break
-            found += children
+            found += [int(token_of(model.arrays, node)) for node in nodes]
         return [token for token in dict.fromkeys(found) if token not in listed][: ngram_factor.MORE]
 
     return add

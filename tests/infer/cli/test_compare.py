@@ -3,19 +3,18 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from data.rows import DataConfig
 from infer import load_target, save_drafter
 from infer.api import decode
-from infer.cli.compare import CompareCommand, run_name
-from infer.cli.compare import run as run_compare
-from infer.cli.ngram import NgramCommand
-from infer.cli.ngram import run as run_ngram
+from infer.cli.compare import CompareCommand, run as run_compare, run_name
+from infer.cli.ngram import NgramCommand, run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.base import new_drafter
-from infer.ngrams.model import NGram
+from infer.ngrams.model import NGram, count_of, find
 
 HELD_OUT = "the first row of every ten is kept for evaluation, and not counted"
 TEXTS = ["import os\n\ndef read(path):\n    return os.stat(path)\n", "class A:\n    def read(self): pass\n", "x = 1\n"]
@@ -47,8 +46,7 @@ def test_the_command_counts_what_training_would_read(counted, embedded):
     assert len(expected) > 100
     assert model.tokens == sum(count for ids, count in expected.items() if len(ids) == 1)
     for ids, count in expected.items():
-        tokens, counts = model.continuations(ids[:-1])
-        assert counts[tokens == ids[-1]] == [count]
+        assert count_of(model.arrays, find(model.arrays, np.array(ids, np.int64), 0, len(ids))) == count
     assert (model.order, model.vocabulary) == (4, 512)
 
 

@@ -11,7 +11,6 @@ from infer import Engine
 from infer.config import EngineConfig, HeadConfig, TextOptions
 from infer.engine import runner
 from infer.engine.capture import Graphs
-from infer.engine.sampling import Kind
 from infer.trees import compiled
 
 
@@ -100,9 +99,7 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
         config = EngineConfig(method, budget, rows=3, positions=None, compile=compile)
         engine = Engine(target, drafter, config, 90)
         engine.runner.captures = compile
-        expected = [TextOptions(**each) for each in options]
-        engine.warm(texts=expected)
-        prepared, texts[compile] = set(engine.runner.graphs.graphs), []
+        texts[compile] = []
         for i, prompt in enumerate(prompts):
             asked = TextOptions(max_new_tokens=8 + 5 * i, **options[i % len(options)])
             texts[compile].append(engine.submit(prompt, asked))
@@ -114,10 +111,7 @@ def test_replayed_rounds_write_what_launched_rounds_write(make_tiny, graphs, met
         for ours, theirs in zip(replayed.logprobs, eager.logprobs, strict=True):
             assert [i for i, _ in ours.top] == [i for i, _ in theirs.top]
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-    assert engine.runner.graphs.replays > (10 if options is MIXED else 20) and engine.runner.graphs.works
-    kinds = {Kind.of(beside, engine.runner.vocabulary) for beside in (*([text] for text in expected), expected)}
-    assert {rows for rows, *_ in prepared} == {1, 2, 3} and kinds == {kind for *_, kind in prepared}
-    assert budget == "auto" or len(prepared) == 3 * len(kinds)
     used = set(engine.runner.graphs.graphs)
-    assert {key[:2] for key in used} == {key[:2] for key in prepared} and (options is MIXED or used == prepared)
+    assert engine.runner.graphs.replays > 10 and engine.runner.graphs.works
+    assert {rows for rows, *_ in used} == {1, 2, 3} and (budget == "auto" or options is MIXED or len(used) == 3)
     assert options is GREEDY or len({kind for *_, kind in used}) > 3

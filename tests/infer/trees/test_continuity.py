@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer.ngrams.count import count_ngrams
-from infer.ngrams.model import NGram, begin, extend, unigrams
+from infer.ngrams.model import NGram, begin, count_of, extend, find, unigrams
 from infer.trees import guided, ngram_factor
 from infer.trees.compiled import search
 from infer.trees.continuity import continuity
@@ -171,8 +171,8 @@ class ModelCounts(dict):
         self.model = model
 
     def __missing__(self, ids: tuple[int, ...]) -> int:
-        found = self.model.continuations(ids[:-1])
-        self[ids] = dict(zip(*map(np.ndarray.tolist, found), strict=True)).get(ids[-1], 0)
+        arrays = self.model.arrays
+        self[ids] = int(count_of(arrays, find(arrays, np.array(ids, np.int64), 0, len(ids))))
         return self[ids]
 
 
