@@ -89,10 +89,10 @@ def stream(
     check_length(target, options, [ids])
     engine = open_engine(target, drafter, replace(options, rows=1), len(ids) + options.max_new_tokens)
     text = engine.submit(ids, options, processors)
-    return _pieces(engine, text, TextStream(target, text))
+    return _pieces(engine, TextStream(target, text))
 
 
-def _pieces(engine: Engine, text: Sequence, pieces: "TextStream") -> abc.Iterator[str]:
+def _pieces(engine: Engine, pieces: "TextStream") -> abc.Iterator[str]:
     while engine.busy:
         engine.step()
         piece = pieces.next()

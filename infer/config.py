@@ -164,7 +164,6 @@ class TextOptions:
         four times; 0: let it go on
     logprobs: log-probability of every token, and of this many likeliest alternatives (0 to 20); None:
         none at all
-    trace: note the drafts that the target rejected
     json_schema: the answer is JSON of this schema, itself JSON; @file: what the file holds
     regex: the answer matches this regular expression from beginning to end (Rust's syntax); @file too
     grammar: the answer is a sentence of this grammar, in Lark's syntax as llguidance reads it; @file
@@ -182,7 +181,6 @@ class TextOptions:
     stop: list[str] = field(default_factory=list, metadata={FREE_TEXT: True})
     loop_period: int = 0
     logprobs: int | None = None
-    trace: bool = False
     json_schema: str | None = field(default=None, metadata={FREE_TEXT: True})
     regex: str | None = field(default=None, metadata={FREE_TEXT: True})
     grammar: str | None = field(default=None, metadata={FREE_TEXT: True})
@@ -318,7 +316,6 @@ class EvaluationConfig:
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
         sampled texts
-    seed: seed of sampling
     minutes: about so long it may take on this machine, by a few rounds of every method; answers are
         shortened to 64 tokens, then prompts left out; at checkpoints before the last a quarter of it.
         null: no limit
@@ -335,7 +332,6 @@ class EvaluationConfig:
     budgets: list[int] = field(default_factory=lambda: [4, 8, 16])
     temperature: float = 0.0
     sampled: float | None = 1.0
-    seed: int = 0
     minutes: float | None = 10.0
     continuity: str | None = None
 

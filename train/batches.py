@@ -90,12 +90,6 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
     return lay_out(rows, anchors, valid, config.drafter.block_size, until_gap)
 
 
-def plan_blocks(blocks: Blocks, config: TrainConfig) -> RowPlan:
-    """Plan the objective's rows of some blocks."""
-    weights = position_weights(config.objective, blocks.supervised.shape[-1]).to(blocks.supervised.device)
-    return plan_rows(blocks.teacher_rows, weights * blocks.supervised, config.objective.chunk_rows)
-
-
 class Prefetch:
     """The passes of steps `first` .. `last - 1`, in order; each step's are read and laid out by a
     thread while the one before is computed."""
@@ -109,13 +103,15 @@ class Prefetch:
         """Return the passes of the next step; none behind the last."""
         rank, world = dist.get_rank(), dist.get_world_size()
         count, passes = micro_batch(self.config, world)
-        read = []
+        options, read = self.config.objective, []
+        weights = position_weights(options, self.config.drafter.block_size - 1)
         for step in islice(self.steps, 1):
             for i in range(passes):
                 draw = first_draw(self.config, step, i, rank, world)
                 rows = batch(self.dataset, draw, count, self.config.seed)
                 blocks = draw_blocks(rows, self.config, draw)
-                laid = Pass(rows, blocks, plan_blocks(blocks, self.config))
+                plan = plan_rows(blocks.teacher_rows, weights * blocks.supervised, options.chunk_rows)
+                laid = Pass(rows, blocks, plan)
                 read.append(laid.pinned() if self.pinned else laid)
         return read
 

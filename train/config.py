@@ -51,7 +51,6 @@ class OptimConfig:
     name: the optimiser. adamw; muon: Muon for matrices, AdamW for the rest (not sharded: ZeRO stage 0)
     lr: peak learning rate
     betas: AdamW's two decay rates
-    weight_decay: weight decay of matrices; vectors have none
     warmup: share of all steps
     clip: largest norm of the gradient; longer ones are scaled down
     batch: packed rows per step, of all processes together
@@ -67,7 +66,6 @@ class OptimConfig:
     name: str = "adamw"
     lr: float = 6e-4
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
     warmup: float = 0.04
     clip: float = 1.0
     batch: int = 8
@@ -80,7 +78,7 @@ class OptimConfig:
         """Raise ValueError for settings that cannot train."""
         one_of(self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16"))
         above_zero(self, "optim.", "lr", "epochs", "clip")
-        at_least(self, "optim.", batch=1, micro=1, steps=1, weight_decay=0)
+        at_least(self, "optim.", batch=1, micro=1, steps=1)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
         if not all(0 <= beta < 1 for beta in self.betas):

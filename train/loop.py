@@ -56,7 +56,7 @@ def block_loss(
     """Compute the objective on a batch's blocks, G = B * N of them.
 
     drafter: the drafter, or the engine around it; rows: columns (B, T), with stored features if there
-    are any; plan: `plan_blocks` of the blocks, where it was made before.
+    are any; plan: `plan_rows` of the blocks, where it was made before.
     """
     module = getattr(drafter, "module", drafter)
     if "context" in rows:

@@ -55,10 +55,12 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimiser. Muon orthogonalises the momentum of every matrix; its steps are
     scaled to the size that AdamW's have, so that both take the same learning rate."""
 
-    def __init__(self, matrices: list[torch.Tensor], others: list[torch.Tensor], config: OptimConfig) -> None:
+    def __init__(
+        self, matrices: list[torch.Tensor], others: list[torch.Tensor], config: OptimConfig, decay: float
+    ) -> None:
         half = matrices[0].is_cuda or (config.precision != "float32" and has_bfloat16()) if matrices else True
         kind = torch.optim.Muon if half else WideMuon
-        muon = partial(kind, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = partial(kind, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         adamw = partial(torch.optim.AdamW, betas=tuple(config.betas), weight_decay=0.0)
         shares = ((muon, matrices), (adamw, others))
         self.parts = [make(share, lr=config.lr) for make, share in shares if share]
@@ -74,19 +76,17 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make the optimiser that the configuration names, for a drafter or a whole model; matrices decay,
-    vectors do not. An embedding and a head count as tables of vectors, one for each token, and not as
-    matrices of Muon. What is frozen is left out."""
+def make_optimizer(model: nn.Module, config: OptimConfig, decay: float = 0.0) -> torch.optim.Optimizer:
+    """Make the optimiser that the configuration names, for a drafter or a whole model; `decay`: weight
+    decay of Muon's matrices. An embedding and a head count as tables of vectors, one for each token,
+    and not as matrices of Muon. What is frozen is left out."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    tables = TABLES if config.name == "muon" else ()
-    matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(tables)]
-    others = [p for name, p in named if p.ndim != 2 or name.endswith(tables)]
+    matrices = [p for name, p in named if p.ndim == 2 and not name.endswith(TABLES)]
+    others = [p for name, p in named if p.ndim != 2 or name.endswith(TABLES)]
     if config.name == "muon":
-        return MuonAdamW(matrices, others, config)
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return MuonAdamW(matrices, others, config, decay)
     fused = True if next(model.parameters()).is_cpu else None  # there a quarter of the time; CUDA's is torch's choice
-    return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), fused=fused)
+    return torch.optim.AdamW([*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused)
 
 
 def learning_rate(optim: OptimConfig, step: int, total: int) -> float:

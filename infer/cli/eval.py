@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from data.suites import SuiteConfig
-from infer.cli.measured import OfData
-from infer.cli.models import load
+from infer.cli.models import OfData, load
 from infer.masked.config import MaskedConfig
 from infer.utils.progress import Progress
 

@@ -75,7 +75,9 @@ _ROWS = (
                 refuses=("full and causal", "recurrent", "normed", "choice", "part of the choice"),
             ),
             "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1")),
-            "gguf": ExportFormat(target=True, heads=("selector", "markov"), convolutions=True, refuses=("room",)),
+            "gguf": ExportFormat(
+                target=True, heads=("selector", "markov"), convolutions=True, refuses=("room", "choice from anchor")
+            ),
         },
         options=("sample_from_anchor", "causal", "convolutions", "head"),
     ),

@@ -71,17 +71,6 @@ class Engine:
         return text
 
     @torch.inference_mode()
-    def warm(
-        self,
-        report: abc.Callable[[int, int], None] = lambda done, all: None,
-        texts: abc.Sequence[TextOptions] = (TextOptions(),),
-    ) -> None:
-        """Prepare what the first rounds of every size would wait for, of texts with such options, each
-        alone and all side by side; `report` is told how many of how many are done. For an engine
-        without texts."""
-        self.runner.warm(report, texts)
-
-    @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Admit waiting texts, run one round for all rows, and return the texts that grew or ended."""
         scheduler, runner = self.scheduler, self.runner

@@ -164,7 +164,7 @@ class Runner:
             text.drafted.append(found.tree.budget)
             text.accepted.append(len(row.path))
             text.stats.rounds += 1
-            if text.options.trace:
+            if text.trace:
                 text.rejected.append(rejected_path(found.tree, number, [0, *row.path][-1]))
         self.noted = [(text, len(text.ids)) for text in texts] if captured else []
         seconds, paths = self.watch.clock() - began, [row.path for row in told]
@@ -226,37 +226,6 @@ class Runner:
             return tree if count == tree.budget else tree.first(count)
 
         return Method(partial(propose, self.memory, asked, found, self.method, self.options, self.ngram), build, cut)
-
-    def warm(self, report: abc.Callable[[int, int], None], texts: abc.Sequence[TextOptions]) -> None:
-        """Capture rounds, see `Engine.warm`, the largest first. Changes no memory of texts, but writes
-        over the last tokens."""
-        if not self.captures:
-            return
-        for width in (1, min(32, self.capacity)):  # prompts, for the kernels that they need
-            with self.memory.cache.add(1) as row:
-                self.target.extend([[0] * width], row, self.memory.layers)
-            self.memory.cache.keep([])
-        most = self.options.rows
-        buckets = sorted({min(1 << bits, most) for bits in range(most.bit_length() + 1)}, reverse=True)
-        together = (*([text] for text in texts), texts)
-        kinds = dict.fromkeys(Kind.of(beside, self.vocabulary) for beside in together)
-        sizes = [Size(rows, nodes, kind) for rows in buckets for nodes in self._sizes(rows) for kind in kinds]
-        for done, size in enumerate(sizes):
-            report(done, len(sizes))
-            for _ in range(2):
-                self.graphs.run(size, partial(self._captured, size))
-        report(len(sizes), len(sizes))
-
-    def _sizes(self, rows: int) -> list[int]:
-        """Return the node counts that rounds of so many rows, a power of two, may have, the largest
-        first."""
-        most, limited = self.budget.most, self.options.positions is not None
-        if not most or not (limited or self.budget.adapts):
-            return [most]
-        if limited:
-            most = min(most, max(2, max(self.options.positions, most + 1) >> (rows - 1).bit_length()) - 1)
-        none = {0} if self.budget.adapts else set()
-        return sorted(none | {self._graph_size(nodes) for nodes in range(1, most + 1)}, reverse=True)
 
     def _graph_size(self, nodes: int) -> int:
         """Return how many nodes a graph for `nodes` has: the next smaller one of a few sizes, or all

@@ -86,7 +86,8 @@ class Sequence:
     drafted: list[int] = field(default_factory=list)  # how many nodes each round verified
     accepted: list[int] = field(default_factory=list)  # how many of them it accepted, past the text's end too
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if the options ask for it
-    rejected: list[list[int]] = field(default_factory=list)  # round by round, if the options ask for a trace
+    rejected: list[list[int]] = field(default_factory=list)  # round by round, of a text with `trace`
+    trace: bool = False  # note the likeliest rejected path of each round
     finish: str | None = None  # "stop" (an end token or a stop string), "loop", "length" or "cancelled"
     cancelled: bool = False
     began: tuple[float, dict[str, float]] | None = None  # time and the stages' seconds at admission

@@ -27,7 +27,7 @@ RECIPE = {
     "target": ("chat_template_kwargs",),
     "drafter": ("layers", "block_size", "warm_start"),
     "objective": ("divergence", "weights", "gamma"),
-    "optim": ("name", "lr", "betas", "weight_decay", "warmup", "clip", "batch", "epochs", "steps", "precision"),
+    "optim": ("name", "lr", "betas", "warmup", "clip", "batch", "epochs", "steps", "precision"),
     "data": ("length",),
     "": ("anchors", "document_anchors", "seed"),
 }

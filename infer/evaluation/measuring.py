@@ -22,7 +22,7 @@ from infer.evaluation.ruler import DISTURBED
 from infer.evaluation.showing import Shown
 from infer.trees.methods import ALONE, TREES, TreeMethod
 
-SHARED = ("max_new_tokens", "temperature", "seed")  # with DecodeOptions
+SHARED = ("max_new_tokens", "temperature")  # with DecodeOptions
 Progress = abc.Callable[[int, int], None]  # (prompts done, prompts)
 
 

@@ -39,7 +39,8 @@ def show_texts(target: Target, drafter: Drafter, texts: Sequence[Text], options:
             return trees[-1]
 
         engine.runner.build = keep
-        again = engine.submit(text.prompt, replace(text.options, trace=True))
+        again = engine.submit(text.prompt, text.options)
+        again.trace = True
         while engine.busy:
             engine.step()
             if trees:

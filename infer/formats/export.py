@@ -43,6 +43,7 @@ def faults(drafter: Drafter) -> dict[str, str]:
         ),
         "part": (drafter.d2t is not None, "its head knows a part of the vocabulary only"),
         "part of the choice": (selects and drafter.d2t is not None, "its selector knows a part of the vocabulary only"),
+        "choice from anchor": (selects and anchor, "its selector chooses in the first slot too (sample_from_anchor)"),
         "choice": (
             choice > LARGEST_CHOICE,
             f"its selector chooses among {choice} tokens, and they hold a table of all pairs (drafter.head.top_k=16)",

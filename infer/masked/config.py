@@ -14,24 +14,23 @@ class MaskedConfig:
     """How a masked diffusion model writes. block_length and cache decide what is written, the others
     only how fast.
 
-    method: ssd, which drafts for itself; or steps, one token a pass: docs/methods.md
+    method: what a pass computes beside the text, whose own drafts these are. guided: the likeliest
+        states, by what the text has shown of itself so far too; greedy: a chain by confidence; mixed:
+        where two drafts may swap; steps: nothing, one token a pass: docs/methods.md
     rows: texts decoded side by side at most; others wait
     block_length: tokens of a block, which is finished before the next one begins; an answer is whole
         blocks, then cut
     cache: of keys and values. none: every pass computes the whole row; dual: keys and values outside
         the block are those of the pass that began it
-    draft_length: of ssd, tokens drafted each round, 1 to 8
-    order: of ssd. greedy, a chain by confidence; mixed, where two drafts may swap; guided, the
-        likeliest states, by what the text has shown of itself so far too: docs/methods.md
-    nodes: of ssd, order guided: states verified each round, the current text among them
+    draft_length: tokens drafted each round, 1 to 8
+    nodes: of method guided: states verified each round, the current text among them
     """
 
-    method: str = "ssd"
+    method: str = "guided"
     rows: int = 16
     block_length: int = 8
     cache: str = "none"
     draft_length: int = 4
-    order: str = "guided"
     nodes: int = 8
     positions: ClassVar = None  # of a step: there is no limit, prompts are computed with their answers
 
@@ -42,7 +41,7 @@ class MaskedConfig:
     def check(self) -> None:
         """Raise ValueError for a way of decoding that does not exist."""
         at_least(self, rows=1, block_length=1, nodes=1)
-        one_of(self, method=("steps", "ssd"), cache=("none", "dual"), order=("greedy", "mixed", "guided"))
+        one_of(self, method=("guided", "greedy", "mixed", "steps"), cache=("none", "dual"))
         one_of(self, draft_length=range(1, LONGEST + 1))
 
 

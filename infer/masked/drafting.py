@@ -21,6 +21,7 @@ from itertools import count
 
 import torch
 
+from infer.masked.config import MaskedConfig
 from infer.masked.habits import TextHabits
 
 Write = tuple[int, int]  # position in the row, token
@@ -174,12 +175,12 @@ def token_shares(guess: Guess, position: int, written: dict[int, int], habits: T
     return list(shares.items())
 
 
-def pick_states(guesses: Guesses, plan: Plan, order: str, length: int, nodes: int, habits: TextHabits) -> list[State]:
+def pick_states(guesses: Guesses, plan: Plan, options: MaskedConfig, habits: TextHabits) -> list[State]:
     """Return the states of a round, the current text first."""
-    if order == "guided":
-        return guided_states(guesses, plan, length, nodes, habits)
-    writes = drafts(guesses, plan, length)
-    return chain_states(writes) if order == "greedy" else mixed_states(writes, plan)
+    if options.method == "guided":
+        return guided_states(guesses, plan, options.draft_length, options.nodes, habits)
+    writes = [] if options.method == "steps" else drafts(guesses, plan, options.draft_length)
+    return mixed_states(writes, plan) if options.method == "mixed" else chain_states(writes)
 
 
 def follow_steps(states: Sequence[State], guesses: Sequence[Guesses], plan: Plan) -> tuple[list[Write], int]:

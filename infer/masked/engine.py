@@ -81,9 +81,6 @@ class MaskedRunner:
     def weights_changed(self, enters: bool) -> bool:
         return False  # there are no copies of them
 
-    def warm(self, report: abc.Callable[[int, int], None], texts: abc.Sequence[TextOptions]) -> None:
-        """Do nothing: there are no graphs."""
-
     def prefill(self, texts: list[MaskedSequence], done: int, width: int) -> int:
         """Compute nothing: prompts are computed with their answers."""
         return 0
@@ -98,10 +95,8 @@ class MaskedRunner:
         """Run one pass over the states of all texts, or one for each kind of step."""
         options, tasks = self.options, []
         for text in texts:
-            plan, states = self.passes.plan(text), [frozenset()]
-            if options.method == "ssd":
-                drafting = options.order, options.draft_length, options.nodes
-                states = pick_states(text.guesses, plan, *drafting, text.habits)
+            plan = self.passes.plan(text)
+            states = pick_states(text.guesses, plan, options, text.habits)
             tasks.append(Task(text, plan, states, self.passes.asked(text, plan, states)))
         kinds = {self.passes.kind(task.text): None for task in tasks}
         for kind in kinds:

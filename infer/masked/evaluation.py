@@ -23,7 +23,6 @@ def evaluation_options(evaluation: EvaluationConfig, masked: MaskedConfig) -> Ma
     text = TextOptions(
         max_new_tokens=masked.room(evaluation.max_new_tokens),
         temperature=evaluation.temperature,
-        seed=evaluation.seed,
         ignore_eos=True,
     )
     return masked_options(text, replace(masked, rows=1))
@@ -37,11 +36,11 @@ def evaluate_masked(
 ) -> Evaluation:
     """Decode every prompt step by step and with drafts of every length and order. `options` are those
     that `evaluation_options` makes."""
-    drafts = [(order, length, length + 1) for length in LENGTHS for order in ("greedy", "mixed", "guided")]
+    drafts = [(method, length, length + 1) for length in LENGTHS for method in ("greedy", "mixed", "guided")]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
-    for order, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
-        way = replace(options, method="ssd", order=order, draft_length=length, nodes=states)
-        variants.append(Variant(f"{order} {length}" + f", {states} states" * (states == NODES), states, way))
+    for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
+        way = replace(options, method=method, draft_length=length, nodes=states)
+        variants.append(Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way))
     measured = measure(model, None, variants, prompts, progress)
     return Evaluation(
         target=model.name,

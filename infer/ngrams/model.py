@@ -6,15 +6,15 @@ ids, seen or not, so that there a node's number is its token; level k, for k = 2
 k-grams that were seen, siblings sorted by token. Node numbers run over all levels. The file, little
 endian, sections aligned to 64 bytes:
 
-    header           HEADER: what the file is, where its sections are, the CRC32 of the rest of it
+    header           HEADER: what the file is, where its sections are, its own CRC32
     entries          uint32 a node: token << count_bits | code; a code is the node's count, or the
                      largest code
     low, base        uint32 an inner node and one more, int64 for each 65,536 of these: the children of
                      node i are child(i) .. child(i + 1) - 1, child(i) = base[i >> GROUP_BITS] + low[i]
     overflow_nodes   int64, sorted: the nodes whose counts do not fit a code, all with the largest code
     overflow_counts  int64: these counts
-    checksums        uint32: the CRC32 of each MiB between the header and here; the header has this
-                     table's own
+
+Files of earlier versions end in a table of CRC32s, which nothing reads.
 
 `infer.ngrams.count` makes such files of text. V tokens of vocabulary, N nodes.
 """
@@ -34,7 +34,6 @@ from infer.utils.jit import njit
 
 MAGIC, VERSION = b"ngrams\r\n", 1  # a transfer in text mode changes the line ending
 ALIGNMENT = 64  # bytes, of sections
-BLOCK = 1 << 20  # bytes that share a checksum
 GROUP_BITS = 16
 MAX_ORDER = 64
 HEADER = np.dtype(
@@ -46,13 +45,12 @@ HEADER = np.dtype(
         ("tokens", "<u8"),
         ("digest", "S64"),
         ("nodes", "<u8", MAX_ORDER),
-        ("sections", "<u8", (6, 2)),  # offset and bytes of entries, low, base, ..., checksums
-        ("checksums", "<u4"),
-        ("padding", "V56"),
+        ("sections", "<u8", (6, 2)),  # offset and bytes of entries, low, base, ..., and of what follows them
+        ("padding", "V60"),
         ("checksum", "<u4"),
     ]
 )
-DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8", "<u4")  # of the sections
+DTYPES = ("<u4", "<u4", "<i8", "<i8", "<i8")  # of the sections
 
 
 class Arrays(NamedTuple):
@@ -83,13 +81,7 @@ def layout(nodes: Sequence[int], overflow: int) -> np.ndarray:
     for size in sizes:
         sections.append((offset, size))
         offset = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
-    sections.append((offset, 4 * -(-(offset - HEADER.itemsize) // BLOCK)))
-    return np.array(sections, np.uint64)
-
-
-def checksums(body: np.ndarray) -> np.ndarray:
-    """Compute the CRC32 of each MiB of a file's body, between the header and the table of these."""
-    return np.array([zlib.crc32(body[start : start + BLOCK]) for start in range(0, len(body), BLOCK)], "<u4")
+    return np.array([*sections, (offset, 0)], np.uint64)
 
 
 def header_checksum(header: np.void) -> int:
@@ -118,16 +110,15 @@ def write(
         strict=False,
     ):
         body[at : at + length] = part.astype(dtype).view(np.uint8)
-    table, header = checksums(body), np.zeros((), HEADER)
+    header = np.zeros((), HEADER)
     header["magic"], header["version"], header["order"] = MAGIC, VERSION, len(nodes)
     header["vocabulary"], header["tokens"], header["digest"] = vocabulary, counted, digest
     header["nodes"][: len(nodes)], header["sections"] = nodes, sections
-    header["checksums"] = zlib.crc32(table)
     header["checksum"] = header_checksum(header)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as fresh, fresh.open("wb") as file:
-        for part in (header.tobytes(), body, table):
-            file.write(part)
+        file.write(header.tobytes())
+        file.write(body)
 
 
 def _read_header(path: Path, file: BinaryIO) -> np.void:
@@ -144,7 +135,7 @@ def _read_header(path: Path, file: BinaryIO) -> np.void:
         header["checksum"] == header_checksum(header)
         and 1 <= header["order"] <= MAX_ORDER
         and nodes[0] == header["vocabulary"]
-        and np.array_equal(sections, layout(nodes, int(sections[3, 1]) // 8))
+        and np.array_equal(sections[:-1], layout(nodes, int(sections[3, 1]) // 8)[:-1])
     )
     if not whole:
         raise ValueError(f"{path}: its header is altered or damaged; copy it or count it again")
@@ -184,13 +175,13 @@ class NGram:
             raise FileNotFoundError(f"{path}: there is no such n-gram file")
         with path.open("rb") as file:
             header = _read_header(path, file)
-            counted, sections = header["digest"].decode(errors="replace"), header["sections"].astype(np.int64)
+            counted, sections = header["digest"].decode(errors="replace"), header["sections"][:-1].astype(np.int64)
             memory = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             views = [memory[at : at + size].view(dtype) for (at, size), dtype in zip(sections, DTYPES, strict=True)]
         vocabulary, nodes = int(header["vocabulary"]), tuple(map(int, header["nodes"][: header["order"]]))
-        arrays = Arrays(*views[:-1], count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
+        arrays = Arrays(*views, count_bits(vocabulary), vocabulary, sum(nodes[:-1]))
         tokens = int(header["tokens"])
-        model = cls(path, len(nodes), vocabulary, tokens, nodes, counted, int(sections[-1].sum()), arrays)
+        model = cls(path, len(nodes), vocabulary, tokens, nodes, counted, len(memory), arrays)
         model.check_digest(digest)
         return model
 

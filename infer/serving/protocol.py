@@ -61,7 +61,7 @@ class Strict(BaseModel):
         return {k: v for k, v in fields.items() if v is not None and (k in known or v not in (False, "", [], {}))}
 
 
-SHARED = {"temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos", "stop", "trace"}  # with TextOptions
+SHARED = {"temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos", "stop"}  # with TextOptions
 
 
 class StreamOptions(Strict):

@@ -157,5 +157,5 @@ def _index(line: str | bytes, path: Path, number: int) -> int:
 
 def options_of(options: TextOptions) -> dict:
     """Return the options that decide an answer, without those that only change the speed."""
-    speed = {*EngineConfig.__dataclass_fields__, "draft_length", "order", "nodes"}
+    speed = {*EngineConfig.__dataclass_fields__, "draft_length", "nodes"}
     return {key: value for key, value in asdict(options).items() if key not in speed}

@@ -66,6 +66,7 @@ class Ticket:
     pieces: "asyncio.Queue[tuple[int, TextPiece]]"  # of all texts of its request
     index: int  # among them
     special: bool = False  # whether its pieces have special tokens
+    trace: bool = False  # whether they say what was rejected
     text: Sequence | None = None  # the engine thread's, like what was told of it so far
     tokens: int = 0
     rounds: int = 0
@@ -139,6 +140,7 @@ class Worker(threading.Thread):
             return
         try:
             ticket.text = text = self.engine.submit(ticket.prompt, ticket.options)
+            text.trace = ticket.trace
             self.open[text] = ticket, TextStream(self.engine.target, text, ticket.special)
         except Exception as error:
             log.exception("a text was let in that the engine refuses")
@@ -275,7 +277,8 @@ class Service:
             ids = encode(self.target, prompt, body.template_options, body.tools_shown)
             for _ in range(body.n):
                 index = len(tickets)
-                tickets.append(Ticket(ids, self._settings(body, ids, index), loop, pieces, index, special))
+                options = self._settings(body, ids, index)
+                tickets.append(Ticket(ids, options, loop, pieces, index, special, body.trace))
         return tickets
 
     def _settings(self, body: CompletionRequest, ids: list[int], index: int) -> TextOptions:

@@ -76,7 +76,7 @@ def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
         "seed": dice.randrange(10**6),
     }
     ends = {"logprobs": dice.choice([None, None, 0, 3]), "loop_period": dice.choice([0, 0, 8])}
-    ends |= {"trace": dice.random() < 0.2, "stop": dice.choice([[], [], ["\n"], ["e", "self."]])}
+    ends |= {"stop": dice.choice([[], [], ["\n"], ["e", "self."]])}
     if dice.random() < 0.1:
         ends |= dice.choice(GRAMMARS)
     ranked = method in ("chain", "ddtree")

@@ -423,7 +423,8 @@ def test_a_process_that_sleeps_is_named_and_the_run_ends(small_options, start_co
 
 
 def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
-    """The option had its default then: another value is another configuration. One that is gone is not compared."""
+    """The option had its default then: another value is another configuration. One that is gone is compared only where
+    it had decided what is learnt."""
     config = TrainConfig(name="old", runs_dir=str(tmp_path))
     written = plain(config)
     del written["drafter"]["last_tap"], written["anchors"]
@@ -434,3 +435,7 @@ def test_a_run_goes_on_that_was_written_before_an_option_existed(tmp_path):
     refuse_another(config, tmp_path / "old")
     with pytest.raises(ValueError, match=r"drafter.last_tap differ"):
         refuse_another(replace(config, drafter=replace(config.drafter, last_tap="normed")), tmp_path / "old")
+    written["optim"]["weight_decay"] = 0.1
+    (tmp_path / "old" / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"optim.weight_decay differ"):
+        refuse_another(config, tmp_path / "old")

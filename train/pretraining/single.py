@@ -22,7 +22,7 @@ def take_steps(
     rate: the peak rate; backward(step): computes the gradients of a step, counted from 0, and returns
         its loss.
     """
-    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate, weight_decay=0.05))
+    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=rate), decay=0.05)
     progress = Progress("training", "steps", stream=sys.stdout)
     for step in range(steps):
         set_rate(optimizer, rate * trapezoid(step, steps, WARMUP, DECAY))

@@ -187,4 +187,4 @@ def test_a_token_that_does_not_exist_is_refused_in_a_sentence(make_tiny, make_ma
         with pytest.raises(ValueError, match=f"token {bad} does not exist, the model has 0 to 96"):
             generate(target, drafter, [3, bad, 4], max_new_tokens=4)
     with pytest.raises(ValueError, match="token 64 does not exist, the model has 0 to 63"):
-        generate(make_masked(), None, [64], method="ssd", max_new_tokens=8)
+        generate(make_masked(), None, [64], max_new_tokens=8)

@@ -132,6 +132,13 @@ def dart(rows: int, **changes: object) -> dict:
     return own | {"draft_length": 3, "draft_vocab_size": rows, "rope_scaling": None} | SIZES | changes
 
 
+def test_a_layer_count_that_counts_taps_is_not_believed(tmp_path):
+    """TorchSpec's and AngelSpec's folders."""
+    for said in (len(TAPPED), LAYERS):
+        reading = read(Folder(tmp_path, public(num_target_layers=said), {}, []), LAYERS)
+        assert reading.options["num_target_layers"] == LAYERS and not reading.problems
+
+
 def written(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

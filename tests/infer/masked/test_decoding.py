@@ -42,7 +42,7 @@ def shifted(make_masked) -> MaskedModel:
 
 
 def options_of(length: int = 16, block_length: int = 8, **more) -> MaskedOptions:
-    settings = {"method": "ssd", "ignore_eos": True, "max_new_tokens": length, "block_length": block_length} | more
+    settings = {"ignore_eos": True, "max_new_tokens": length, "block_length": block_length} | more
     return MaskedOptions(**settings)
 
 
@@ -135,8 +135,8 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
         plain = fill(model, prompt, options)
         assert plain.writes == expected
         assert plain.stats.rounds == plain.stats.written == 16 and plain.stats.histogram[0] == 16
-        for order, length in WAYS:
-            way = replace(options, method="ssd", order=order, draft_length=length, nodes=9)
+        for method, length in WAYS:
+            way = replace(options, method=method, draft_length=length, nodes=9)
             done = fill(model, prompt, way)
             assert done.writes == expected, way
             accepted = [sum(counts) for counts in zip(accepted, done.stats.histogram, strict=True)]
@@ -146,12 +146,12 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_statistics_add_up(model, cache):
     options = options_of(32, cache=cache, nodes=24)
-    for order, length in product(("greedy", "mixed", "guided"), (1, 2, 8)):
-        text = fill(model, PROMPTS[1], replace(options, order=order, draft_length=length))
+    for method, length in product(("greedy", "mixed", "guided"), (1, 2, 8)):
+        text = fill(model, PROMPTS[1], replace(options, method=method, draft_length=length))
         stats, states = text.stats, sum(text.drafted) + len(text.drafted)
         assert sum(stats.histogram) == stats.rounds and not any(stats.histogram[length + 1 :])
         assert sum((drafts + 1) * count for drafts, count in enumerate(stats.histogram)) == stats.written == 32
-        most = {"greedy": length + 1, "mixed": 2 * length}.get(order, 24)
+        most = {"greedy": length + 1, "mixed": 2 * length}.get(method, 24)
         assert 32 / (length + 1) <= stats.rounds <= states <= stats.rounds * most
 
 
@@ -170,7 +170,8 @@ def test_chain_and_swapped_drafts_are_the_papers():
     a, b, c, d, e = drafts(guesses, plan, 5)
     swapped = mixed_states([a, b, c, d, e], plan)[6:]
     assert swapped == [frozenset(x) for x in ([b], [a, c], [a, b, d])]  # d and e are in different blocks
-    assert pick_states({}, plan, "mixed", 4, 9, TextHabits({})) == [frozenset()]  # nothing is known yet: the text alone
+    mixed = MaskedOptions(method="mixed")
+    assert pick_states({}, plan, mixed, TextHabits({})) == [frozenset()]  # nothing is known yet: the text alone
 
 
 ODDS = [1.0, 4.0, 0.5, 2.0, 3.0, 9.0, -1.0, -2.0]

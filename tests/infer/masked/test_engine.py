@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from infer import generate, stream
 from infer.api import open_engine
-from infer.cli.eval import EvalCommand
-from infer.cli.eval import run as run_eval
-from infer.cli.generate import GenerateCommand
-from infer.cli.generate import run as run_generate
+from infer.cli.eval import EvalCommand, run as run_eval
+from infer.cli.generate import GenerateCommand, run as run_generate
 from infer.cli.models import load_all
 from infer.config import DecodeOptions, EvaluationConfig, TargetConfig, TextOptions
 from infer.masked.config import MaskedConfig, MaskedOptions
@@ -53,8 +51,8 @@ def test_texts_beside_each_other_are_what_each_is_alone(make_masked, cache, shif
     how = MaskedConfig(rows=3, block_length=8, cache=cache)
     steps = replace(how, method="steps", rows=1)
     alone = [written(model, [prompt], [text], steps)[0] for prompt, text in zip(PROMPTS, texts, strict=True)]
-    for order, length in (("guided", 4), ("mixed", 3)):
-        together = written(model, PROMPTS, texts, replace(how, order=order, draft_length=length))
+    for method, length in (("guided", 4), ("mixed", 3)):
+        together = written(model, PROMPTS, texts, replace(how, method=method, draft_length=length))
         for one, text, most in zip(alone, together, LENGTHS, strict=True):
             assert (text.ids, text.finish) == (one.ids, one.finish) and len(text.ids) <= most
             assert text.stats.rounds == len(text.drafted) == len(text.commits) <= one.stats.rounds
@@ -72,7 +70,7 @@ def test_an_answer_ends_where_a_causal_one_would(make_masked):
     end = full.ids[13]
     model.end_ids = frozenset([end])
     at = full.ids.index(end)
-    for method in ("steps", "ssd"):
+    for method in ("steps", "guided"):
         ended = generate(model, None, PROMPTS[1], method=method, max_new_tokens=24)
         assert ended.ids == full.ids[: at + 1] and ended.finish_reason == "stop"
         # 21 tokens are three blocks of masks like 24, and then cut
@@ -113,12 +111,12 @@ def test_cancelled_and_failed_texts_leave_their_rows(make_masked):
 
 def test_answers_are_regenerated_with_a_masked_model(folder):
     model = load_masked(str(folder), "float32", "cpu")
-    options = MaskedOptions(max_new_tokens=12, rows=2, order="greedy")
+    options = MaskedOptions(max_new_tokens=12, rows=2, method="greedy")
     prompts = ["import os", "def f(", "x = "]
     answers = list(by_engine(model, None, options, 30)([Row(i, prompt) for i, prompt in enumerate(prompts)]))
     steps = [generate(model, None, prompt, method="steps", max_new_tokens=12).text for prompt in prompts]
     assert [answer["response"] for answer in answers] == steps
-    assert options_of(options) == options_of(replace(options, order="mixed", nodes=3, method="steps"))
+    assert options_of(options) == options_of(replace(options, nodes=3, method="steps"))
     assert options_of(options) != options_of(replace(options, block_length=4))
     assert "block_length" not in options_of(DecodeOptions(method="plain"))
 
@@ -142,29 +140,28 @@ def test_options_of_other_models_are_refused(make_masked, changes):
         ({"block_length": 0}, "block_length=0: at least 1"),
         ({"nodes": 0}, "nodes=0: at least 1"),
         ({"cache": "prefix"}, "cache=prefix: use none or dual"),
-        ({"order": "random"}, "order=random: use greedy, mixed or guided"),
         ({"draft_length": 9}, "draft_length=9: use 1, 2, 3, 4, 5, 6, 7 or 8"),
-        ({"method": "ddtree"}, "method=ddtree: use steps or ssd"),
+        ({"method": "ddtree"}, "method=ddtree: use guided, greedy, mixed or steps"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(make_masked, changes, words):
     with pytest.raises(ValueError, match=words):
-        generate(make_masked(), None, [1, 2], **{"method": "ssd", "max_new_tokens": 8} | changes)
+        generate(make_masked(), None, [1, 2], **{"max_new_tokens": 8} | changes)
 
 
 def test_models_and_methods_of_two_kinds_do_not_mix(make_masked, make_tiny, folder, repo):
     target, drafter = make_tiny()
     model = make_masked()
-    with pytest.raises(ValueError, match="method=ssd: use plain"):
-        generate(target, None, [1, 2], method="ssd")
+    with pytest.raises(ValueError, match="method=guided: use plain"):
+        generate(target, None, [1, 2], method="guided")
     with pytest.raises(ValueError, match="drafts for itself: give None as its drafter"):
-        generate(model, drafter, [1, 2], method="ssd", max_new_tokens=8)
+        generate(model, drafter, [1, 2], max_new_tokens=8)
     with pytest.raises(ValueError, match="no prefixes"):
-        generate(model, None, [1, 2], method="ssd", max_new_tokens=8, processors=[lambda ids, scores: scores])
+        generate(model, None, [1, 2], max_new_tokens=8, processors=[lambda ids, scores: scores])
     with pytest.raises(ValueError, match="every prompt needs at least one token"):
-        generate(model, None, [[]], method="ssd", max_new_tokens=8)
+        generate(model, None, [[]], max_new_tokens=8)
     with pytest.raises(ValueError, match="may take 129 positions, the target has 128"):
-        generate(model, None, [1] * 113, method="ssd", max_new_tokens=15)  # whole blocks: 16
+        generate(model, None, [1] * 113, max_new_tokens=15)  # whole blocks: 16
     assert is_masked(str(folder)) and not is_masked("embedded")
     (folder / "model.safetensors").unlink()  # both before weights are looked at
     with pytest.raises(ValueError, match="a masked diffusion model has no drafter"):
@@ -282,11 +279,11 @@ def test_models_with_their_own_code_load_and_decode(tmp_path, repo, monkeypatch,
     for temperature in (0.0, 0.8):
         settings = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
         expected = [answer.ids for answer in generate(model, None, prompts, method="steps", rows=1, **settings)]
-        for order in ("greedy", "mixed", "guided"):
-            done = generate(model, None, prompts, method="ssd", order=order, **settings)  # of two lengths: two passes
+        for way in ("greedy", "mixed", "guided"):
+            done = generate(model, None, prompts, method=way, **settings)  # of two lengths: two passes
             assert [answer.ids for answer in done] == expected
     with pytest.raises(ValueError, match="cache=dual: .* takes no cache of ours: use cache=none"):
-        generate(model, None, prompts, method="ssd", cache="dual")
+        generate(model, None, prompts, cache="dual")
 
 
 def test_foreign_code_and_weights_that_do_not_fit_are_told_in_one_sentence(tmp_path, repo, monkeypatch):
@@ -337,7 +334,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     run_generate(config)
     said = capsys.readouterr()
     answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", max_new_tokens=8, cache="dual")
-    assert said.out == f"import os{answer.text}\n" and f"[ssd: 8 tokens in {answer.stats.rounds} rounds" in said.err
+    assert said.out == f"import os{answer.text}\n" and f"[guided: 8 tokens in {answer.stats.rounds} rounds" in said.err
     evaluation = EvaluationConfig(prompts=2, prompt_tokens=8, max_new_tokens=5)
     config = EvalCommand(
         target=place, out=str(tmp_path / "out"), evaluation=evaluation, masked=MaskedConfig(cache="dual")

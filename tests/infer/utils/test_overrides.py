@@ -115,6 +115,15 @@ def test_awkward_prompts_and_paths_really_run(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("It's {a: [1, 2]}, ${x}\n")
 
 
+def test_a_run_for_an_adapter_does_not_give_its_base_model(tmp_path):
+    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps({"target": {"path": "base", "adapter": "lora"}}))
+    checkpoint = f"checkpoint={tmp_path}/checkpoints/best"
+    with pytest.raises(ValueError, match="trained for base with the adapter lora: merge it with peft"):
+        composed("generate", GenerateCommand, [checkpoint])
+    assert composed("generate", GenerateCommand, [checkpoint, "target.path=merged"]).target.path == "merged"
+
+
 @pytest.mark.parametrize(
     "name, argument, says",
     [
@@ -126,6 +135,7 @@ def test_awkward_prompts_and_paths_really_run(tmp_path, capsys):
         ("generate", "def f(x):", "for a text: prompt='def f(x):'"),
         ("train", "hydra.run.dir=x", "hydra.run.dir: no such key"),
         ("train", "+_target_=os.system", "_target_: no such key"),
+        ("eval", "optim=laptop", "optim: no such key"),
         ("train", "target=nope", "target=nope: there is embedded, "),
         ("train", "+model=nope", "qwen3-4b"),
         ("train", "optim.lr=abc", "optim.lr: Value 'abc'"),
