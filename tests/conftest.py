@@ -1,6 +1,7 @@
 """What every test stands on: no network, one thread a process, the repository's folder."""
 
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -15,17 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pytest  # and no torch: the process that hands out the tests needs none
+
 if "PYTEST_XDIST_WORKER" not in os.environ:  # pytest's processes share the rows that they pack, and nobody else
     CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
     os.environ["HF_DATASETS_CACHE"] = CACHE.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: pytest itself runs twice side by side
 os.environ["WANDB_MODE"] = "offline"
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-torch.set_num_threads(1)
 
 TINY = {  # what all tiny random models have in common
     "hidden_size": 32,
@@ -37,6 +35,12 @@ TINY = {  # what all tiny random models have in common
     "eos_token_id": None,
     "bos_token_id": None,
 }
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is here to stay: it is not looked through for garbage again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -233,6 +237,7 @@ def shallow_target(shallow):
 @pytest.fixture(scope="session")
 def random_qwen3():
     """A factory of small Qwen3 models with random weights, sharp enough that tokens differ: (seed, **what differs)."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     def make(seed: int = 0, **sizes) -> Qwen3ForCausalLM:
@@ -247,6 +252,8 @@ def random_qwen3():
 def make_tiny(random_qwen3):
     """A factory of random targets of 97 tokens and drafters for them: (dtype, block size, seed, layers, depth of
     the target, family) -> (target, drafter)."""
+    import torch
+
     from infer.config import DrafterConfig
     from infer.drafters.base import new_drafter
     from infer.targets.target import Target
@@ -276,6 +283,7 @@ def make_tiny(random_qwen3):
 @pytest.fixture(scope="session")
 def random_target():
     """(transformers config) -> a target with random weights; its norms, biases and sinks are random too."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     from infer.targets.loading import without_memory
@@ -297,6 +305,8 @@ def random_target():
 @pytest.fixture(scope="session")
 def ngrams(tmp_path_factory) -> Path:
     """An n-gram file of order 3 over 97 tokens that follow each other with a preference, for `make_tiny`'s targets."""
+    import torch
+
     from infer.ngrams.count import count_ngrams
 
     generator = torch.Generator().manual_seed(5)

@@ -8,7 +8,8 @@ each it speaks JSON over the Unix socket, one request and one answer a line, and
     {"poll": process id}                                            answer: its exit code, null if it runs
 
 From its fork on, a process is what `python script arguments` is: its own environment, standard output and error in the
-file, the script run as `__main__`, the interpreter's own end.
+file, the script run as `__main__`, the interpreter's own end. With FRESH in its environment it has none of the
+project's modules yet, and finds those beside the script first.
 """
 
 import gc
@@ -51,6 +52,10 @@ def fork(request: dict) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         os.environ.update(request["environment"])
         sys.argv = [request["script"], *request["arguments"]]
+        if "FRESH" in os.environ:
+            for name in [name for name in sys.modules if name.split(".")[0] in ("train", "infer", "data")]:
+                del sys.modules[name]
+            sys.path.insert(0, os.path.dirname(request["script"]))
         output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for descriptor, to in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
             os.dup2(descriptor, to)

@@ -1,11 +1,8 @@
 """docs/extending.md: every toy in it, put into a copy of the repository, trained, measured and exported."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +31,7 @@ import os, sys
 import train.loop
 from infer.main import main
 
+os.chdir(os.path.dirname(__file__))
 sys.stdout.reconfigure(line_buffering=True)
 if os.fork() == 0:  # training leaves its process by os._exit
     main(["train", f"target.path={{sys.argv[1]}}", *{TRAIN + DATA!r}])
@@ -86,15 +84,6 @@ def copy(repo, page, tmp_path_factory) -> Path:
     return root
 
 
-def run(root: Path, program: str, *arguments: str) -> str:
-    """Run Python in the copy; return what it printed."""
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_a_toy_is_as_few_files_as_the_page_says(page):
     assert {title: len({path for path, *_ in blocks(page[title])}) for title in SECTIONS} == SECTIONS
     for title in SECTIONS:
@@ -102,12 +91,13 @@ def test_a_toy_is_as_few_files_as_the_page_says(page):
         assert len(code) < 45, title
 
 
-def test_toys_go_through_training_eval_compare_and_export(copy, shallow):
+def test_toys_go_through_training_eval_compare_and_export(copy, shallow, start_command):
     rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(100)]
     (copy / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (copy / "riddles").mkdir()
     (copy / "riddles" / "riddles.jsonl").write_text(json.dumps({"riddle": "What has keys?"}) + "\n")
-    printed = run(copy, PROGRAM, str(shallow))
+    (copy / "program.py").write_text(PROGRAM)
+    printed = start_command(str(copy / "program.py"), [str(shallow)], FRESH="1").finish()
     evaluation = json.loads((copy / "evaluation" / "evaluation.json").read_text())
     assert [method["name"] for method in evaluation["methods"]].count("comb") == 1
     assert all(method["identical"] for method in evaluation["methods"])

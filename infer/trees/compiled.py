@@ -31,8 +31,8 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
     key, which = np.empty(budget, scores.dtype), np.full(budget, -1)  # of entry n: its score, which child; -1: none
     row, line = np.zeros(budget, np.int64), np.zeros(budget, np.int64)  # where node n's children are, and their tokens
     score, depth = np.zeros(budget + 1, scores.dtype), np.zeros(budget + 1, np.int64)  # of node n
-    parent, last = 0, np.zeros(budget + 1, np.int64)  # which of its siblings node n is
-    ranked = before == 1
+    parent, last = depth[0], np.zeros(budget + 1, np.int64)  # which of its siblings node n is
+    ranked = before == 1  # arguments below are no literals: for those numba would compile what is called once more
     for node in range(budget):  # open the newest node, then take the best entry
         level = depth[node]
         if level < length:
@@ -41,7 +41,7 @@ def search(log_q, tokens, length, before, guide, nodes, scores):
                 line[node] = row[node] = node
                 judge_children(guide, node, level, parent, last[node], log_q, tokens)
             children = log_q[row[node]]
-            which[node] = next_best(score[node], children, np.inf, -1, ranked)
+            which[node] = next_best(score[node], children, np.inf, which[node], ranked)
             key[node] = score[node] + children[which[node]]
         parent = best_entry(key, which, depth, node)
         child, level = which[parent], depth[parent] + 1

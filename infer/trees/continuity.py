@@ -80,7 +80,7 @@ def beam(arrays, tokens, log_q, of_logit, ends, context, suffixes, nodes, scores
                 hopes[size - first] = scores[0, size] - (ENDED if ends[level, i] else 0.0)
                 nodes[0, size], nodes[1, size], nodes[2, size] = tokens[level, i], above, level + 1
                 size += 1
-        hope, at, count = np.inf, -1, min(width, size - first)
+        hope, at, count = np.inf, np.int64(-1), min(width, size - first)
         for b in range(count):
             at = next_best(0.0, hopes[: size - first], hope, at, False)
             hope, active[b] = hopes[at], first + at

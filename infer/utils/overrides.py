@@ -67,16 +67,12 @@ def in_one_sentence() -> Iterator[None]:
 
 def merged(name: str, schema: type, arguments: list[str]):
     """Return conf/<name>.yaml with the arguments as OmegaConf's `schema`, not yet checked."""
-    import hydra
     from omegaconf import OmegaConf
 
     groups, given = typed(schema, groups_of(name), arguments)
-    prepare(name, schema)
     chosen = [f"{group}={option}" for group, option in groups.items() if group not in BUNDLES]
     chosen += [f"+{group}={groups[group]}" for group in BUNDLES if group in groups]
-    with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
-        plain = OmegaConf.to_container(hydra.compose(name, chosen))
-    base = OmegaConf.merge(OmegaConf.structured(schema), plain)
+    base = OmegaConf.merge(OmegaConf.structured(schema), with_groups(name, *chosen))
     config = OmegaConf.merge(base, given)
     return OmegaConf.merge(base, of_run(schema, config, groups, given), given)
 
@@ -138,18 +134,22 @@ def options_of(group: str) -> list[str]:
 
 
 @cache
-def prepare(name: str, schema: type) -> None:
-    """Tell Hydra what has no file: the schema, and model=NAME for every target without one, which is
-    the bundle conf/model/hf.yaml with that target."""
+def with_groups(name: str, *chosen: str) -> dict:
+    """Return conf/<name>.yaml with options of its groups, GROUP=NAME, as Hydra composes them. Hydra is
+    told what has no file: a command without groups, and model=NAME for every target without one, which
+    is the bundle conf/model/hf.yaml with that target."""
+    import hydra
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
     store = ConfigStore.instance()
-    store.store(name=f"{name}_schema", node=schema)
     if not (CONF / f"{name}.yaml").exists():
-        store.store(name=name, node={"defaults": [f"{name}_schema"]})
+        store.store(name=name, node={})
     for target in {*options_of("target")} - {"embedded", *(file.stem for file in (CONF / "model").iterdir())}:
         bundle = {"defaults": ["hf", {"override /target": target}], "name": target + "-${drafter.family}"}
         store.store(group="model", name=target, node=bundle, package="_global_")
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        return OmegaConf.to_container(hydra.compose(name, [*chosen]))
 
 
 def literal(text: str) -> str:

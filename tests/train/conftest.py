@@ -5,8 +5,11 @@ import signal
 
 import pytest
 
+from data.rows import ANSWERS
+
 SMALL = [
-    "data=stdlib",
+    "data=jsonl",
+    f"data.path={ANSWERS}",
     "data.length=64",
     "data.limit=12",
     "anchors=4",

@@ -20,14 +20,15 @@ import train.loop as loop
 import train.run.checkpoints as state
 import train.run.evaluation as hooks
 import train.run.folder as run_folder
-from infer import load_drafter
+from data.packing import packed_rows
+from infer import load_drafter, load_target
 from infer.drafters.dflash.model import DFlash
 from infer.utils.entry import Stopped
 from infer.utils.files import locked
 from infer.utils.redact import HIDDEN, redact, redact_text
 from train.batches import Prefetch
-from train.config import TrainConfig
-from train.features import StoredRows
+from train.config import FeaturesConfig, TrainConfig
+from train.features import StoredRows, write_features
 from train.processes import start_processes
 from train.run.checkpoints import checkpoints, newest, rolling, step_of
 from train.run.folder import plain, refuse_another
@@ -63,7 +64,7 @@ def left_by(run: Path) -> tuple:
     return [[line[key] for key in KEYS] for line in read_log(run)], files, evaluations
 
 
-def mixture(tmp_path: Path, shallow: Path) -> list[str]:
+def mixture(tmp_path: Path) -> list[str]:
     for name in ("a", "b"):
         rows = [{"prompt": f"{name} {i} is", "response": f" {'xyz'[i % 3]} and {i * i} " * 8} for i in range(60)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,34 +72,22 @@ def mixture(tmp_path: Path, shallow: Path) -> list[str]:
     return ["data=mixture", f"data.parts=[{parts}]", "data.limit=null"]
 
 
-def features(tmp_path: Path, shallow: Path) -> list[str]:
-    from data.packing import packed_rows
-    from infer import load_target
-    from infer.config import TargetConfig
-    from infer.utils.entry import composed
-    from train.config import FeaturesConfig
-    from train.features import write_features
-
-    data = composed("train", TrainConfig, ["data=stdlib", "data.length=64", "data.limit=1"]).data
-    target = load_target(str(shallow))
-    rows = packed_rows(data, target.tokenizer, target.tokenizer_digest)
-    write_features(
-        FeaturesConfig(out=str(tmp_path / "features"), target=TargetConfig(str(shallow)), data=data),
-        target,
-        (2,),
-        rows,
-        lambda done, total: None,
-    )
-    return ["data.limit=1", f"features={tmp_path / 'features'}", "drafter.target_layer_ids=[2]"]
+def features(tmp_path: Path, config: TrainConfig) -> list[str]:
+    target = load_target(config.target.path)
+    rows = packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
+    options = FeaturesConfig(out=str(tmp_path / "features"), target=config.target, data=config.data)
+    write_features(options, target, (2,), rows, lambda done, total: None)
+    return [f"features={options.out}", "drafter.target_layer_ids=[2]"]
 
 
-def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, tmp_path, shallow, monkeypatch):
+def test_stopped_and_killed_at_any_step_the_run_ends_the_same(small, run_here, tmp_path, monkeypatch, capsys):
     """A SIGTERM, then what a kill leaves, between checkpoints; evaluations are the same ones too."""
-    options = [*features(tmp_path, shallow), "optim.steps=8", "checkpoints=2", "self_check=false"]
+    options = [*features(tmp_path, small()), "optim.steps=8", "checkpoints=2", "self_check=false"]
     whole = left_by(run_here(small(*options, "name=whole")))
     with monkeypatch.context() as patch:
         after_steps(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
         run = run_here(small(*options))
+    assert "stopped by SIGTERM after step 2" in capsys.readouterr().out
     assert [path.name for path in rolling(run)] == ["rolling-00000002"] and not checkpoints(run)
     with monkeypatch.context() as patch:
         after_steps(patch, 5, interrupt)
@@ -268,10 +257,10 @@ def test_a_run_of_an_earlier_version_goes_on_and_gets_a_record(stopped, tmp_path
     assert "going on after step 2" in capsys.readouterr().out and (run / "sources.json").read_text() == record
 
 
-def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_path, shallow):
+def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_path):
     from train.run.folder import rows_digest
 
-    options = features(tmp_path, shallow)
+    options = features(tmp_path, small())
     config = small(*options)
     target = loop.load_frozen(config, torch.device("cpu"), torch.float32)
     rows = batches.packed_rows(config.data, target.tokenizer, target.tokenizer_digest)
@@ -375,10 +364,10 @@ class TestRows:
         with pytest.raises(Stopped, match=r"cannot be read from cache-123\.arrow: OSError: Expected to read"):
             prefetch()
 
-    def test_a_damaged_cache_is_named(self, small, run_here, monkeypatch, tmp_path, shallow):
+    def test_a_damaged_cache_is_named(self, small, run_here, monkeypatch, tmp_path):
         import datasets
 
-        config = small("self_check=false", "optim.steps=1", *mixture(tmp_path, shallow))
+        config = small("self_check=false", "optim.steps=1", *mixture(tmp_path))
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         run_here(config)
         for file in (tmp_path / "cache").rglob("*.arrow"):
@@ -386,8 +375,8 @@ class TestRows:
         with pytest.raises(ValueError, match=r"cache of training rows in .*/cache cannot be used .*delete it"):
             run_here(config)
 
-    def test_a_feature_shard_that_goes_bad_in_the_run_is_named(self, small, run_here, tmp_path, shallow, monkeypatch):
-        options = features(tmp_path, shallow)
+    def test_a_feature_shard_that_goes_bad_in_the_run_is_named(self, small, run_here, tmp_path, monkeypatch):
+        options = features(tmp_path, small())
         shard = tmp_path / "features" / "shard-00000.safetensors"
 
         def damage() -> None:

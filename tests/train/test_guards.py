@@ -69,7 +69,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_any_stage(small, run_here,
 def test_too_many_in_a_row_stop_the_run(small, run_here, monkeypatch, tmp_path):
     """Features with an infinite value, soundly stored: every step meets it."""
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
-    config = small("data.limit=1", "optim.steps=9", "self_check=false")
+    config = small("optim.steps=9", "self_check=false")
     config.features = str(tmp_path / "features")
     config.drafter.target_layer_ids = [2]
     target = load_target(config.target.path)

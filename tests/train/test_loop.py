@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,32 @@ from train.optim import learning_rate
 from train.run.checkpoints import checkpoints, find_damage, newest, step_of
 from train.run.log import trim_log
 
-WHOLE = ("optim.steps=60", "optim.name=muon", "checkpoints=3", "optim.precision=bfloat16")
+WHOLE = ("optim.steps=12", "optim.name=muon", "checkpoints=3", "optim.precision=bfloat16")
+DYING = """
+import os, sys
+import train.loop as loop, train.main as main
+from infer.utils.entry import entry
+from train.config import TrainConfig
+
+number, left = int(os.environ["SIGNAL"]), [int(os.environ["AFTER"])]
+plain = loop.train_step
+
+def step(*arguments):
+    metrics = plain(*arguments)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), number)
+    return metrics
+
+loop.train_step = step
+entry("train", TrainConfig, main.run)
+"""
 
 
 @pytest.fixture(scope="session")
-def small(make_once, small_options) -> list[str]:
-    """The options of a small run, on a file of its own: the standard library takes seconds to be read."""
-
-    def write(folder: Path) -> None:
-        rows = [{"text": f"def f{i}(x):\n    return x + {i * i}\n" * (3 + i % 9)} for i in range(400)]
-        (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    data = ["data=jsonl", f"data.path={make_once('texts', write) / 'texts.jsonl'}", "data.limit=null"]
-    return [*small_options, *data, "optim.precision=float32"]
+def small(small_options) -> list[str]:
+    """The options of a small run."""
+    return [*small_options, "data.limit=100", "optim.precision=float32"]
 
 
 @pytest.fixture(scope="session")
@@ -52,17 +64,9 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def wait_for_step(process, run: Path, step: int) -> None:
-    deadline = time.monotonic() + 200
-    while not (lines(run) and lines(run)[-1]["step"] >= step):
-        assert process.poll() is None, process.output.read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="session")
 def whole_run(start, make_once) -> Path:
-    """An uninterrupted run of 60 steps with checkpoints every 20."""
+    """An uninterrupted run of 12 steps with checkpoints every 4."""
 
     def run(runs: Path) -> None:
         output = start(runs, "name=whole", *WHOLE).finish()
@@ -72,44 +76,34 @@ def whole_run(start, make_once) -> Path:
     return make_once("whole-run", run) / "whole"
 
 
-def test_ctrl_c_ends_the_step_and_saves(start, tmp_path):
-    process = start(tmp_path, "name=interrupted", "optim.steps=10000", "self_check=false")
-    wait_for_step(process, tmp_path / "interrupted", 2)
-    process.send_signal(signal.SIGINT)
-    said = process.finish(130)
-    assert "stopped by Ctrl-C after step" in said and "the same command goes on from there" in said
-    assert "Traceback" not in said and newest(tmp_path / "interrupted")[0].name.startswith("rolling-")
-
-
 def test_ctrl_c_ends_an_evaluation_at_once(small, run_here, monkeypatch, tmp_path):
     monkeypatch.setattr("train.loop.evaluate_checkpoint", lambda *all, **more: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt, match="is whole, and the same command evaluates it and goes on from there"):
         run_here(composed("train", TrainConfig, [*small, f"runs_dir={tmp_path}", "optim.steps=1", "checkpoints=1"]))
 
 
-def test_killed_and_resumed_run_has_the_same_losses(start, whole_run):
-    """A SIGTERM, then a kill -9 between checkpoints, then the rest."""
+def test_killed_and_resumed_run_has_the_same_losses(start, start_command, small, whole_run, tmp_path):
+    """A Ctrl-C, then a kill -9 between checkpoints, then the rest."""
     runs, options = whole_run.parent, ("name=killed", *WHOLE)
     run = runs / "killed"
-    process = start(runs, *options)
-    wait_for_step(process, run, 17)
-    process.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM after step" in process.finish()
-    stopped = lines(run)[-1]["step"]
-    assert 17 <= stopped < 60
+    (tmp_path / "dying.py").write_text(DYING)
 
-    process = start(runs, *options)
-    wait_for_step(process, run, min(stopped + 5, 58))
-    process.kill()
-    process.wait()
-    assert lines(run)[-1]["step"] < 60
+    def dies(number: int, after: int):
+        given = [f"runs_dir={runs}", *small, *options]
+        return start_command(str(tmp_path / "dying.py"), given, SIGNAL=str(int(number)), AFTER=str(after))
+
+    said = dies(signal.SIGINT, 3).finish(130)
+    assert "stopped by Ctrl-C after step 3" in said and "the same command goes on from there" in said
+    assert "Traceback" not in said and newest(run)[0].name == "rolling-00000003"
+    dies(signal.SIGKILL, 4).finish(-signal.SIGKILL)
+    assert 4 <= lines(run)[-1]["step"] < 8
 
     output = start(runs, *options).finish()
-    assert "going on after step" in output
+    assert "going on after step 4" in output
     keys = ("step", *KEYS)
     assert [[line[k] for k in keys] for line in lines(run)] == [[line[k] for k in keys] for line in lines(whole_run)]
     for folder in (run / "checkpoints", whole_run / "checkpoints"):  # no more and no fewer of them, either
-        assert [path.name for path in checkpoints(folder.parent)] == [f"step-{n:08d}" for n in (20, 40, 60)]
+        assert [path.name for path in checkpoints(folder.parent)] == [f"step-{n:08d}" for n in (4, 8, 12)]
     for file in sorted((whole_run / "checkpoints").rglob("*.safetensors")):
         assert file.read_bytes() == (run / file.relative_to(whole_run)).read_bytes()
 
@@ -127,12 +121,12 @@ def same_losses(run: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def eight_steps(start, make_once):
-    """(drafter) -> a run of one process, with a checkpoint in the middle."""
+def few_steps(start, make_once):
+    """(drafter, steps) -> a run of one process."""
 
-    def once(drafter: str = "dflash-small") -> Path:
-        options = [f"drafter={drafter}", "name=one", "optim.name=adamw", "optim.steps=8", "checkpoints=2"]
-        return make_once(f"eight-steps-{drafter}", lambda runs: start(runs, *options).finish()) / "one"
+    def once(drafter: str = "dflash-small", steps: int = 3) -> Path:
+        options = [f"drafter={drafter}", "name=one", "optim.name=adamw", f"optim.steps={steps}"]
+        return make_once(f"{steps}-steps-{drafter}", lambda runs: start(runs, *options).finish()) / "one"
 
     return once
 
@@ -148,17 +142,17 @@ def eight_steps(start, make_once):
         pytest.param("dflash-small", 2, ["deepspeed=zero3", "deepspeed.offload=true"], marks=pytest.mark.robustness),
     ],
 )
-def test_losses_do_not_depend_on_how_a_step_is_computed(start, eight_steps, drafter, processes, options):
+def test_losses_do_not_depend_on_how_a_step_is_computed(start, few_steps, drafter, processes, options):
     """Same rows a step: more passes, more processes, sharded state, sharded target."""
-    one = eight_steps(drafter)
+    one = few_steps(drafter)
     name = "-".join(option.split("=")[-1] for option in [drafter, *options]) + str(processes)
     options = [f"drafter={drafter}", f"name={name}", *options]
-    start(one.parent, *options, "optim.name=adamw", "optim.steps=8", "checkpoints=1", processes=processes).finish()
+    start(one.parent, *options, "optim.name=adamw", "optim.steps=3", processes=processes).finish()
     same_losses(one, one.parent / name)
 
 
 @pytest.mark.robustness
-def test_goes_on_with_other_processes_and_stages(start_command, small, eight_steps, tmp_path):
+def test_goes_on_with_other_processes_and_stages(start_command, small, few_steps, tmp_path):
     """Stopped four times, each time gone on with by another number of processes and another ZeRO stage."""
     script = tmp_path / "all_states.py"
     script.write_text(
@@ -171,30 +165,30 @@ def test_goes_on_with_other_processes_and_stages(start_command, small, eight_ste
     for processes, stage in [(2, "zero3"), (1, "zero2"), (2, "zero1"), (1, "zero0"), (2, "zero2")]:
         output = start_command(str(script), [*options, f"deepspeed={stage}"], processes=processes).finish()
         assert (f"going on after step {done}" in output) == (done > 0)
-        same_losses(eight_steps(), run)
+        same_losses(few_steps(steps=8), run)
         done = next(step for step in (2, 3, 5, 6, 8) if step > done)
         for folder in checkpoints(run):
             if step_of(folder) > done:
                 shutil.rmtree(folder)
 
 
-def test_a_batch_with_no_anchor_changes_nothing(start, tmp_path):
+def test_a_batch_with_no_anchor_changes_nothing(small, run_here, tmp_path):
     """Answers of one token each: nothing can be drafted, no step may divide by it."""
     turns = [("user", "a question, "), ("assistant", "x"), ("user", " and more, "), ("assistant", "y")]
     chat = [{"role": role, "content": content} for role, content in turns]
-    rows = [{"messages": [{"role": "user", "content": f"{i} "}, *chat[1:]]} for i in range(90)]
+    rows = [{"messages": [{"role": "user", "content": f"{i} "}, *chat[1:]]} for i in range(30)]
     rows[5]["messages"][-1] = {"role": "assistant", "content": "an answer of some length, once"}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["name=none", "data=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "optim.steps=30", "optim.batch=1"]
-    start(tmp_path, *options, "data.limit=null", "checkpoints=1", "evaluation.prompts=1").finish()
-    found = lines(tmp_path / "none")
-    assert len(found) == 30 and all(math.isfinite(line["loss"]) for line in found)
+    options = [f"runs_dir={tmp_path}", "data=jsonl", f"data.path={tmp_path / 'a.jsonl'}", "optim.batch=1"]
+    run = run_here(composed("train", TrainConfig, [*small, *options, "optim.steps=12", "self_check=false"]))
+    found = lines(run)
+    assert len(found) == 12 and all(math.isfinite(line["loss"]) for line in found)
     assert min(line["loss"] for line in found) == 0 < max(line["loss"] for line in found)
 
 
-def test_rows_that_cannot_be_shared_are_one_sentence(start, tmp_path):
-    output = start(tmp_path, "optim.batch=3", "optim.micro=2").finish(code=2)
-    assert "optim.batch=3" in output and "multiple of 2" in output and "Traceback" not in output
+def test_rows_that_cannot_be_shared_are_one_sentence(small, run_here):
+    with pytest.raises(ValueError, match=r"^optim.batch=3 .*multiple of 2"):
+        run_here(composed("train", TrainConfig, [*small, "optim.batch=3", "optim.micro=2"]))
 
 
 def test_drafter_folder_is_the_public_layout(whole_run):
@@ -227,9 +221,9 @@ def test_drafter_folder_is_the_public_layout(whole_run):
 
 def test_run_folder_explains_itself(whole_run):
     folders = sorted(path.name for path in (whole_run / "checkpoints").iterdir())
-    assert folders == ["best", *(f"step-{step:08d}" for step in (20, 40, 60))]
+    assert folders == ["best", *(f"step-{step:08d}" for step in (4, 8, 12))]
     states = [path.parent.name for path in sorted(whole_run.glob("checkpoints/step-*/state"))]
-    assert states == ["step-00000040", "step-00000060"]
+    assert states == ["step-00000008", "step-00000012"]
     evaluations = {
         path.parent.parent.name: json.loads(path.read_text())
         for path in whole_run.glob("checkpoints/step-*/evaluation/evaluation.json")
@@ -245,13 +239,13 @@ def test_run_folder_explains_itself(whole_run):
     assert (whole_run / "report" / "report.html").read_text().count("<figcaption>") == 4
 
 
-def test_finished_run_is_shown_again_and_never_overwritten(start, whole_run):
+def test_finished_run_is_shown_again_and_never_overwritten(small, run_here, whole_run, capsys):
     before = (whole_run / "metrics.jsonl").read_bytes()
-    options = ("name=whole", *WHOLE)
-    assert "report.html" in start(whole_run.parent, *options).finish()
-    assert (whole_run / "metrics.jsonl").read_bytes() == before
-    output = start(whole_run.parent, *options, "optim.lr=0.1").finish(code=2)
-    assert "optim.lr differ" in output and "Traceback" not in output
+    options = [*small, f"runs_dir={whole_run.parent}", "name=whole", *WHOLE]
+    run_here(composed("train", TrainConfig, options))
+    assert "report.html" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="optim.lr differ"):
+        run_here(composed("train", TrainConfig, [*options, "optim.lr=0.1"]))
     assert (whole_run / "metrics.jsonl").read_bytes() == before
 
 
@@ -259,7 +253,7 @@ def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
     run = tmp_path / "copy"
     others = shutil.ignore_patterns("best", ".*")  # a finished run that is shown again links its best anew
     shutil.copytree(whole_run / "checkpoints", run / "checkpoints", ignore=others)
-    last = run / "checkpoints" / "step-00000060"
+    last = run / "checkpoints" / "step-00000012"
     assert newest(run) == (last, [])
     state = last / "state" / "state.safetensors"
     data = bytearray(state.read_bytes())
@@ -267,8 +261,8 @@ def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):
     state.write_bytes(data)
     assert find_damage(last) == f"state/{state.name} is truncated or altered"
     found, skipped = newest(run)
-    assert found.name == "step-00000040"
-    assert skipped == [f"skipped checkpoint step-00000060: state/{state.name} is truncated or altered"]
+    assert found.name == "step-00000008"
+    assert skipped == [f"skipped checkpoint step-00000012: state/{state.name} is truncated or altered"]
     (found / "drafter" / "model.safetensors").unlink()
     assert newest(run)[0] is None
     assert "drafter/model.safetensors is missing" in newest(run)[1][1]

@@ -9,7 +9,6 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from data.packing import batch, packed_rows
-from data.rows import DataConfig
 from infer import load_drafter
 from infer.config import DrafterConfig, TargetConfig
 from infer.drafters.base import config_for, new_drafter
@@ -27,38 +26,33 @@ from train.run.state import with_mask_token
 EMBEDDED = TargetConfig()
 
 
-def drafter_of(embedded) -> DFlash:
+def drafter_of(target, layer_ids=(2, 7)) -> DFlash:
     """Random weights, one sliding layer, in the embedded target's sizes."""
-    config = config_for(DrafterConfig(layers=1, block_size=6, target_layer_ids=[2, 7]), embedded)
+    config = config_for(DrafterConfig(layers=1, block_size=6, target_layer_ids=list(layer_ids)), target)
     config.layer_types, config.use_sliding_window, config.sliding_window = ["sliding_attention"], True, 20
     drafter = DFlash(config)
     drafter.init_weights(torch.Generator().manual_seed(11))
     return drafter
 
 
-def test_a_run_starts_from_exactly_those_weights_with_their_loss(start_command, embedded, tmp_path):
-    drafter = drafter_of(embedded)
-    export_drafter(drafter, "speculators", embedded, tmp_path / "init")
-    options = [f"drafter.init={tmp_path}/init", "head=none", "drafter.layers=1", "drafter.block_size=6", "anchors=4"]
-    options += ["data=stdlib", "data.length=64", "data.limit=12", "optim.batch=2", "optim.name=adamw", "optim.lr=1e-30"]
-    options += ["name=tuned", "optim.steps=1", "checkpoints=1", f"runs_dir={tmp_path}", "evaluation.prompts=1"]
-    options += ["evaluation.prompt_tokens=8", "evaluation.max_new_tokens=4", "evaluation.budgets=[4]"]
-    options += ["optim.precision=float32"]  # as the loss below
-    start_command("train/main.py", options).finish()
-    run = tmp_path / "tuned"
+def test_a_run_starts_from_exactly_those_weights_with_their_loss(small, run_here, shallow_target, tmp_path):
+    target = shallow_target
+    drafter = drafter_of(target, (1, 2))
+    export_drafter(drafter, "speculators", target, tmp_path / "init")
+    options = [f"drafter.init={tmp_path}/init", "drafter.block_size=6", "optim.lr=1e-30", "optim.steps=1"]
+    config = small(*options, "optim.precision=float32")  # as the loss below
+    run = run_here(config)
     saved = run / "checkpoints" / "best" / "drafter"
     weights = load_file(saved / "model.safetensors")  # a step of that size changes no bit
     assert weights.keys() == drafter.state_dict().keys()  # neither embedding nor head: they are the target's own
     assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
     assert load_drafter(saved).attention_patterns == drafter.attention_patterns == [(True, 20)]
     written = json.loads((run / "config.json").read_text())["drafter"]
-    assert written["target_layer_ids"] == [2, 7] and written["mask_token_id"] == drafter.mask_token_id
+    assert written["target_layer_ids"] == [1, 2] and written["mask_token_id"] == drafter.mask_token_id
 
-    data = DataConfig(source="stdlib", length=64, limit=12)
-    config = TrainConfig(anchors=4, drafter=DrafterConfig(block_size=6))
-    rows = batch(packed_rows(data, embedded.tokenizer, embedded.tokenizer_digest), 0, 2, seed=0)
+    rows = batch(packed_rows(config.data, target.tokenizer, target.tokenizer_digest), 0, 2, seed=0)
     blocks = draw_blocks(rows, config, 0)
-    loss = block_loss(drafter, embedded, rows, blocks, config).loss
+    loss = block_loss(drafter, target, rows, blocks, config).loss
     weight = (blocks.supervised.sum((0, 1)) * position_weights(config.objective, 5)).sum()
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx((loss / weight).item(), rel=1e-5)

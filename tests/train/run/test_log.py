@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -39,13 +40,17 @@ def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, m
     config = small("wandb=true", "optim.steps=1", "self_check=false")
     config.target.sizes = {"note": hub}
     run = run_here(config)
+    (record,) = run.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while b"tau/ddtree4" not in record.read_bytes():  # a process of wandb's own writes it, in its own time
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not [file for file in written if key.encode() in file.read_bytes() or hub.encode() in file.read_bytes()]
     assert json.loads((run / "config.json").read_text())["target"]["sizes"]["note"] == HIDDEN
     printed = capfd.readouterr()
     assert key not in printed.out + printed.err and "wandb stopped working" not in printed.out
-    (record,) = run.glob("wandb/offline-run-*/*.wandb")
-    assert b"tau/ddtree4" in record.read_bytes() and record.parent.name.endswith((run / "wandb_id").read_text())
+    assert record.parent.name.endswith((run / "wandb_id").read_text())
     (page,) = record.parent.glob("files/media/html/*")
     assert "What this drafter gains" in page.read_text()
 
