@@ -40,6 +40,7 @@ class TargetConfig:
     path: a hub id, a local folder, a GGUF file, "embedded": the small target of the repository, or
         "smollm2": a file that a Python package brings, infer/targets/gguf.py
     dtype: float32, bfloat16, or auto: bfloat16 on CUDA, else float32
+    quantization: none, or int8: products in 8-bit integers, on a CPU
     device: cpu, cuda, cuda:1, ..., or auto
     trust_remote_code: run modelling code that comes with the model
     sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
@@ -51,6 +52,7 @@ class TargetConfig:
 
     path: str = "embedded"
     dtype: str = "auto"
+    quantization: str = "none"
     device: str = "auto"
     trust_remote_code: bool = False
     sizes: dict[str, Any] | None = None
@@ -61,7 +63,9 @@ class TargetConfig:
         """Raise ValueError for a target without a name, or a dtype that does not exist."""
         if not self.path:
             raise ValueError("target.path=<folder or hub id>: which model is the target?")
-        one_of(self, "target.", dtype=("auto", "float32", "bfloat16", "float16"))
+        one_of(self, "target.", dtype=("auto", "float32", "bfloat16", "float16"), quantization=("none", "int8"))
+        if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
+            raise ValueError("target.quantization=int8: leave target.dtype and target.shard as they are")
         check_device("target.device", self.device)
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):

@@ -228,7 +228,7 @@ def store_features(config: FeaturesConfig) -> None:
 
     place, told = config.target, config.target.chat_template_kwargs
     config = replace(config, drafter=resolve_init(config.drafter, place))
-    target = load_target(place.path, place.dtype, place.device, place.trust_remote_code, None, told)
+    target = load_target(place.path, place.dtype, place.device, place.trust_remote_code, None, told, place.quantization)
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)

@@ -83,6 +83,7 @@ def load_all(place: TargetConfig, checkpoints: list[str]):
         place.trust_remote_code,
         None,
         next(filter(None, ways), None),
+        place.quantization,
     )
     for drafter in drafters:
         drafter.check_target(model)

@@ -370,15 +370,15 @@ class Drafter(nn.Module):
         pairs = {"hidden_size": (ours.hidden_size, theirs.hidden_size)}
         pairs["num_target_layers"] = ours.num_target_layers, theirs.num_hidden_layers
         if self.embed_tokens is not None or self.lm_head is not None:
-            pairs["vocab_size"] = ours.vocab_size, len(target.head_weight)
+            pairs["vocab_size"] = ours.vocab_size, target.vocabulary
         faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
         ids, layers = self.own["target_layer_ids"], theirs.num_hidden_layers
         if max(ids) >= layers:
             faults.append(f"target_layer_ids {list(ids)}, the target has {layers} layers")
         if layers - 1 in ids and self.own.get("last_tap") == "normed" and layers not in self.layer_ids:
             faults.append(f"no num_target_layers, and it taps the last: load_drafter(..., target_layers={layers})")
-        if (self.mask_token_id or 0) >= len(target.head_weight):
-            faults.append(f"mask_token_id {self.mask_token_id}, the target has {len(target.head_weight)} tokens")
+        if (self.mask_token_id or 0) >= target.vocabulary:
+            faults.append(f"mask_token_id {self.mask_token_id}, the target has {target.vocabulary} tokens")
         if faults:
             raise ValueError(f"this drafter was made for another target: its config says {'; '.join(faults)}")
 
@@ -485,7 +485,7 @@ def init_last_norm(drafter: Drafter, target: Target) -> None:
     """Make the last norm's weight so small that a fresh drafter, which hardly changes what enters it,
     guesses nearly uniformly: a head tied to the embedding otherwise gives the token that entered all
     probability."""
-    ids = torch.linspace(0, len(target.head_weight) - 1, PROBES, device=target.device).long()
+    ids = torch.linspace(0, target.vocabulary - 1, PROBES, device=target.device).long()
     states = drafter.norm(target.embed(ids).cpu().float()).to(target.head_weight)
     drafter.norm.weight.mul_(min(1.0, FLAT / target.head(states).float().abs().amax().item()))
 

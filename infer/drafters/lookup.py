@@ -87,7 +87,7 @@ class Lookup(nn.Module):
 
     def draft_block(self, target: Target, bonus: torch.Tensor, state: Texts) -> DraftedBlock:
         """The marginals behind the bonus tokens (B,) int64: log space, float32, (B, L, V)."""
-        length, vocabulary = self.block_size - 1, len(target.head_weight)
+        length, vocabulary = self.block_size - 1, target.vocabulary
         texts = [np.array([*text, token]) for text, token in zip(state.texts, bonus.tolist(), strict=True)]
         found = np.stack([continuations(text, length, vocabulary) for text in texts])
         floored = torch.from_numpy(np.log((1 - FLOOR) * found + FLOOR / vocabulary)).float()

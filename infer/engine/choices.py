@@ -31,7 +31,7 @@ class RowsAsked:
 def sampling_of(target: Target, texts: abc.Sequence[Sequence]) -> tuple[Sampling, torch.Tensor | None]:
     """Return what texts ask of sampling, and which tokens every row holds, (B, V) bool, where a penalty
     needs them."""
-    vocabulary = target.head_weight.shape[0]
+    vocabulary = target.vocabulary
     sampling = Sampling.of([text.options for text in texts], vocabulary, target.device)
     seen = seen_tokens([text.known for text in texts], vocabulary, target.device) if sampling.kind.penalised else None
     return sampling, seen
@@ -41,7 +41,7 @@ def texts_ask(target: Target, texts: abc.Sequence[Sequence], start: torch.Tensor
     """Return what texts ask of a round with trees of so much depth behind roots at positions start
     (B,)."""
     sampling, seen = sampling_of(target, texts)
-    return RowsAsked(sampling, round_noise(sampling, start, depth + 1, target.head_weight.shape[0]), seen, texts)
+    return RowsAsked(sampling, round_noise(sampling, start, depth + 1, target.vocabulary), seen, texts)
 
 
 def piece(rows: int) -> int:

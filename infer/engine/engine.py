@@ -64,7 +64,7 @@ class Engine:
     def submit(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
         """Queue a text. Raises ValueError for options or lengths that make no sense."""
         self.check_text(options)
-        check_prompt(prompt, options, self.capacity, self.target.head_weight.shape[0])
+        check_prompt(prompt, options, self.capacity, self.target.vocabulary)
         text = self.runner.new_text(prompt, options, processors)
         text.grammar = follow(options, self.target)
         self.scheduler.add(text)

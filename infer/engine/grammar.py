@@ -36,7 +36,7 @@ def follow(options: TextOptions, model) -> "GrammarState | None":
     asked = asked_grammar(options)
     if asked is None:
         return None
-    return GrammarState(compile_grammar(*asked, grammar_tokenizer(model)), model.head_weight.shape[0], model.end_ids)
+    return GrammarState(compile_grammar(*asked, grammar_tokenizer(model)), model.vocabulary, model.end_ids)
 
 
 class GrammarState:
@@ -118,7 +118,7 @@ def serialised_tokenizer(model) -> dict:
     backend = copy(own.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    size, ends = model.head_weight.shape[0], sorted(model.end_ids)
+    size, ends = model.vocabulary, sorted(model.end_ids)
     return {"tokenizer": backend.to_str(), "n_vocab": size, "eos_token": ends}
 
 

@@ -58,7 +58,7 @@ class Runner:
     ) -> None:
         asked, options = options.continuity, options.beside(None if drafter is None else drafter.ngrams)
         self.target, self.options, self.capacity, self.watch = target, options, capacity, watch
-        self.vocabulary = target.head_weight.shape[0]
+        self.vocabulary = target.vocabulary
         self.drafter, self.method = drafter if options.drafts else None, options.tree
         check_drafter(target, drafter, options)
         self.changes = target.follow_weights()
@@ -267,7 +267,7 @@ def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram
     """Return the n-grams that trees ask beside the text's own: those of the file that a user `asked`
     for, none where the text's are to do, else the drafter's."""
     if asked == TEXT_NGRAMS:
-        return NGram.uniform(target.head_weight.shape[0])
+        return NGram.uniform(target.vocabulary)
     # a drafter's own belong to its target's ids, whatever template a user gave the tokenizer
     return NGram.open(options.continuity, target.tokenizer_digest if asked else None)
 

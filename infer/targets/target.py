@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, additive, packed_mask, tree_mask
+from infer.targets.int8 import Int8Linear
 from infer.targets.layers import UnknownLayer, close, lean_decoder
 from infer.targets.lean import LeanDecoder
 from infer.targets.recurrent import Lineage, PackedWindow, Shapes, States, follow_trees
@@ -100,15 +101,30 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return self._numbers.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self._numbers.dtype
+
+    @property
+    def _numbers(self) -> torch.Tensor:
+        *_, last = self.embedding.parameters()  # a weight, or the scales of codes
+        return last
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its products are of int8 codes."""
+        return type(self.model.get_output_embeddings()) is Int8Linear
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return next(self.model.get_output_embeddings().parameters()).shape[0]
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """(V, D), shared with the drafter and frozen."""
+        """(V, D), shared with the drafter and frozen; of codes what they stand for, made anew."""
         return self.model.get_output_embeddings().weight
 
     @property
@@ -314,10 +330,10 @@ def compare(target: Target, lean: LeanDecoder, context: int = 9, width: int = 5)
         lean.layers, window.layers(), target.body.layers, outputs.chunk(len(every), dim=-1), strict=True
     ):
         ours, theirs = layer.run(states, rotations[layer.kind], masks[layer.kind], memory), theirs.flatten(0, 1)
-        if not close(ours - states, theirs - states):
+        if not close(ours - states, theirs - states, target.quantised):
             raise UnknownLayer(f"layers that compute something else ({type(module).__name__})")
         states = theirs
-    if not close(lean.norm(states), last.flatten(0, 1)):
+    if not close(lean.norm(states), last.flatten(0, 1), target.quantised):
         raise UnknownLayer("another last norm")
 
 

@@ -4,9 +4,11 @@ their modes, their digests, and the refusal to go on with what was begun with ot
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -138,3 +140,21 @@ def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[s
     changed = [key for key in changed if not key.startswith(free)]
     if changed:
         raise ValueError(message.replace("{keys}", ", ".join(changed)))
+
+
+def kept_once(folder: Path, why: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder, made by the first process that asks, for which others wait; `why` is printed
+    before."""
+    import fcntl
+
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel, however the process ends
+            if not folder.is_dir():
+                print(why, file=sys.stderr, flush=True)
+                fresh = folder.with_name(f".{folder.name}")
+                shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+                make(fresh)
+                fresh.replace(folder)
+    return folder

@@ -1,20 +1,22 @@
 """Machine code for loops on the CPU, by numba."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
 import numba
 
+REORDERS = {"reassoc", "contract"}  # sums may be taken in any order and multiplications joined with them
+IN_ORDER = {"contract", "nnan", "nsz"}  # multiplications may be joined with sums; there is no NaN
 
-def njit(function: Callable | None = None, *, reorders: bool = False) -> Callable:
+
+def njit(function: Callable | None = None, *, fast: Collection[str] = ()) -> Callable:
     """Compile a function that needs no interpreter, and keep its machine code for the next process,
     beside the source or in the user's cache; where neither can be written, or the disk is full, it is
-    compiled in every process anew. `reorders`: sums may be taken in any order and multiplications
-    joined with them, as vectors of numbers need it."""
+    compiled in every process anew. `fast`: what vectors of numbers need (LLVM's fast-math flags)."""
     if function is None:
-        return partial(njit, reorders=reorders)
-    options = {"nogil": True, "fastmath": {"reassoc", "contract"} if reorders else False}
+        return partial(njit, fast=fast)
+    options = {"nogil": True, "fastmath": set(fast), "error_model": "numpy"}
     try:
         compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError as error:

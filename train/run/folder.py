@@ -183,6 +183,6 @@ def count_rows(rows: "StoredRows | Dataset", target: Target, run: Path, earlier:
     if earlier is not None:
         shutil.copyfile(earlier, run / NGRAMS)
     else:
-        vocabulary = len(target.head_weight)
+        vocabulary = target.vocabulary
         order, digest = usual_order(vocabulary), target.tokenizer_digest
         count_ngrams(documents(rows), vocabulary, order, run / NGRAMS, digest, threshold=THRESHOLD)

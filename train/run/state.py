@@ -83,7 +83,7 @@ def load_frozen(
         layers = family.warm_layers(stored.manifest["layers"], config.drafter.layers, theirs)
     kind, place = str(dtype).removeprefix("torch."), "cpu" if options.shard else str(device)
     told = options.chat_template_kwargs
-    return load_target(options.path, kind, place, options.trust_remote_code, layers, told)
+    return load_target(options.path, kind, place, options.trust_remote_code, layers, told, options.quantization)
 
 
 def settled(config: TrainConfig, device: torch.device) -> TrainConfig:

@@ -248,7 +248,7 @@ class DFlash(Drafter):
         parts = both.view(rows * width, layers, 2 * cache.heads, -1)  # (B * C, layers, 2 * H, E)
         keys, window = parts[:, :, : cache.heads], cache.window(width)
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in state.rotary(rows, width))  # (B * C, 1, E)
-        if loops.few(both) and rows == len(window.slots):
+        if loops.serve(both) and rows == len(window.slots):
             for i, memory in enumerate(window.layers()):
                 loops.place(parts[:, i], loops.Scale(state.key_norm.wide[i], state.key_norm.eps), rotation, memory)
         else:
@@ -258,7 +258,7 @@ class DFlash(Drafter):
         cache.advance(counts, on_device)
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled() and loops.few(states):  # as the layers before it do: its code is at hand
+        if not torch.is_grad_enabled() and loops.serve(states):  # as the layers before it do: its code is at hand
             return loops.norm(states, self.norm.weight, self.norm.eps)
         return super().last_norm(states)
 

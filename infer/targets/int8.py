@@ -1,0 +1,331 @@
+"""Targets in 8-bit integers: weights once, activations as they come (`target.quantization=int8`).
+
+A product is sums of whole numbers, which come out the same in whatever order they are taken: with norms
+and attention in an order of their own (loops.py) a token's numbers are the same to the last bit, alone,
+in a draft tree or beside other texts. That is what makes decoding lossless by arithmetic.
+
+Weights have a scale for each output; activations a scale for each token, after a factor for each input
+that moves what is large from activations to weights (SmoothQuant, 2211.10438, section 4). Weights are
+rounded one input after the other, and those still to come make up for the error on texts that the
+target wrote itself (GPTQ, 2210.17323, section 3). Products whose activations lose most, by measured
+error, have two digits for each activation.
+
+N positions, D inputs, O outputs of a linear layer.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from infer.targets import loops
+from infer.utils.files import kept_once
+from infer.utils.progress import doing
+
+METHOD = "blockdraft-int8"
+TOP = 127  # the greatest code; of two next to each other at most one more in sum
+TEXTS, LENGTH = 16, 256  # of the target's own that it is calibrated on, and their tokens
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # how much of the range activations give to weights (SmoothQuant's alpha)
+SAMPLES = 256  # activations that alpha and digits are chosen by
+LOSES = 0.02  # relative error of a product from which on its activations have two digits
+DAMPING, BLOCK = (
+    0.01,
+    128,
+)  # of GPTQ: added to the diagonal, as a share of its mean; inputs whose errors are passed on together
+ROOM = 4e9  # bytes for second moments at once
+
+
+def in_pairs() -> bool:
+    """Return whether this processor, an x86 without VNNI, adds products of codes in pairs of 16 bits:
+    then FBGEMM's kernels are the fast ones, else oneDNN's."""
+    able = torch.cpu.get_capabilities()
+    return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
+
+
+def integer_product(codes: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of whole numbers (N, D) from -127 to 127, float32, with codes (O, D) int8, times
+    scales (O,): (N, O) float32, each one exact sum rounded once. Next to each other, two codes of an output
+    must not be more than 128 in sum of absolute values, so that pairs of products stay within 16 bits.
+
+    Both ways are private names of PyTorch, and this is their one door; a test holds them against
+    integer arithmetic.
+    """
+    if in_pairs():
+        with warnings.catch_warnings(action="ignore"):  # tensors of this kind are deprecated
+            weight = torch._make_per_channel_quantized_tensor(codes, scales.double(), torch.zeros(len(codes)).long(), 0)
+        packed = torch.ops.quantized.linear_prepack(weight, None)
+        return lambda whole: torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(whole, 1.0, 128, packed)
+    turned = codes.t()
+    return lambda whole: torch._int_mm(whole.to(torch.int8), turned).float().mul_(scales)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer over int8 codes. Also a `lean.Product`."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, digits: int = 1) -> None:
+        super().__init__()
+        self.digits = digits  # of activations
+        self.codes = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(outputs), requires_grad=False)
+        self.smooth = nn.Parameter(torch.empty(inputs), requires_grad=False)  # activations are multiplied by it
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight that the codes stand for, (O, D) float32, made anew."""
+        return self.codes * self.scales[:, None] * self.smooth
+
+    @cached_property
+    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return integer_product(self.codes.data, self.scales.data)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the products of states (..., D), (..., O)."""
+        if states.requires_grad:
+            return F.linear(states, self.weight, self.bias)
+        whole, scales = loops.codes(states.reshape(-1, states.shape[-1]), self.smooth, self.digits)
+        sums = self.product(whole)
+        if self.digits == 2:
+            first, second = sums.chunk(2)
+            sums = second.div_(loops.SECOND).add_(first)
+        sums.mul_(scales)
+        return (sums if self.bias is None else sums.add_(self.bias)).view(*states.shape[:-1], -1)
+
+    def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the product of states (N, D) times a factor added to others (N, O)."""
+        sums = self(states)
+        return before + (sums if factor == 1 else sums.mul_(factor))
+
+    @staticmethod
+    def fuse(modules: list["Int8Linear"]) -> "Int8Linear":
+        """Join layers that read the same states; each one's codes become a view of their part."""
+        first, sizes = modules[0], [len(module.codes) for module in modules]
+        joined = Int8Linear(first.codes.shape[1], sum(sizes), first.bias is not None, first.digits)
+        joined.smooth = first.smooth
+        for name in ("codes", "scales", "bias"):
+            parts = [getattr(module, name) for module in modules]
+            if parts[0] is not None:
+                whole = torch.cat([part.data for part in parts])
+                setattr(joined, name, nn.Parameter(whole, requires_grad=False))
+                for part, view in zip(parts, whole.split(sizes), strict=True):
+                    part.data = view
+        return joined
+
+
+class Int8Embedding(nn.Module):
+    """An embedding over int8 codes with a scale for each token."""
+
+    def __init__(self, tokens: int, size: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.empty(tokens, size, dtype=torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(tokens, 1), requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(V, D) float32, made anew."""
+        return self.codes * self.scales
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.codes[ids] * self.scales[ids]
+
+
+def scales_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the scale of every output, (O, 1), of a weight (O, D) whose codes keep within TOP, next to
+    each other in sum too (`integer_product`)."""
+    pairs = F.pad(weight.abs(), (0, weight.shape[1] % 2)).unflatten(1, (-1, 2)).sum(-1)
+    return pairs.amax(1, keepdim=True).clamp(min=1e-30) / TOP
+
+
+def round_weight(weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes (O, D) int8 and scales (O, 1) of a weight (O, D) whose inputs have second moments (D,
+    D): inputs are rounded in their order, and the ones behind make up for the error (GPTQ, algorithm
+    1)."""
+    scales = scales_of(weight)
+    left, codes = weight / scales, torch.empty(weight.shape, dtype=torch.int8)
+    moments = moments + DAMPING * moments.diagonal().mean().clamp(min=1e-20) * torch.eye(len(moments))
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments.double())), upper=True).float()
+    for begin in range(0, weight.shape[1], BLOCK):
+        end, errors = min(begin + BLOCK, weight.shape[1]), []
+        for d in range(begin, end):
+            most = TOP + 1 - codes[:, d - 1].float().abs() if d % 2 else torch.tensor(float(TOP))
+            most = most.clamp(max=TOP)
+            code = left[:, d].round().clamp(-most, most)
+            codes[:, d] = code.to(torch.int8)
+            errors.append((left[:, d] - code) / upper[d, d])
+            left[:, d + 1 : end] -= torch.outer(errors[-1], upper[d, d + 1 : end])
+        left[:, end:] -= torch.stack(errors, 1) @ upper[begin:end, end:]
+    return codes, scales
+
+
+class Inputs:
+    """What is seen of the inputs of linear layers that read the same states."""
+
+    def __init__(self, modules: list[nn.Linear]) -> None:
+        size = modules[0].in_features
+        self.modules, self.most, self.count = modules, torch.zeros(size), 0
+        self.moments, self.sample = torch.zeros(size, size), []
+
+    def see(self, states: torch.Tensor) -> None:
+        flat = states.detach().flatten(0, -2).float()
+        self.most = torch.maximum(self.most, flat.abs().amax(0))
+        self.sample.append(flat[:: max(1, TEXTS * LENGTH // SAMPLES)])
+        self.count += len(flat)
+        self.moments.addmm_(flat.t(), flat)
+
+    def rounded(self) -> dict[nn.Linear, Int8Linear]:
+        """Return what takes each layer's place: of the factors that SmoothQuant's alphas give the one
+        whose products come closest, and as many digits as they need."""
+        weight = torch.cat([module.weight for module in self.modules]).float()
+        sample = torch.cat(self.sample)[:SAMPLES]
+        exact, tried = sample @ weight.t(), []
+        for alpha in ALPHAS:
+            factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
+            codes, scales = loops.codes(sample, 1 / factors, 1)
+            found = (codes * scales * factors) @ weight.t()
+            loss = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
+            tried.append((loss.square().mean().sqrt().item(), factors))
+        error, factors = min(tried, key=lambda pair: pair[0])
+        moments = self.moments / self.count / torch.outer(factors, factors)
+        found = {}
+        for module in self.modules:
+            new = Int8Linear(module.in_features, module.out_features, module.bias is not None, 1 + (error > LOSES))
+            codes, scales = round_weight(module.weight.float() * factors, moments)
+            new.codes.data, new.scales.data, new.smooth.data = codes, scales.flatten(), 1 / factors
+            if module.bias is not None:
+                new.bias.data = module.bias.detach().float()
+            found[module] = new
+        return found
+
+
+def linear_groups(model: nn.Module, ids: torch.Tensor) -> list[list[nn.Linear]]:
+    """Return the linear layers that ids (B, T) go through, those together that read the same states."""
+    groups: list[list[nn.Linear]] = []
+    before = [None]  # the states that the layer before read
+
+    def note(module: nn.Linear, args: tuple) -> None:
+        if args[0] is before[0]:
+            groups[-1].append(module)
+        else:
+            groups.append([module])
+        before[0] = args[0]
+
+    with hooked([(module, note) for module in model.modules() if type(module) is nn.Linear]):
+        model(input_ids=ids, use_cache=False)
+    return groups
+
+
+@contextmanager
+def hooked(hooks: list[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Within the block the functions see what goes into the modules."""
+    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def own_texts(model: nn.Module, tokenizer: object) -> torch.Tensor:
+    """Return texts that the target writes itself, sampled from the beginning of a user's turn on, across
+    the ends of turns (B, T)."""
+    mark, opening = "\N{SNOWMAN}", [tokenizer.bos_token_id or 0]
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+        opening = tokenizer.encode(text.split(mark)[0], add_special_tokens=False) or opening
+    free = GenerationConfig(
+        max_new_tokens=LENGTH, do_sample=True, temperature=0.7, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ids = torch.tensor([opening] * TEXTS)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=free)
+
+
+@torch.no_grad()
+def quantise(model: nn.Module, ids: torch.Tensor) -> dict[str, int]:
+    """Put int8 codes in the place of a float32 model's linear layers and embedding, calibrated on texts
+    (B, T); return what became so: names and digits, 0 for the embedding. What no text goes through, and
+    what is not a plain linear layer (experts in one tensor), stays as it is."""
+    names = {module: name for name, module in model.named_modules()}
+    head, found, waiting = model.get_output_embeddings(), {}, linear_groups(model, ids[:1, :8])
+    while waiting:
+        room, now = ROOM, []
+        while waiting and (not now or room > 4 * waiting[0][0].in_features ** 2):
+            now.append(Inputs(waiting.pop(0)))
+            room -= now[-1].moments.nbytes
+        with hooked([(inputs.modules[0], lambda _, args, inputs=inputs: inputs.see(args[0])) for inputs in now]):
+            for row in ids:
+                model(input_ids=row[None], use_cache=False)
+        for inputs in now:
+            for module, new in inputs.rounded().items():
+                found[names[module]] = new
+                if module is not head:
+                    model.set_submodule(names[module], new)
+    model.set_output_embeddings(found[names[head]])
+    embedding = model.get_input_embeddings()
+    if type(embedding) is nn.Embedding:
+        found[names[embedding]] = new = Int8Embedding(*embedding.weight.shape)
+        new.scales.data = embedding.weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / TOP
+        new.codes.data = (embedding.weight / new.scales).round().to(torch.int8)
+        model.set_input_embeddings(new)
+    return {name: 0 if type(new) is Int8Embedding else new.digits for name, new in found.items()}
+
+
+class Int8Config(QuantizationConfigMixin):
+    """What a config.json says of the codes: the `digits` of every linear layer, 0 of an embedding."""
+
+    def __init__(self, digits: dict[str, int], quant_method: str = METHOD) -> None:
+        self.digits, self.quant_method = digits, quant_method
+
+
+class Int8Quantizer(HfQuantizer):
+    """Has transformers load and store such models as any other."""
+
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: object) -> None:
+        for name, digits in self.quantization_config.digits.items():
+            old = model.get_submodule(name)
+            if digits:
+                new = Int8Linear(old.in_features, old.out_features, old.bias is not None, digits)
+            else:
+                new = Int8Embedding(*old.weight.shape)
+            model.set_submodule(name, new)
+
+
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD], AUTO_QUANTIZER_MAPPING[METHOD] = Int8Config, Int8Quantizer
+
+
+def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
+    """Return the folder, in the cache, of a target in int8, made once from the model and tokenizer that
+    `load` gives in float32."""
+    source = Path(path)
+    parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
+    digest = hashlib.sha256(repr([METHOD, str(source.resolve()), parts]).encode()).hexdigest()
+
+    def make(folder: Path) -> None:
+        model, tokenizer = load()
+        with doing(f"writing {path} in integers"):
+            digits = quantise(model, own_texts(model, tokenizer))
+        model.config.tie_word_embeddings = False
+        model.config.quantization_config = config = Int8Config(digits)
+        model.hf_quantizer = Int8Quantizer(config)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    folder = Path(constants.HF_HOME) / "blockdraft" / f"{source.name}-int8-{digest[:8]}"
+    return str(kept_once(folder, f"writing {path} in integers, once, into {folder}", make))

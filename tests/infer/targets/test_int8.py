@@ -1,0 +1,172 @@
+"""Targets in 8-bit integers: against integer arithmetic, against float32, and to the last bit against themselves."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infer.api import decode
+from infer.attention.attend import attend
+from infer.attention.masks import tree_mask
+from infer.config import DecodeOptions, TargetConfig
+from infer.targets import int8, loops
+from infer.targets.loading import load_target
+from infer.targets.target import Target
+from infer.trees.tree import DraftTree
+
+V = 97
+SIZES = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen2": {},  # biases
+    "gemma3_text": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request) -> tuple[Target, Target]:
+    """A random target in float32 and in int8."""
+    targets = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(request.param, **SIZES | FAMILIES[request.param])
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for weight in model.parameters():
+            weight.data.mul_(3 if weight.ndim > 1 else 1)
+        targets.append(model)
+    int8.quantise(targets[1], whole(4, 40).abs() % V)
+    return Target(targets[0]), Target(targets[1])
+
+
+def states_of(target: Target, rows: list[list[int]], cuts: list[int]) -> torch.Tensor:
+    """Return the final states of rows of one length (B, T, D), in pieces that end at the cuts."""
+    cache = target.cache(len(rows), 60)
+    with cache.add(len(rows)):
+        pass
+    pieces = zip([0, *cuts], cuts, strict=False)
+    return torch.cat([target.extend([row[a:b] for row in rows], cache, ()).last for a, b in pieces], 1)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_products_are_integer_arithmetic(pairs, monkeypatch):
+    if pairs and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("no FBGEMM on this processor")
+    monkeypatch.setattr(int8, "in_pairs", lambda: pairs)
+    for inputs, outputs, rows in ((576, 96, 17), (33, 5, 1), (1536, 40, 65)):
+        codes, states = whole(outputs, inputs), whole(rows, inputs)
+        codes[:, 1::2] = codes[:, 1::2].sign() * torch.minimum(
+            codes[:, 1::2].abs(), 128 - codes[:, : inputs - 1 : 2].abs()
+        )
+        codes[0], states[0] = 127, 127  # the greatest sums there are
+        codes[0, 1::2] = 1
+        scales = normal(outputs).abs() + 0.1
+        found = int8.integer_product(codes.to(torch.int8), scales)(states.float())
+        assert torch.equal(found, (states @ codes.t()).float() * scales)
+
+
+def test_codes_of_weights_stay_within_what_pairs_may_sum_to():
+    weight, inputs = normal(24, 32), normal(200, 8) @ normal(8, 32) + 0.1 * normal(200, 32)  # that go together
+    weight[3, 4:6] = 50.0
+    codes, scales = int8.round_weight(weight, inputs.t() @ inputs / 200)
+    assert codes.abs().int().unflatten(1, (-1, 2)).sum(-1).max() <= 128
+    plain = (weight / scales).round() * scales
+    ours, theirs = ((inputs @ (found - weight).t()).norm() for found in (codes * scales, plain))
+    assert ours < 0.8 * theirs, "inputs still to come do not make up for the error"
+
+
+@pytest.mark.parametrize(("rows", "width", "seen"), [(1, 1, 37), (2, 5, 21), (1, 40, 40)])
+def test_attention_in_order_is_attention(rows, width, seen):
+    shared, groups, size, capacity = 2, 3, 16, 50
+    planes = normal(2, rows * capacity, shared * size)
+    keys, values = (plane.view(rows, capacity, shared, size)[:, :seen].transpose(1, 2) for plane in planes)
+    ends = torch.tensor([seen - width] * rows)
+    inside = torch.eye(width, dtype=torch.bool).logical_or(normal(width, width) < 0).tril()[None]
+    mask = tree_mask(ends, ends[:, None] + inside[0].sum(0), inside, seen)
+    queries = normal(rows, shared, groups * width, size)
+    expected = attend(queries, keys, values, mask, 0.3)
+    torch.testing.assert_close(loops.attend_in_order(queries, keys, values, mask, 0.3), expected)
+
+
+def test_gates_and_exponentials():
+    both = 30 * normal(3, 128)
+    gate, up = both.chunk(2, -1)
+    torch.testing.assert_close(loops.gate(both, loops.SILU), torch.nn.functional.silu(gate) * up)
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(loops.gate(both, loops.GELU), gelu * up, atol=1e-4, rtol=1e-5)
+
+
+def test_numbers_do_not_depend_on_what_is_beside_them(pair):
+    """Bit-equal: alone, in prompts cut anywhere, beside other texts, in a tree, on any number of threads."""
+    _, target = pair
+    assert target.lean is not None and target.quantised
+    rows = (whole(3, 24).abs() % V).tolist()
+    alone = states_of(target, rows[:1], list(range(1, 25)))[0]
+    for cuts in ([24], [7, 8, 24]):
+        assert torch.equal(states_of(target, rows, cuts)[0], alone)
+    before, threads = target.head(alone), torch.get_num_threads()
+    torch.set_num_threads(1 + threads % 2)
+    assert torch.equal(states_of(target, rows, [24])[0], alone)
+    torch.set_num_threads(threads)
+    assert all(torch.equal(target.head(state), logits) for state, logits in zip(alone, before, strict=True))
+    cache = target.cache(2, 60)
+    with cache.add(2):
+        pass
+    target.extend([row[:18] for row in rows[:2]], cache, ())
+    text = rows[0][18:]  # the tree's second, fourth .. nodes; beside each stands another token
+    nodes = [text[0]] + [token for kept in text[1:] for token in (kept + 1 if kept + 1 < V else 0, kept)]
+    parents = [0] + [parent for i in range(len(text) - 1) for parent in (2 * i, 2 * i)]
+    depths = [0] + [depth for i in range(1, len(text)) for depth in (i, i)]
+    table = [torch.tensor([row, row]) for row in (nodes, parents, depths)]
+    tree = DraftTree(*table, torch.zeros(2, len(nodes)), len(text) - 1)
+    found = target.verify(tree, tree.ancestors(), cache).last[0, 0::2]
+    assert torch.equal(found, alone[18:])
+
+
+def test_distributions_are_nearly_those_of_float32(pair):
+    exact, target = pair
+    rows = (whole(4, 30).abs() % V).tolist()
+    ours, theirs = (model.head(states_of(model, rows, [30])).log_softmax(-1) for model in (target, exact))
+    assert (theirs.exp() * (theirs - ours)).sum(-1).mean() < 0.01
+    features = target.packed_features(*(torch.tensor(rows), *torch.arange(30).repeat(2, 4, 1).unbind()), (1, 3))
+    assert features.context.shape == (4, 30, 64)
+
+
+def test_texts_are_those_of_plain_decoding(pair, scripted_drafter):
+    _, target = pair
+    prompts = (whole(3, 9).abs() % V).tolist()
+    for temperature in (0.0, 1.0):
+        plain = DecodeOptions(20, method="plain", temperature=temperature, seed=1, ignore_eos=True)
+        texts = [text.ids for text in decode(target, None, prompts, plain)]
+        drafter = scripted_drafter([p + t for p, t in zip(prompts, texts, strict=True)], 4, V)
+        options = DecodeOptions(20, method="ddtree", budget=6, temperature=temperature, seed=1, ignore_eos=True)
+        assert [text.ids for text in decode(target, drafter, prompts, options)] == texts
+
+
+def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(int8.constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(int8, "LENGTH", 12)
+    first = load_target(str(shallow), quantization="int8")
+    monkeypatch.setattr(int8, "quantise", None)
+    again = load_target(str(shallow), quantization="int8")
+    assert capsys.readouterr().err.count("in integers, once") == 1
+    ids = [list(range(9))]
+    assert torch.equal(states_of(first, ids, [9]), states_of(again, ids, [9])) and again.name == str(shallow)
+    assert again.vocabulary == len(again.head_weight) == len(again.embedding.weight)
+    assert load_target(str(shallow), quantization="int8", only_layers=(0,)).head_weight.is_floating_point()
+
+
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"shard": True}, {"quantization": "int4"}])
+def test_what_does_not_go_together_is_refused(other):
+    with pytest.raises(ValueError, match="quantization"):
+        TargetConfig(**{"quantization": "int8"} | other).check()
