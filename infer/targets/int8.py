@@ -31,11 +31,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infer.targets import loops
 from infer.utils.files import kept_once
-from infer.utils.progress import doing
 
 METHOD = "blockdraft-int8"
 TOP = 127  # the greatest code; of two next to each other at most one more in sum
-TEXTS, LENGTH = 16, 256  # of the target's own that it is calibrated on, and their tokens
+TEXTS, LENGTH = 48, 256  # of the target's own that it is calibrated on, and their tokens
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # how much of the range activations give to weights (SmoothQuant's alpha)
 SAMPLES = 256  # activations that alpha and digits are chosen by
 LOSES = 0.02  # relative error of a product from which on its activations have two digits
@@ -319,8 +318,7 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
 
     def make(folder: Path) -> None:
         model, tokenizer = load()
-        with doing(f"writing {path} in integers"):
-            digits = quantise(model, own_texts(model, tokenizer))
+        digits = quantise(model, own_texts(model, tokenizer))
         model.config.tie_word_embeddings = False
         model.config.quantization_config = config = Int8Config(digits)
         model.hf_quantizer = Int8Quantizer(config)

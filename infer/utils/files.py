@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from infer.utils.progress import doing
 from infer.utils.redact import redact, redact_text
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def kept_once(folder: Path, why: str, make: Callable[[Path], None]) -> Path:
                 print(why, file=sys.stderr, flush=True)
                 fresh = folder.with_name(f".{folder.name}")
                 shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
-                make(fresh)
+                with doing(why):
+                    make(fresh)
                 fresh.replace(folder)
     return folder
