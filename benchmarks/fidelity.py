@@ -64,7 +64,8 @@ def line(name: str, sums: np.ndarray) -> str:
     """Return a row of the table from the sums of all documents (P, 5)."""
     kl, same, ours, theirs = sums[:, 1:].sum(0) / sums[:, 0].sum()
     kl_range, same_range = (
-        interval(lambda drawn, column=column: sums[drawn, column].sum(1) / sums[drawn, 0].sum(1), len(sums)) or [0, 0]
+        interval(lambda drawn, column=column: sums[drawn, column].sum(1) / sums[drawn, 0].sum(1), len(sums))
+        or [np.nan] * 2
         for column in (1, 2)
     )
     shown = f"{Path(name).name:<22}{sums[:, 0].sum():>9.0f}{kl:>9.4f} ({kl_range[0]:.4f} to {kl_range[1]:.4f})"
