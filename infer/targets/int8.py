@@ -242,8 +242,9 @@ def own_texts(model: nn.Module, tokenizer: object) -> torch.Tensor:
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
         opening = tokenizer.encode(text.split(mark)[0], add_special_tokens=False) or opening
+    never = model.config.get_text_config().vocab_size  # ends no text: it is no token
     free = GenerationConfig(
-        max_new_tokens=LENGTH, do_sample=True, temperature=0.7, top_k=0, eos_token_id=-1, pad_token_id=0
+        max_new_tokens=LENGTH, do_sample=True, temperature=0.7, top_k=0, eos_token_id=never, pad_token_id=0
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
