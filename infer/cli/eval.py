@@ -27,7 +27,7 @@ class EvalCommand(OfData):
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 
-    checkpoint: str = "embedded"
+    checkpoint: str = "${target.path}"
     out: str = "runs/evaluation"
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     masked: MaskedConfig = field(default_factory=MaskedConfig)

@@ -13,7 +13,8 @@ from infer.utils.checks import FREE_TEXT, check_parts
 class GenerateCommand(OfTarget):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
-    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
+        smollm2)
     prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -:
         standard input
     chat: ask through the target's chat template; false: continue the text; None: ask where there is a
@@ -23,7 +24,7 @@ class GenerateCommand(OfTarget):
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
 
-    checkpoint: str = "embedded"
+    checkpoint: str = "${target.path}"
     prompt: str = field(default="import os\n\ndef main():\n", metadata={FREE_TEXT: True})
     chat: bool | None = None
     decoding: DecodeOptions = field(default_factory=DecodeOptions)

@@ -16,14 +16,15 @@ from infer.utils.progress import HEARTBEAT
 class ServeCommand(OfTarget):
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
+        smollm2)
     target: see TargetConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     server: see ServerConfig in infer/serving/config.py
     """
 
-    checkpoint: str = "embedded"
+    checkpoint: str = "${target.path}"
     decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512))
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
