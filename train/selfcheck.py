@@ -48,7 +48,7 @@ class SelfCheck:
         rows = batch(dataset, draw, count, config.seed)
         self.rows = {name: column.to(target.device) for name, column in rows.items()}
         self.blocks = draw_blocks(self.rows, config, draw)
-        self.exact = target.dtype == compute_dtype(config, target.device) == torch.float32
+        self.exact = not target.quantised and target.dtype == compute_dtype(config, target.device) == torch.float32
         there = self.blocks.valid.nonzero().tolist() or [[0, 0]]
         # as many in every process: a pass of a target that is spread over all takes them all
         self.some = [there[i * (len(there) - 1) // (BLOCKS - 1)] for i in range(BLOCKS)]  # (row, slot)
