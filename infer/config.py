@@ -113,11 +113,12 @@ class DrafterConfig:
     warm_start: begin with the target's own layers where the shapes agree, else from noise
     mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, the
         first id past its own, or a special token that the data do not use
-    shifted: dart only: every position says which token follows it; false: which one stands in its place
     sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot
         less; None: no, or as init has it
     causal: dflash only: a slot sees the slots before it, not those behind it (JetSpec); None: no, or as
         init has it
+    window: dflash only: its layers see the last so many positions, their own included, and decoding
+        keeps no more of a text (speculators: 2048); None: all, or as init has it
     convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
         published: 2; None: none, or as init has them
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
@@ -132,9 +133,9 @@ class DrafterConfig:
     last_tap: str = "raw"
     warm_start: bool = True
     mask_token_id: int | None = None
-    shifted: bool = True
     sample_from_anchor: bool | None = None
     causal: bool | None = None
+    window: int | None = None
     convolutions: int | None = None
     init: str | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -146,6 +147,11 @@ class DrafterConfig:
         self.head.check()
         at_least(self, "drafter.", layers=1, block_size=2, convolutions=0)  # a block is a bonus token and a draft
         one_of(self, "drafter.", last_tap=("raw", "normed"))
+        if self.window is not None and self.window < self.block_size:
+            raise ValueError(
+                f"drafter.window={self.window}: the last slots of a block would not see its bonus token, "
+                f"give at least drafter.block_size={self.block_size}"
+            )
 
 
 @dataclass

@@ -58,6 +58,8 @@ class StepShape:
         experts = sum(count for name, count in counts.items() if ".experts." in name)
         self.length = config.data.length  # T
         self.block = config.drafter.block_size  # K
+        window = min(config.drafter.window or self.length, self.length)
+        self.seen = window - window**2 / (2 * self.length)  # positions of the context that a query sees, on average
         self.context = rows * self.length  # B * T
         self.queries = blocks * drafter.num_queries  # Q
         self.drafted = blocks * (self.block - 1)  # B * N * L, supervised rows at most
@@ -89,7 +91,7 @@ def step_operations(shape: StepShape) -> dict[str, float]:
     target = 2 * s.target_active * s.context + 2 * s.context * s.length * s.width * s.target_layers
     features = 4 * s.tapped * s.hidden**2 * s.context  # no gradient goes to the features
     context = 6 * s.layers * 2 * s.input_size * s.kv_width * s.context
-    attention = 12 * s.layers * s.queries * (s.length / 2 + s.block) * s.width
+    attention = 12 * s.layers * s.queries * (s.seen + s.block) * s.width
     matrices = s.input_size * (s.width + 2 * s.kv_width) + s.hidden * (s.width + 3 * s.intermediate)
     layers = 6 * s.layers * matrices * s.queries
     drafter = features + context + layers + attention
@@ -124,7 +126,7 @@ def step_memory(
     per_query = (5 - once) * s.hidden + (4 - once) * (s.width + s.intermediate) + 4 * s.kv_width
     per_context = 4 * s.kv_width + 8 * (s.input_size - s.hidden)  # embeddings beside features, normalised and not
     layer = product * (s.queries * per_query + s.context * per_context)
-    pieces = 0 if cuda else s.length / 2 + GROUP  # keys that each of the mask's pieces sees
+    pieces = 0 if cuda else s.seen + GROUP  # keys that each of the mask's pieces sees
     mask = 4 * s.queries * pieces
     ends = 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
     kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)

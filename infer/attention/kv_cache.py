@@ -21,7 +21,7 @@ class LayerWindow:
     buffer: torch.Tensor  # (2 * layers, rows * S, H * E) of all layers
     index: int
     slots: torch.Tensor  # (B * Q,) int64, where new positions go
-    keys: torch.Tensor  # (B, H, extent, E) that a query may look at
+    keys: torch.Tensor  # (B, H, extent - first, E) that a query may look at
     values: torch.Tensor
     width: int  # Q
 
@@ -57,16 +57,17 @@ class Stateful:
 
 @dataclass
 class Window(Stateful):
-    """One forward pass's view of a cache: new positions are written to `slots`, and the first `extent`
-    positions of every row are visible. Duck-typed as a Hugging Face cache: attention layers call
+    """One forward pass's view of a cache: new positions are written to `slots`, and the places `first`
+    to `extent` of every row are visible. Duck-typed as a Hugging Face cache: attention layers call
     `update(keys, values, layer)`.
 
     `slots` may have more rows than are in use; the extra rows are written and never read.
     """
 
     cache: "KVCache"
-    slots: torch.Tensor  # (B, Q) int64, flat: row * S + position
+    slots: torch.Tensor  # (B, Q) int64, flat: row * S + place
     extent: int
+    first: int = 0  # no query sees what is before it
 
     @property
     def capacity(self) -> int:
@@ -80,20 +81,20 @@ class Window(Stateful):
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write Q new positions (B, H, Q, E) of one layer; return all visible keys and values, (B, H,
-        extent, E) each."""
+        extent - first, E) each."""
         flat, rows, seen = self.slots.flatten(), len(self.slots), []
         for (buffer, plane), new in zip(self.cache.places[layer], (keys, values), strict=True):
             memory = self.cache.buffers[buffer][plane]
             memory.index_copy_(0, flat, new.transpose(1, 2).flatten(2).flatten(0, 1))
             whole = memory[: rows * self.capacity].view(rows, self.capacity, new.shape[1], -1)
-            seen.append(whole[:, : self.extent].transpose(1, 2))
+            seen.append(whole[:, self.first : self.extent].transpose(1, 2))
         return seen[0], seen[1]
 
     def layers(self) -> list[LayerWindow]:
         """Return the window of every layer, of a cache whose layers are alike."""
         rows, flat, buffer = len(self.slots), self.slots.flatten(), self.cache.buffer
-        seen = buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, : self.extent]
-        seen = seen.unflatten(3, (self.cache.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent, E) each
+        seen = buffer[:, : rows * self.capacity].unflatten(1, (rows, self.capacity))[:, :, self.first : self.extent]
+        seen = seen.unflatten(3, (self.cache.heads, -1)).transpose(2, 3).unbind(0)  # (B, H, extent - first, E)
         pairs = zip(seen[::2], seen[1::2], strict=True)
         return [LayerWindow(buffer, i, flat, *pair, self.slots.shape[1]) for i, pair in enumerate(pairs)]
 
@@ -124,6 +125,9 @@ class KVCache:
     concatenated or cropped. `add` takes rows into use and `keep` gives rows up; the used ones are
     always the first. Inside `fixed` no shape depends on lengths or on how many rows are in use, and
     lengths are moved on the device alone, so that a pass can be a CUDA graph.
+
+    Where all layers slide, a row can forget what is beyond their window: what stays moves to its
+    beginning, so that a place in the cache is a position less those `forgotten`.
     """
 
     def __init__(
@@ -134,10 +138,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         states: object | None = None,
+        reach: int | None = None,
+        widest: int | None = None,
     ) -> None:
         """`layers`: the heads of keys and of values of every layer that keeps any; `states`: those of
-        recurrent layers (`infer.targets.recurrent.States`)."""
+        recurrent layers (`infer.targets.recurrent.States`); `reach`: the last positions that a query may
+        see, its own included, None: all; `widest`: rows forget where a pass of so many positions would
+        not fit behind them, and no pass is wider; None: they forget nothing."""
         self.rows, self.capacity, self.states = rows, capacity, states
+        self.reach, self.widest = reach, widest
         widths: list[int] = []  # of every plane
         self.places: dict[int, list[tuple[int, int]]] = {}  # by layer: buffer and plane of its keys and its values
         sizes = list(dict.fromkeys(count * size for pair in layers.values() for count, size in pair))
@@ -152,6 +161,7 @@ class KVCache:
         ]
         self.lengths: list[int] = []  # committed positions of the used rows, on the host
         self.ends = torch.zeros(rows, dtype=torch.long, device=device)  # the same on the device, 0 for unused rows
+        self.forgotten = torch.zeros_like(self.ends)
         self.live = torch.zeros_like(self.ends)  # 1 for used rows
         self.origins = torch.arange(rows, device=device) * capacity
         self.steps = torch.arange(capacity, device=device)
@@ -192,6 +202,7 @@ class KVCache:
         part.buffers = [buffer[:, first * self.capacity :] for buffer in self.buffers]
         part.states = None if self.states is None else self.states.from_row(first)
         part.ends, part.origins = self.ends[first:].zero_(), self.origins[:count]
+        part.forgotten = self.forgotten[first:].zero_()
         yield part
         for index, length in enumerate(part.lengths):
             self._move(first + index, len(self.lengths), length)
@@ -215,29 +226,35 @@ class KVCache:
                 buffer[:, start : start + length] = buffer[:, begin : begin + length]
             if self.states is not None:
                 self.states.move(source, to)
-            self.ends[to] = self.ends[source]
-            self.ends[source] = 0
+            for column in (self.ends, self.forgotten):
+                column[to] = column[source]
+                column[source] = 0
 
     def window(self, width: int) -> Window:
         """Return the window of the next `width` positions of every row. Raises ValueError beyond the
         capacity."""
         if self.fixed_rows:
-            rows, extent = self.fixed_rows, self.capacity
+            rows, extent, shortest = self.fixed_rows, self.capacity, 0
         else:
-            rows, extent = len(self.lengths), max(self.lengths) + width
+            rows, extent, shortest = len(self.lengths), max(self.lengths) + width, min(self.lengths)
+        first = 0 if self.reach is None else max(0, shortest - self.reach + 1)
         if extent > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions a row, {extent} are needed")
-        return Window(self, self.origins[:rows, None] + self.positions(rows, width), extent)
+        return Window(self, self.origins[:rows, None] + self.next_places(rows, width), extent, first)
 
     def ends_of(self, rows: int) -> torch.Tensor:
         """Return the lengths of the first `rows` rows on the device, (rows,), 0 of those that are not
         in use."""
         return self.ends[:rows] * self.live[:rows] if self.fixed_rows else self.ends[:rows]
 
-    def positions(self, rows: int, width: int) -> torch.Tensor:
-        """Return absolute positions of the next `width` tokens of the first `rows` rows, (rows,
-        width)."""
+    def next_places(self, rows: int, width: int) -> torch.Tensor:
+        """Return where in a row the next `width` tokens of the first `rows` rows go, (rows, width)."""
         return self.ends[:rows, None] + self.steps[:width]
+
+    def positions(self, rows: int, width: int) -> torch.Tensor:
+        """Return their absolute positions, (rows, width)."""
+        places = self.next_places(rows, width)
+        return places if self.widest is None else places + self.forgotten[:rows, None]
 
     def read(self, row: int, start: int, count: int) -> list[torch.Tensor]:
         """Return copies of `count` positions of a used row, (n, count, width) of every buffer."""
@@ -268,6 +285,21 @@ class KVCache:
     def count(self, counts: list[int]) -> None:
         """Note on the host that `counts[b]` more positions of row b are committed."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if self.widest is not None:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Move the last `reach` positions of a row to its beginning where the next pass might not
+        fit."""
+        for row, length in enumerate(self.lengths):
+            if length + self.widest > self.capacity:
+                begin, gone = row * self.capacity, length - self.reach
+                for buffer in self.buffers:
+                    kept = buffer[:, begin + gone : begin + length].clone()  # the two may overlap
+                    buffer[:, begin : begin + self.reach] = kept
+                self.lengths[row] = self.reach
+                self.ends[row] -= gone
+                self.forgotten[row] += gone
 
     def commit(self, path: torch.Tensor, counts: list[int] | None, on_device: torch.Tensor | None = None) -> None:
         """Move the written positions `path` (B, W), offsets behind each row's length, to the row's end
@@ -277,7 +309,7 @@ class KVCache:
             on_device = torch.tensor(counts, device=path.device) if on_device is None else on_device
             self.states.commit(path, on_device)
         rows, width = path.shape
-        to = self.origins[:rows, None] + self.positions(rows, width)
+        to = self.origins[:rows, None] + self.next_places(rows, width)
         source = to[:, :1] + path
         # a root is where it belongs; elsewhere than on the CPU the comparison costs more than the copy
         if width > 1 and not (path.device.type == "cpu" and torch.equal(source, to)):

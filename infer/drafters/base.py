@@ -49,6 +49,10 @@ from infer.targets.target import Target
 # Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by
 # number.
 SPARE = re.compile(r"[<\[]\W*\w*(mask|reserved|unused|special_\d)\w*\W*[>\]]", re.IGNORECASE)
+WIDEST = 64  # positions of a pass over a cache that forgets, or a block
+# Kinds of rotary scaling that a new drafter takes over. Not Llama 3's: it changes what is thousands of
+# positions apart, and llama.cpp has no word for it in a drafter.
+SCALINGS = ("linear", "yarn")
 FLAT, PROBES = 3.0, 32  # largest logit of a fresh drafter for what enters it, over so many tokens
 
 
@@ -108,16 +112,30 @@ def target_sizes(options: DrafterConfig, theirs: PretrainedConfig) -> dict:
         "intermediate_size": mlp_size(theirs),
         "num_target_layers": theirs.num_hidden_layers,
         "num_hidden_layers": options.layers,
-        "layer_types": ["full_attention"] * options.layers,
+        "layer_types": ["full_attention" if options.window is None else "sliding_attention"] * options.layers,
+        "use_sliding_window": options.window is not None,
+        "sliding_window": options.window,
         "num_key_value_heads": key_heads(theirs),
         "head_dim": head_size(theirs),
         "rms_norm_eps": norm_eps(theirs),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope(theirs).get("rope_theta", 1e4))},
+        "rope_parameters": drafter_rope(theirs),
         "tie_word_embeddings": False,
         "has_embed_tokens": False,
         "has_lm_head": False,
         **{key: getattr(theirs, key) for key in (*same, "bos_token_id", "eos_token_id")},
     }
+
+
+def drafter_rope(theirs: PretrainedConfig) -> dict:
+    """Return the rotary positions of a new drafter for a target: the target's base, and one of
+    `SCALINGS`, since layers that begin as the target's have learned those angles."""
+    given = rope(theirs)
+    found = {"rope_type": "default", "rope_theta": float(given.get("rope_theta", 1e4))}
+    if given.get("rope_type") not in SCALINGS:
+        return found
+    numbers = {key: value for key, value in given.items() if isinstance(value, int | float)}
+    numbers.pop("partial_rotary_factor", None)
+    return numbers | found | {"rope_type": given["rope_type"]}
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -165,7 +183,8 @@ class Place(NamedTuple):
 def block_sight(place: Place, width: int, pattern: tuple[bool, int | None]) -> Mask:
     """Return what the `width` queries of blocks see under one of `Drafter.attention_patterns`."""
     window = place.window
-    return cached_blocks(place.ends, width, window.extent, *pattern, whole=window.cache.even)
+    keys = window.extent - window.first
+    return cached_blocks(place.ends - window.first, width, keys, *pattern, whole=window.cache.even)
 
 
 class DrafterLayer(nn.Module):
@@ -434,22 +453,24 @@ class Drafter(nn.Module):
         half = sin.shape[-1] // 2
         return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
-    def state(self, rows: int, capacity: int) -> DraftState:
-        """Return an empty memory for up to `rows` texts of up to `capacity` positions."""
+    def state(self, rows: int, capacity: int, whole: bool = False) -> DraftState:
+        """Return an empty memory for up to `rows` texts of up to `capacity` positions. Where all layers
+        slide, it forgets what is beyond their window, unless it is to be `whole`."""
         config, weight = self.config, self.norm.weight
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        capacity += self.block_size
-        each = heads, config.head_dim
-        cache = KVCache(dict.fromkeys(range(layers), (each, each)), rows, capacity, weight.dtype, weight.device)
-        return self.make_state(cache, self.angles(torch.arange(cache.capacity, device=weight.device)[None]))
+        windows, each = [width for _, width in self.attention_patterns], (config.num_key_value_heads, config.head_dim)
+        layers, widest = dict.fromkeys(range(config.num_hidden_layers), (each, each)), max(WIDEST, self.num_queries)
+        reach, capacity = None if None in windows else max(windows), capacity + self.block_size
+        room = capacity if whole or reach is None else min(capacity, reach + reach // 4 + 2 * widest)
+        forgets = {"reach": reach, "widest": widest if room < capacity else None}
+        cache = KVCache(layers, rows, room, weight.dtype, weight.device, **forgets)
+        return self.make_state(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
 
     @torch.no_grad()
     def draft_block(self, target: Target, bonus: torch.Tensor, state: DraftState) -> DraftedBlock:
         """Draft one block for every row, behind the bonus tokens (B,); its own K/V are never kept. With
         a conditional head, marginals are the scores without its corrections."""
-        ends = state.cache.ends_of(len(bonus))
-        positions = ends[:, None] + torch.arange(self.num_queries, device=bonus.device)  # (B, W)
-        place = Place(ends, state.angles_at(positions), state.cache.window(self.num_queries))
+        cache, rows, width = state.cache, len(bonus), self.num_queries
+        place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
         states = self.for_head(states[:, self.first_draft_slot :])
         marginals = self.marginals(target, self.last_norm(states) if self.raw_states else states)
@@ -562,7 +583,8 @@ def fixed_options(drafter: Drafter) -> dict:
         "block_size": drafter.block_size,
         "target_layer_ids": list(own["target_layer_ids"]),
         "last_tap": own.get("last_tap", "raw"),
+        "window": drafter.config.sliding_window,
     }
-    known |= {key: own[key] for key in ("mask_token_id", "shifted") if key in own}
+    known |= {"mask_token_id": own["mask_token_id"]} if "mask_token_id" in own else {}
     known |= {key: bool(own.get(key)) for key in ("sample_from_anchor", "causal") if key in row.options}
     return known | ({"convolutions": own.get("conv_kernel_size", 0)} if "convolutions" in row.options else {})

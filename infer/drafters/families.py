@@ -76,10 +76,13 @@ _ROWS = (
             ),
             "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1")),
             "gguf": ExportFormat(
-                target=True, heads=("selector", "markov"), convolutions=True, refuses=("room", "choice from anchor")
+                target=True,
+                heads=("selector", "markov"),
+                convolutions=True,
+                refuses=("room", "choice from anchor", "llama3"),
             ),
         },
-        options=("sample_from_anchor", "causal", "convolutions", "head"),
+        options=("sample_from_anchor", "causal", "window", "convolutions", "head"),
     ),
     Family(
         name="dart",
@@ -109,7 +112,7 @@ def check_options(family: str, layers: int) -> None:
         raise ValueError(f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)")
 
 
-OWN_OPTIONS = ("sample_from_anchor", "causal", "convolutions", "head")  # of `infer.config.DrafterConfig`
+OWN_OPTIONS = ("sample_from_anchor", "causal", "window", "convolutions", "head")  # of `infer.config.DrafterConfig`
 
 
 def check_blocks(options) -> None:

@@ -69,7 +69,7 @@ class Lookup(nn.Module):
     def check_target(self, target: Target) -> None:
         """Do nothing: any target will do."""
 
-    def state(self, rows: int, capacity: int) -> Texts:
+    def state(self, rows: int, capacity: int, whole: bool = True) -> Texts:
         return Texts()
 
     def update_context(

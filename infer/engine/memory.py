@@ -30,14 +30,16 @@ class Committed:
 class Memory:
     """Keys and values of target and drafter, and the bonus tokens; rows in use are the first ones. A
     row holds `capacity` positions, and trees of so many nodes behind them. `drafter` is None where
-    nothing is drafted."""
+    nothing is drafted; what it has is kept `whole` where texts to come begin with it."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, rows: int, capacity: int, nodes: int) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter | None, rows: int, capacity: int, nodes: int, whole: bool
+    ) -> None:
         self.target, self.drafter = target, drafter
         self.layers = () if drafter is None else drafter.layer_ids
         self.cache = target.cache(rows, capacity + nodes + 1)
         # forced trees commit more than a block, in a window that all rows share
-        self.state = None if drafter is None else drafter.state(rows, capacity + nodes)
+        self.state = None if drafter is None else drafter.state(rows, capacity + nodes, whole)
         self.bonuses = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.pending: list[Committed] = []  # what the drafter has not seen yet
 

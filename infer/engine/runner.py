@@ -84,14 +84,15 @@ class Runner:
         """Make all memory anew; the old one is freed before."""
         rows, device = self.options.rows, self.target.device
         self.memory = self.prompts = None
-        self.memory = Memory(self.target, self.drafter, rows, self.capacity, self.budget.most)
+        megabytes = self.options.prefix_memory
+        # of recurrent layers there would be states to keep, behind every block
+        self.prefixes = Prefixes(megabytes * 2**20) if megabytes and not self.target.recurrent else None
+        whole = self.prefixes is not None
+        self.memory = Memory(self.target, self.drafter, rows, self.capacity, self.budget.most, whole)
         self.prompts: Prefill | None = None
         self.graphs = Graphs(device)  # the old ones work on memory that is gone
         self.columns = Columns(rows, self.vocabulary, device)
         self.noted: list[tuple[Sequence, int]] = []  # texts, and how long they were, that the device knows as they are
-        megabytes = self.options.prefix_memory
-        # of recurrent layers there would be states to keep, behind every block
-        self.prefixes = Prefixes(megabytes * 2**20) if megabytes and not self.target.recurrent else None
 
     def new_text(self, prompt: list[int], options: TextOptions, processors: abc.Sequence[Processor] = ()) -> Sequence:
         """Return a text to be queued."""

@@ -35,6 +35,10 @@ def faults(drafter: Drafter) -> dict[str, str]:
         ),
         "sliding": (any(window for _, window in patterns), "it has sliding layers"),
         "window of 1": (any(window == 1 for _, window in patterns), "its window of 1 position has no word there"),
+        "llama3": (
+            drafter.config.rope_parameters["rope_type"] == "llama3",
+            "its rotary positions are scaled as Llama 3's, which llama.cpp has no word for in a drafter",
+        ),
         "raw": (tap == "raw", "it taps the last layer before the target's last norm (last_tap=raw)"),
         "normed": (tap == "normed", "it taps the last layer behind the target's last norm (last_tap=normed)"),
         "recurrent": (

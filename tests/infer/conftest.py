@@ -35,7 +35,7 @@ class ScriptedDrafter(Lookup):
         self.texts, self.vocabulary, self.skill = texts, vocabulary, skill
         self.generator = torch.Generator().manual_seed(block_size)
 
-    def state(self, rows: int, capacity: int) -> "Script":
+    def state(self, rows: int, capacity: int, whole: bool = True) -> "Script":
         return Script()
 
     def update_context(self, target, features, tokens, counts, state, on_device=None) -> None:

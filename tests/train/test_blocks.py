@@ -25,8 +25,8 @@ from train.run.state import most_anchors
 K = 4  # block size
 FAMILIES = pytest.mark.parametrize(
     "family",
-    [{"family": "dflash"}, {"family": "dart"}, {"family": "dart", "shifted": False}],
-    ids=["dflash", "dart", "unshifted dart"],
+    [{"family": "dflash"}, {"family": "dart"}],
+    ids=["dflash", "dart"],
 )
 
 

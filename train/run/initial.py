@@ -41,7 +41,8 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     given = {key: getattr(options, key) for key in known}
     wrong = [key for key, value in given.items() if value not in (None, known[key])]
     if wrong:
-        wanted = " ".join(f"drafter.{key}={known[key]}".replace(" ", "") for key in wrong)
+        said = ("null" if known[key] is None else known[key] for key in wrong)
+        wanted = " ".join(f"drafter.{key}={value}".replace(" ", "") for key, value in zip(wrong, said, strict=True))
         raise ValueError(f"drafter.init={options.init} is another drafter than the options say: give {wanted}")
     return replace(options, **known, head=chosen_head(options, HeadConfig(**head_options(drafter.own))))
 

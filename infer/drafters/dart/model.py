@@ -142,7 +142,7 @@ class DART(Drafter):
         """Return `dart_config`; queries and keys have norms where the target's have."""
         attending = [] if target is None else [target.body.layers[i] for i in attention_layers(theirs)[:1]]
         norms = all("self_attn.q_norm.weight" in dict(layer.named_parameters()) for layer in attending)
-        return taps(options, theirs) | {"shifted": options.shifted, "qk_norm": norms}
+        return taps(options, theirs) | {"shifted": True, "qk_norm": norms}
 
     def last_norm(self, states: torch.Tensor) -> torch.Tensor:
         """What the head reads, (..., D). The authors' code applies this norm twice, and so do drafters

@@ -155,6 +155,7 @@ class DFlash(Drafter):
         if options.convolutions:
             own |= {"conv_kernel_size": options.convolutions, "conv_group_size": math.gcd(theirs.hidden_size, 16)}
         flags = {"sample_from_anchor": options.sample_from_anchor, "causal": options.causal}
+        own |= {"causal": False} if options.window else {}  # readers take sliding layers for causal ones
         return own | {key: True for key, value in flags.items() if value}
 
     def init_weights(self, generator: torch.Generator) -> None:
@@ -244,6 +245,13 @@ class DFlash(Drafter):
         `Attention.keys_values` does in training, layer by layer."""
         cache, layers = state.cache, len(self.layers)
         rows, width, _ = features.shape
+        if cache.widest is not None and width > cache.widest:
+            for begin in range(0, width, cache.widest):
+                part = slice(begin, begin + cache.widest)
+                some = counts and [min(max(count - begin, 0), cache.widest) for count in counts]
+                real = None if on_device is None else (on_device - begin).clamp(0, cache.widest)
+                self.update_context(target, features[:, part], tokens[:, part], some, state, real)
+            return
         both = state.projection(state.norm(state.fc(features.flatten(0, 1))))
         parts = both.view(rows * width, layers, 2 * cache.heads, -1)  # (B * C, layers, 2 * H, E)
         keys, window = parts[:, :, : cache.heads], cache.window(width)

@@ -31,7 +31,9 @@ def drafters(target, drafter):
     """One of every kind of memory."""
     dart = new_drafter(DrafterConfig(family="dart", layers=1, block_size=6), target)
     dart.init_weights(torch.Generator().manual_seed(0))
-    return {"dflash": drafter, "dart": dart, "lookup": Lookup(6)}
+    sliding = new_drafter(DrafterConfig(layers=2, block_size=6, window=20), target)  # forgets, unless prefixes are kept
+    sliding.load_state_dict(drafter.state_dict())
+    return {"dflash": drafter, "dart": dart, "lookup": Lookup(6), "sliding": sliding}
 
 
 def write(target, drafter, prompts, memory, rows=1, together=False):

@@ -371,3 +371,19 @@ def test_a_format_is_refused_before_anything_loads_and_those_that_fit_are_named(
 def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):
     with pytest.raises(ValueError, match="chooses among 512 tokens, and llama.cpp has room for 13"):
         export_drafter(load_drafter("embedded"), "gguf", None, tmp_path)
+
+
+def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(make_tiny, tmp_path):
+    target, drafter = make_tiny(window=8)
+    expected = marginals(target, drafter)
+    runners = {"dflash": [VLLM, AUTHORS, OURS], "speculators": [SPECULATORS, OURS], "transformers": [NATIVE, OURS]}
+    for format, takers in runners.items():
+        export_drafter(drafter, format, target, tmp_path / format)
+        assert [i for i, fits in enumerate(engines(tmp_path / format)) if fits] == takers
+        assert torch.equal(marginals(target, load_drafter(tmp_path / format)), expected)
+    causal = make_tiny(window=8, causal=True)[1]
+    export_drafter(causal, "dflash", target, tmp_path / "causal")
+    assert engines(tmp_path / "causal") == [True, True, False, True, False, True]
+    causal.config.rope_parameters["rope_type"] = "llama3"
+    with pytest.raises(ValueError, match="format=gguf: .* scaled as Llama 3's"):
+        export_drafter(causal, "gguf", target, tmp_path / "gguf")

@@ -3,6 +3,7 @@
 import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -277,6 +278,23 @@ def test_the_drafter_takes_the_rotary_base_of_layers_that_see_everything(tiny):
     options = DrafterConfig(layers=1, target_layer_ids=[1], mask_token_id=96)
     rope = new_drafter(options, tiny("gemma 3")).config.rope_parameters
     assert rope == {"rope_type": "default", "rope_theta": 1e6}  # the other layers' is 10,000
+    assert new_drafter(options, tiny("llama 3")).config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_a_warm_drafters_keys_are_the_targets_own_where_rotary_positions_are_scaled(tiny, random_target):
+    config = deepcopy(tiny("qwen3").config)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    config.rope_parameters, config.max_position_embeddings = yarn | {"partial_rotary_factor": 1.0}, 256
+    target = random_target(config)
+    drafter = new_drafter(DrafterConfig(layers=1, target_layer_ids=[1], mask_token_id=96), target)
+    assert drafter.config.rope_parameters == yarn
+    drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
+    ids, state, memory = prompts(40), drafter.state(1, 50), target.cache(1, 50)
+    with memory.add(1) as row, state.add(1) as part, torch.no_grad():
+        context = target.extend(ids, row, drafter.layer_ids).context
+        drafter.update_context(target, context, torch.tensor(ids), [40], part)
+    ours, theirs = state.cache.buffer[0, :40], memory.buffer[4, :40]  # keys of its layer, and of layer 2
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
 def test_drafts_go_through_the_targets_own_scale(tiny):

@@ -59,6 +59,8 @@ def test_a_drafter_without_a_head_is_given_one(small, run_here, shallow, tmp_pat
         (["objective.unary=1"], "objective.unary=1.0 is for head=markov"),
         (["head=swiglu", "objective.unary=1"], "not for head=swiglu"),
         (["drafter=dart", "drafter.causal=true"], "drafter=dart has no such thing"),
+        (["drafter=dart", "drafter.window=64"], "drafter=dart has no such thing"),
+        (["drafter.window=7"], "give at least drafter.block_size=8"),
         (["train=everything"], "train=everything"),
     ],
 )

@@ -1,0 +1,90 @@
+"""Drafters whose layers all slide: what they draft along a text that is much longer than their memory."""
+
+import random
+
+import torch
+from transformers import Qwen3Config, Qwen3Model
+
+from infer.attention.masks import block_mask
+from infer.drafters.base import head_weight
+
+LENGTH, WINDOW = 400, 9
+
+
+def told(drafter, target, features, cuts, **options):
+    """The drafter's memory of rows of features (B, T, F) that were taken in up to one list of ends after the other."""
+    state, begins = drafter.state(len(features), LENGTH, **options), [0] * len(features)
+
+    def take(ends, state):
+        counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        if not any(counts):
+            return
+        places = (torch.tensor(begins)[:, None] + torch.arange(max(counts))).clamp(max=LENGTH - 1)
+        part = features.gather(1, places[..., None].expand(-1, -1, features.shape[2]))
+        drafter.update_context(target, part, places, counts, state)
+        begins[:] = ends
+
+    with state.add(len(features)) as rows:
+        take(cuts[0], rows)
+    for ends in cuts[1:]:
+        take(ends, state)
+    return state
+
+
+def rounds(ends, most):
+    """Lists of ends up to these, each row of a round at most so many positions further."""
+    dice, cuts = random.Random(0), [[min(end, 5) for end in ends]]
+    while cuts[-1] != ends:
+        cuts.append([min(end, last + dice.randrange(most + 1)) for end, last in zip(ends, cuts[-1], strict=True)])
+    return cuts
+
+
+def test_a_causal_layer_is_transformers_own_sliding_one(make_tiny):
+    """Its layer over the context's states and the block's embeddings, under its own mask, with nothing forgotten."""
+    target, drafter = make_tiny(layers=1, window=WINDOW, causal=True)
+    layer, size = drafter.layers[0], drafter.config.hidden_size
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.eye(size))
+        drafter.hidden_norm.weight.copy_(layer.input_layernorm.weight.uniform_(0.5, 2))
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {key: getattr(drafter.config, key) for key in (*keys, "rms_norm_eps", "rope_parameters")}
+    sliding = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": WINDOW}
+    model = Qwen3Model(Qwen3Config(num_hidden_layers=1, vocab_size=8, **sizes, **sliding)).eval()
+    model.layers[0].load_state_dict(layer.state_dict())
+    model.norm.load_state_dict(drafter.norm.state_dict())
+    features, bonus = torch.randn(1, LENGTH, size), torch.tensor([7])
+    for cut in (5, 60, 143, 320):
+        state = told(drafter, target, features, rounds([cut], 4))
+        block = target.embed(drafter.block_ids(bonus))
+        with torch.no_grad():
+            theirs = model(inputs_embeds=torch.cat([features[:, :cut], block], 1)).last_hidden_state[0, cut + 1 :]
+            expected = target.head(theirs).log_softmax(-1)
+        found = drafter.draft_block(target, bonus, state).marginals[0]
+        assert (found - expected).abs().max() < 1e-5 < (expected.exp() - 1 / 97).abs().max()
+    assert state.cache.capacity < LENGTH / 2 and state.cache.forgotten[0] > 0
+
+
+def test_drafts_do_not_depend_on_what_is_forgotten_and_when(make_tiny):
+    """Rows of several lengths, taken in at once or round by round, kept whole or not, and one that another moves up
+    for: the drafts are those of the training's blocks."""
+    target, drafter = make_tiny(window=WINDOW)
+    features, ends = torch.randn(3, LENGTH, drafter.fc.in_features), [333, 7, 150]
+    bonus, positions = torch.tensor([7, 8, 9]), torch.arange(LENGTH).expand(3, -1)
+    ids, anchors = positions.clone(), torch.tensor(ends)[:, None]
+    ids.scatter_(1, anchors, bonus[:, None])
+    mask = block_mask(anchors, torch.zeros_like(ids), 4, *drafter.attention_patterns[0])
+    with torch.no_grad():
+        states = drafter(features, positions, *drafter.inputs(target, ids % 97, positions, anchors), mask)[:, 1:]
+    expected = (states @ head_weight(drafter, target).T).log_softmax(-1)
+    whole = told(drafter, target, features, [ends], whole=True)
+    for state in (whole, told(drafter, target, features, [ends]), told(drafter, target, features, rounds(ends, 4))):
+        for order in ([0, 1, 2], [0, 2]):
+            state.keep(order)
+            found = drafter.draft_block(target, bonus[order], state).marginals
+            assert torch.equal(found.argmax(-1), expected[order].argmax(-1))
+            assert (found - expected[order]).abs().max() < 1e-5
+        assert (state.cache.forgotten > 0).tolist() == [state is not whole] * 2 + [False]
+    assert whole.cache.capacity > LENGTH > 2 * state.cache.capacity
+    assert state.cache.window(4).extent <= state.cache.capacity
+    state.keep([1])
+    assert state.cache.window(4).extent - state.cache.window(4).first == WINDOW - 1 + 4  # columns that one text reads
