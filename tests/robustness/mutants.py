@@ -244,7 +244,7 @@ MUTANTS = [
     (
         "old caches stay while new ones come",
         "infer/engine/runner.py",
-        ("self.memory = self.prompts = None\n        self.memory = Memory", "self.memory = Memory"),
+        ("self.memory = self.prompts = None\n        megabytes", "megabytes"),
         FAILURES + " -k old_caches",
     ),
     (
@@ -409,8 +409,26 @@ MUTANTS = [
     (
         "a moved row has the length of the row before",
         "infer/attention/kv_cache.py",
-        ("            self.ends[to] = self.ends[source]\n", ""),
+        ("in (self.ends, self.forgotten)", "in (self.forgotten,)"),
         "tests/infer/engine/test_decode.py",
+    ),
+    (
+        "a moved row remembers nothing of what it forgot",
+        "infer/attention/kv_cache.py",
+        ("in (self.ends, self.forgotten)", "in (self.ends,)"),
+        "tests/infer/drafters/test_window.py",
+    ),
+    (
+        "positions forget what their row forgot",
+        "infer/attention/kv_cache.py",
+        ("else places + self.forgotten[:rows, None]", "else places"),
+        "tests/infer/drafters/test_window.py",
+    ),
+    (
+        "a sliding draft reads a column too few",
+        "infer/attention/kv_cache.py",
+        ("shortest - self.reach + 1)", "shortest - self.reach + 2)"),
+        "tests/infer/drafters/test_window.py",
     ),
     (
         "gates of a warm start are all open",
