@@ -457,12 +457,14 @@ class Drafter(nn.Module):
         """Return an empty memory for up to `rows` texts of up to `capacity` positions. Where all layers
         slide, it forgets what is beyond their window, unless it is to be `whole`."""
         config, weight = self.config, self.norm.weight
-        windows, each = [width for _, width in self.attention_patterns], (config.num_key_value_heads, config.head_dim)
-        layers, widest = dict.fromkeys(range(config.num_hidden_layers), (each, each)), max(WIDEST, self.num_queries)
-        reach, capacity = None if None in windows else max(windows), capacity + self.block_size
+        windows, widest = [width for _, width in self.attention_patterns], max(WIDEST, self.block_size)
+        reach = None if None in windows else max(windows)
+        capacity += self.block_size
         room = capacity if whole or reach is None else min(capacity, reach + reach // 4 + 2 * widest)
-        forgets = {"reach": reach, "widest": widest if room < capacity else None}
-        cache = KVCache(layers, rows, room, weight.dtype, weight.device, **forgets)
+        widest = widest if room < capacity else None
+        each = config.num_key_value_heads, config.head_dim
+        layers = dict.fromkeys(range(config.num_hidden_layers), (each, each))
+        cache = KVCache(layers, rows, room, weight.dtype, weight.device, reach=reach, widest=widest)
         return self.make_state(cache, self.angles(torch.arange(capacity, device=weight.device)[None]))
 
     @torch.no_grad()
