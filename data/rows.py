@@ -19,7 +19,7 @@ from data.corpus import stdlib_documents
 
 # What the embedded target wrote after prompts from its training text.
 ANSWERS = Path(__file__).resolve().parent / "embedded" / "answers.jsonl"
-SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture")
+SOURCES = ("embedded", "stdlib", "jsonl", "hub", "mixture", "self")
 # Part of the key of cached rows. Raise it when a change of data/ gives other rows, other tokens or
 # another packing: rows that are in a cache are then made again. tests/data/test_packing.py notices such
 # a change.
@@ -49,13 +49,14 @@ class DataConfig:
     """What to train on.
 
     source: where rows come from. embedded: what the embedded target wrote; stdlib: Python's sources;
-        jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts
+        jsonl: your files; hub: a data set of the Hugging Face hub; mixture: several of them, in parts;
+        self: of regenerate, questions that the target writes
     path: of jsonl, a file, or a folder of .jsonl(.gz), .parquet and .txt files, the last a text each;
         of hub, the name or folder
     split: of hub, which split
     parts: of mixture, its parts, see DataPart; as many rows as the scarcest one allows
     length: tokens in a packed row; longer texts are split
-    limit: most documents that are taken; None: all
+    limit: most documents that are taken; None: all. Of self, how many questions are written
     bad_rows: most rows that may be left out because they cannot be used, or, below 1, the largest share
         of all rows; more end the run
     """
@@ -74,6 +75,8 @@ class DataConfig:
             raise ValueError(f"data.source={self.source}: use one of {', '.join(SOURCES)}")
         if self.source in ("jsonl", "hub") and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path=<a file, a folder, or a name on the hub>")
+        if self.source == "self" and self.limit is None:
+            raise ValueError("data.source=self needs data.limit=<how many questions the target writes>")
         if self.source == "jsonl" and not Path(self.path).exists():
             raise ValueError(f"data.path={self.path}: no such file or folder")
         if (self.source == "mixture") != bool(self.parts):
@@ -171,6 +174,15 @@ def file_records(file: Path) -> Iterator[tuple[str, object]]:
         raise ValueError(f"{file}: damaged or cut off after {unit} {number} ({error})") from error
 
 
+def refuse_unwritten(config: DataConfig) -> None:
+    """Raise ValueError for data=self, which no file has."""
+    if config.source == "self":
+        raise ValueError(
+            "data=self are questions that the target is still to write: ./launch.sh regenerate data=self "
+            "target.path=... out=answers.jsonl, then data=jsonl data.path=answers.jsonl"
+        )
+
+
 def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
     """Yield rows of the user's own data, each once; loss is on "text" or on the assistant's messages,
     which end with an answer or, if not `answered`, with a question. Only digests of the rows are kept
@@ -179,6 +191,7 @@ def read_rows(config: DataConfig, answered: bool = True) -> Iterator[dict]:
     Rows that cannot be used are counted, reported with an example, and left out. Raises ValueError,
     naming file and line, when there are more than `bad_rows` of them, or no others.
     """
+    refuse_unwritten(config)
     faults, seen, count, cut = [], set(), 0, 0
     for where, record in _records(config):
         count += 1

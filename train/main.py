@@ -4,12 +4,14 @@ import os
 import sys
 import traceback
 
+from data.rows import refuse_unwritten
 from infer.utils.entry import STOPPED, Stopped, entry
 from infer.utils.redact import redact_text
 from train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> None:
+    refuse_unwritten(config.data)
     from train.loop import train  # torch and friends load only once the configuration is known to be good
 
     code = 0

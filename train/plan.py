@@ -257,6 +257,9 @@ def rows_of(config: TrainConfig, tokenizer) -> "Dataset | None":
     machine yet, or are questions whose answers the target is still to write."""
     if any(data.source == "hub" for data, _ in single(config.data)):
         return None
+    if config.data.source == "self":
+        print("data=self has no rows yet: ./launch.sh regenerate lets the target write questions and answers")
+        return None
     try:
         return packed_rows(config.data, tokenizer, tokenizer_digest(tokenizer), Progress("tokenising", "texts"))
     except ValueError:

@@ -1,18 +1,51 @@
 """`regenerate`: the answers of a data set, written anew by the target."""
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from data.rows import DataConfig
 from infer.cli.models import OfTarget, load, text_options
-from infer.config import DecodeOptions
+from infer.config import DecodeOptions, TextOptions
+from infer.engine.loops import LONGEST_PERIOD
 from infer.masked.config import MaskedConfig
-from infer.utils.checks import at_least, check_parts
+from infer.utils.checks import above_zero, at_least, check_parts
 
 PROMPT_TOKENS = 96  # of a row that is one text, which are the prompt
 MOST_FAILURES = 100  # rows that may fail; more end the run
+
+
+@dataclass
+class QuestionsConfig:
+    """How the target writes questions, with data=self: data.limit of them, by decoding.seed.
+
+    system: system prompts of the chats, taken in turns; none: as the chat template begins by itself
+    temperature: of sampling, above 0
+    top_p: sample among the likeliest tokens that together have this probability
+    tokens: of a question, the fewest and the most
+    """
+
+    system: list[str] = field(default_factory=list)
+    temperature: float = 1.0
+    top_p: float = 0.9
+    tokens: list[int] = field(default_factory=lambda: [4, 128])
+
+    @property
+    def text(self) -> TextOptions:
+        """Return how a question is written."""
+        sampling = {"temperature": self.temperature, "top_p": self.top_p}
+        return TextOptions(max_new_tokens=self.tokens[-1], loop_period=LONGEST_PERIOD, **sampling)
+
+    def check(self) -> None:
+        """Raise ValueError for options that cannot be followed."""
+        above_zero(self, "questions.", "temperature")
+        if len(self.tokens) != 2 or not 1 <= self.tokens[0] <= self.tokens[1]:
+            raise ValueError(f"questions.tokens={self.tokens}: the fewest and the most, such as [4,128]")
+        self.text.check()
 
 
 @dataclass
@@ -28,6 +61,7 @@ class RegenerateCommand(OfTarget):
         None: room for all
     target: see TargetConfig in infer/config.py
     data: the prompts, see DataConfig in data/rows.py
+    questions: how they are written with data=self, see QuestionsConfig
     decoding: see DecodeOptions in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
@@ -39,6 +73,7 @@ class RegenerateCommand(OfTarget):
     shard: str = "1/1"
     capacity: int | None = None
     data: DataConfig = field(default_factory=DataConfig)
+    questions: QuestionsConfig = field(default_factory=QuestionsConfig)
     decoding: DecodeOptions = field(default_factory=DecodeOptions)
     masked: MaskedConfig = field(default_factory=MaskedConfig)
 
@@ -79,34 +114,80 @@ def answer(config: RegenerateCommand, out: Path) -> None:
     from infer.targets.target import tokenizer_digest
 
     place, server, options = config.target, config.server, config.decoding
-    if server is None:
+    itself = config.data.source == "self"
+    if server or itself:
+        tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
+        identity = {"tokenizer": tokenizer_digest(tokenizer)}
+        openings = openings_of(config, tokenizer) if itself else []  # refused before weights are read
+    if server is None:  # else it has the model
         options = text_options(place, options, config.masked)
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
         tokenizer = target.tokenizer
         identity = target_identity(place.path, tokenizer_digest(tokenizer))
-    else:  # it has the model
-        tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
-        identity = {"tokenizer": tokenizer_digest(tokenizer)}
 
-    def rows() -> Iterator:
-        return chosen_rows(config, tokenizer)
+    def prompt_end(row) -> str:
+        return habits(tokenizer, row.template).asks if row.chat else ""
 
-    total, rows_digest = rows_content(rows())
-    settings = {"target": place.path, "server": server, "data": asdict(config.data)}
-    settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
-    settings["content"] = {"target": identity, "data": rows_digest}
-    settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
-    if server is None:
-        capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
-        answers = by_engine(target, drafter, options, capacity)
-    else:
+    def write(rows: Callable[[], Iterator], options: TextOptions, out: Path) -> dict[str, int]:
+        """Let the target go on from rows, which are the same each time."""
+        total, rows_digest = rows_content(rows())
+        settings = {"target": place.path, "server": server, "data": asdict(config.data)}
+        settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
+        settings["content"] = {"target": identity, "data": rows_digest}
+        settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
+        if itself:  # of more questions the first are the same, so that a larger data.limit goes on
+            settings["content"]["data"] = asdict(config.questions)
+            settings |= {"data": {"source": "self"}, "rows": None}
+        if server is None:
+            capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
+            answers = by_engine(target, drafter, options, capacity)
+        else:
+            answers = by_server(server, options, config.at_once, prompt_end)
+        return regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
 
-        def prompt_end(row) -> str:
-            return habits(tokenizer, row.template).asks if row.chat else ""
-
-        answers = by_server(server, options, config.at_once, prompt_end)
-    counts = regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
+    rows = partial(chosen_rows, config, tokenizer)
+    if itself:
+        file = Path(f"{out}.questions")
+        text = replace(config.questions.text, seed=options.seed, stop=openings[0].stop)
+        write(partial(opened_rows, config, openings), replace(options, **vars(text)), file)
+        rows = partial(iter, asked_rows(config, openings, tokenizer, file))
+    counts = write(rows, options, out)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
+
+
+def openings_of(config: RegenerateCommand, tokenizer) -> list:
+    """Return how chats begin, one for every system prompt."""
+    from data.questions import opening
+
+    return [opening(tokenizer, system) for system in config.questions.system or [None]]
+
+
+def opened_rows(config: RegenerateCommand, openings: list) -> Iterator:
+    """Yield the rows of this shard that the target goes on from with a question."""
+    from infer.serving.dialogue import Row
+
+    part, parts = config.part
+    for index in range(part - 1, config.data.limit, parts):
+        yield Row(index, openings[index % len(openings)].text)
+
+
+def asked_rows(config: RegenerateCommand, openings: list, tokenizer, file: Path) -> list:
+    """Return the questions that are worth an answer, of those that `opened_rows` were gone on with in
+    `file`, as rows. Raises ValueError where there is none."""
+    from data.questions import sifted
+    from infer.serving.dialogue import Row
+
+    with file.open(encoding="utf-8") as lines:
+        kept, dropped = sifted(map(json.loads, lines), tokenizer, config.questions.tokens[0])
+    said = "".join(f", {count} {reason}" for reason, count in dropped.most_common())
+    print(f"data=self: {len(kept)} questions to answer{said}; all of them are in {file}", file=sys.stderr)
+    if not kept:
+        raise ValueError(f"data=self: none of the target's questions is worth an answer, see {file}")
+    rows = []
+    for index, text in kept.items():
+        messages = [*openings[index % len(openings)].before, {"role": "user", "content": text}]
+        rows.append(Row(index, messages, template=config.target.chat_template_kwargs))
+    return rows
 
 
 def chosen_rows(config: RegenerateCommand, tokenizer) -> Iterator:

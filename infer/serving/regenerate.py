@@ -87,7 +87,7 @@ def regenerate(
     many rows there are."""
     failed_path, settings_path = Path(f"{out}.failed"), Path(f"{out}.settings.json")
     total = len(rows) if total is None else total
-    settings = settings | {"rows": total}
+    settings = {"rows": total} | settings
     out.parent.mkdir(parents=True, exist_ok=True)
     if settings_path.exists():
         known = json.loads(settings_path.read_text())

@@ -189,6 +189,9 @@ def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys)
     plan.print_plan(small("data=jsonl", f"data.path={file}"))
     printed = capsys.readouterr().out
     assert "9 questions without answers" in printed and "activations" in printed
+    plan.print_plan(small("data=self"))
+    printed = capsys.readouterr().out
+    assert "data=self has no rows yet" in printed and "activations" in printed
     file.write_text('{"no": "columns"}\n' * 9)
     with pytest.raises(ValueError, match="9 of 9 rows cannot be used: .*line 1: "):
         plan.print_plan(small("data=jsonl", f"data.path={file}"))

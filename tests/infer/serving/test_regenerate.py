@@ -12,6 +12,7 @@ from threading import Lock
 import pytest
 import torch
 
+from data.rows import DataConfig, read_rows
 from infer import Engine, generate
 from infer.api import decode
 from infer.config import DecodeOptions, EngineConfig
@@ -102,6 +103,46 @@ def test_other_contents_under_the_same_paths_are_refused(command, tmp_path):
     weights.write_bytes(content)
     with pytest.raises(ValueError, match=r"begun with another content\.target\.weights: give another out"):
         command()
+
+
+FUNCTIONS = """{% for m in messages -%}
+{{ 'def ' + m.content if m.role == 'user' else '# ' + m.content + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '(' }}{% endif %}"""
+
+
+def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp_path, capsys):
+    """Its template is of Python's functions, whose names are the questions: up to the bracket."""
+    (tmp_path / "target" / "chat_template.jinja").write_text(FUNCTIONS)
+    asked = [
+        "data=self",
+        "data.path=null",
+        "data.limit=30",
+        "questions.system=[Fast, 'Slow, but sure']",
+        "questions.tokens=[2,24]",
+    ]
+    out, written = tmp_path / "a.jsonl", tmp_path / "a.jsonl.questions"
+    command(*asked)
+    whole, questions, rows = out.read_text(), written.read_text(), lines(out)
+    assert f"{len(rows)} questions to answer" in capsys.readouterr().err and 3 < len(rows) < 30
+    for row in rows:
+        system, question, answer = row["messages"]
+        assert system["content"] == ("Slow, but sure" if row["index"] % 2 else "Fast") and answer["token_ids"]
+        assert lines(written)[row["index"]]["response"].strip() == question["content"]
+    names = [row["messages"][1]["content"] for row in rows]
+    assert len(set(names)) == len(names) and not any("(" in name for name in names)
+    out.unlink()
+    written.write_text(questions[: len(questions) // 2])
+    command(*asked, "decoding.rows=3")
+    assert (written.read_text(), out.read_text()) == (questions, whole)
+    assert len(list(read_rows(DataConfig("jsonl", str(out))))) == len(rows)
+    out.write_text(whole[: len(whole) // 2])
+    command(*asked, "data.limit=45")
+    assert out.read_text().startswith(whole) and len(lines(out)) > len(rows) and len(lines(written)) == 45
+    with pytest.raises(ValueError, match="begun with another"):
+        command(*asked, "decoding.seed=1")
+    (tmp_path / "target" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="nothing before a user's words"):
+        command(*asked[:3])
 
 
 def test_two_runs_at_once_are_refused_and_so_are_the_lines_that_they_left(command, tmp_path):
