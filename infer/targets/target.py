@@ -94,6 +94,9 @@ class Target:
         self.config = self.model.config.get_text_config()
         self.scale, self.windows = logit_scale(self.config), windows(self.config)
         self.body, self.embedding = decoder_of(self.model), self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
+        self.vocabulary = len(numbers(head))  # V
+        self.quantised = type(head) is Int8Linear  # its products are of int8 codes
         self.recurrent = follow_trees(self.body)
         self.watch, self.changes = Watch(self.model), 0
         self.budget_rules = weakref.WeakKeyDictionary()  # drafter -> what passes take (budget=auto)
@@ -101,26 +104,11 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self._numbers.device
+        return numbers(self.embedding).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._numbers.dtype
-
-    @property
-    def _numbers(self) -> torch.Tensor:
-        *_, last = self.embedding.parameters()  # a weight, or the scales of codes
-        return last
-
-    @property
-    def quantised(self) -> bool:
-        """Whether its products are of int8 codes."""
-        return type(self.model.get_output_embeddings()) is Int8Linear
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return next(self.model.get_output_embeddings().parameters()).shape[0]
+        return numbers(self.embedding).dtype
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -288,6 +276,12 @@ class Target:
         if self.recurrent:
             cache.states.lineage = Lineage.tree(tree.parents, ancestors)
         return Features(*self.decoder_pass(tree.tokens, positions, masks, window, layers))
+
+
+def numbers(module: nn.Module) -> torch.Tensor:
+    """Return a parameter of a layer in the dtype that it computes in: its weight, or the scales of its
+    codes."""
+    return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
 
 
 def by_kind(windows: dict[str, int | None], make: Callable[..., Mask]) -> dict[str, Mask]:
