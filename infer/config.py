@@ -121,6 +121,8 @@ class DrafterConfig:
         keeps no more of a text (speculators: 2048); None: all, or as init has it
     convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
         published: 2; None: none, or as init has them
+    vocabulary: it proposes so many tokens only, the most frequent of its training data (EAGLE-3,
+        FR-Spec), by so many rows of the head; 0: all; None: all, or as init has it
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
     head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one is
         added to a drafter that has none
@@ -137,6 +139,7 @@ class DrafterConfig:
     causal: bool | None = None
     window: int | None = None
     convolutions: int | None = None
+    vocabulary: int | None = None
     init: str | None = None
     head: HeadConfig = field(default_factory=HeadConfig)
 
@@ -145,7 +148,8 @@ class DrafterConfig:
         check_options(self.family, self.layers)
         check_blocks(self)
         self.head.check()
-        at_least(self, "drafter.", layers=1, block_size=2, convolutions=0)  # a block is a bonus token and a draft
+        at_least(self, "drafter.", layers=1, convolutions=0, vocabulary=0)
+        at_least(self, "drafter.", block_size=2)  # a block is a bonus token and a draft
         one_of(self, "drafter.", last_tap=("raw", "normed"))
         if self.window is not None and self.window < self.block_size:
             raise ValueError(

@@ -158,8 +158,8 @@ def _link(engine) -> None:
 
 def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
     """Return every weight (its name) and what an unsharded optimiser keeps of it (name/exp_avg, ...,
-    name/step), all float32 on the host; `moments` is the optimiser's state."""
-    state = {}
+    name/step), all float32 on the host, and buffers; `moments` is the optimiser's state."""
+    state = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
         state[name] = parameter.detach()
         state |= {f"{name}/{key}": value for key, value in moments.get(parameter, {}).items()}  # none if frozen
@@ -167,8 +167,9 @@ def plain_state(model: nn.Module, moments: dict) -> dict[str, torch.Tensor]:
 
 
 def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the host, float32."""
-    return {name: value.to("cpu", torch.float32, copy=True) for name, value in state.items()}
+    """Return copies of tensors on the host, float32; of whole numbers as they are."""
+    kinds = {name: torch.float32 if value.is_floating_point() else value.dtype for name, value in state.items()}
+    return {name: value.to("cpu", kinds[name], copy=True) for name, value in state.items()}
 
 
 def restore_moments(model: nn.Module, moments: dict, state: dict[str, torch.Tensor]) -> None:
@@ -190,7 +191,7 @@ def training_state(engine) -> dict[str, torch.Tensor]:
         return plain_state(engine.module, moments) if first else {}
     _link(engine)
     common = moments[_flats(engine)[0]]  # every process's share has the same keys, and is in the same step
-    state = {}
+    state = copied(dict(engine.module.named_buffers())) if first else {}
     for name, parameter in engine.module.named_parameters():
         whole = {name: safe_get_full_fp32_param(parameter)}
         for key, value in common.items():

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from data.packing import row_index
 from infer.attention.masks import block_mask
-from infer.drafters.base import Drafter, head_weight
+from infer.drafters.base import Drafter, head_weight, rows_of
 from infer.drafters.heads.draft import teach
 from infer.targets.loading import spread
 from infer.targets.target import Features, Target
@@ -36,7 +36,7 @@ from train.plan import total_steps
 from train.processes import StallWatch, agreed, catch_signals, first_only, own_device, start_processes, stopped_at_once
 from train.run.checkpoints import checkpoint_folder, load, newest, save, step_of, tidy
 from train.run.evaluation import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
-from train.run.folder import begin_run, count_rows, open_run, sources
+from train.run.folder import begin_run, count_rows, frequent_tokens, open_run, sources
 from train.run.initial import initial_drafter, named_mask, take_weights
 from train.run.log import METRICS, RunLog, StepMetrics, peak_memory, read_log, trim_log
 from train.run.state import RunState, completed, load_frozen, overview, settled
@@ -93,10 +93,19 @@ def score(
     plan: RowPlan | None = None,
 ) -> RowLoss:
     """Compute the objective on drafted states (B*N*L, D), block by block; a conditional head sees the
-    true tokens."""
+    true tokens.
+
+    A drafter of a part of the vocabulary learns the target's distribution among its tokens, normalised,
+    where the true token is one of them (EAGLE-3's mask). The others' rows weigh nothing and agree with
+    nothing, but count: so the loss is, for texts of the target's own, the divergence times the
+    probability of its tokens.
+    """
     length = blocks.supervised.shape[-1]
     weights = position_weights(config.objective, length).to(drafted.device, non_blocking=True)
     weights = (weights * blocks.supervised).flatten(0, 1)
+    labels, counted = drafter.vocabulary.columns(blocks.labels.flatten(0, 1)), weights
+    if drafter.d2t is not None:  # other rows than were planned
+        weights, plan = weights * (labels >= 0), None
     head, confidence = drafter.conditional_head, drafter.confidence_head
     correction = None
     if head is not None:
@@ -109,9 +118,9 @@ def score(
         drafted,
         features.last.flatten(0, 1),
         blocks.teacher_rows.flatten(0, 1),
-        blocks.labels.flatten(0, 1),
+        labels,
         weights,
-        target.head_weight,
+        rows_of(drafter, target),
         config.objective,
         head_weight(drafter, target),
         target.scale,
@@ -123,7 +132,7 @@ def score(
         return result
     logits = confidence(states, answer)  # (G, L)
     entropy = F.binary_cross_entropy_with_logits(logits, result.overlap.to(logits), reduction="none")
-    return result._replace(loss=result.loss + (entropy * weights).sum())
+    return result._replace(loss=result.loss + (entropy * counted).sum())
 
 
 def train_step(engine, target: Target, drawn: StepRows, config: TrainConfig) -> StepMetrics:
@@ -185,12 +194,13 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
     target = load_frozen(asked, device, target_dtype(asked, device), stored)
     dataset = stored if stored is not None else prepared_rows(asked, target)
     config, memory = completed(asked, target, dataset, device)
-    drafter = initial_drafter(config, target)
+    size = config.drafter.vocabulary
+    drafter = initial_drafter(config, target, frequent_tokens(dataset, size, target) if size else None)
     if stored is not None:
         stored.check(dependencies(config, target, drafter.layer_ids))
     few = first_only(lambda: note_few_prompts(config, target))
     first_only(lambda: begin_run(folder, asked, sources(config.target.path, target, dataset)))
-    said = first_only(lambda: overview(config, target, dataset))
+    said = first_only(lambda: overview(config, target, dataset, drafter.vocabulary.tokens))
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
         print(*said, memory, sep="\n", flush=True)
     if config.target.shard:

@@ -87,7 +87,7 @@ class _Batch:
     """What the rows are compared with. Nothing here is trained."""
 
     teacher_hidden: torch.Tensor  # (P, D)
-    labels: torch.Tensor  # (R,) int64
+    labels: torch.Tensor  # (R,) int64; -1, at weight 0, for a token that the drafter does not know
     weights: torch.Tensor  # (G, L)
     head: torch.Tensor  # (V, D) the target's
     plan: RowPlan
@@ -185,7 +185,7 @@ class _Scan:
         self.drafted, self.batch, self.row_weights = drafted, batch, row_weights
         self.kind = DIVERGENCES[batch.config.divergence]
         self.rows = torch.zeros(batch.weights.shape, dtype=batch.dtype, device=drafted.hidden.device)
-        self.likely = torch.ones_like(self.rows)
+        self.likely = (batch.labels >= 0).view_as(self.rows).to(self.rows)
         self.overlap = torch.zeros_like(self.rows)
         self.agree = torch.zeros_like(self.rows, dtype=torch.bool)
         kinds = None, batch.dtype, None, batch.dtype

@@ -4,7 +4,7 @@ rate of large matrix products, measured where the device is at hand.
 
 B rows of a pass, T packed length, N anchors, K block size, L = K - 1, W queries of a block,
 Q = B * N * W block positions, D hidden size, A = heads * head size, A' = key-value heads * head size, I
-intermediate size, V vocabulary.
+intermediate size, V tokens that the drafter knows.
 """
 
 import os
@@ -19,6 +19,7 @@ from data.prompts import evaluation_prompts
 from data.rows import read_rows, single
 from infer.attention.masks import GROUP
 from infer.drafters.base import default_mask_token, new_drafter
+from infer.drafters.heads.base import head_rows
 from infer.evaluation.evaluate import brief, parts_of
 from infer.evaluation.measuring import synchronised_clock
 from infer.targets.loading import load_config, load_tokenizer, resolve_path
@@ -72,7 +73,8 @@ class StepShape:
         self.tapped = len(drafter.layer_ids)  # layers of the target whose outputs are features
         self.layers = config.drafter.layers
         self.hidden = text.hidden_size  # D
-        self.vocabulary = text.vocab_size  # V
+        self.vocabulary = text.vocab_size
+        self.known = head_rows(drafter.config)  # V
         self.intermediate = mlp_size(text)  # I
         self.width = text.num_attention_heads * head_size(text)  # A
         self.kv_width = key_heads(text) * head_size(text)  # A'
@@ -99,7 +101,7 @@ def step_operations(shape: StepShape) -> dict[str, float]:
     return {
         "target": target,
         "drafter": drafter,
-        "objective": 2 * s.vocabulary * (s.hidden * ((3 if s.trains_head else 2) * s.drafted + teacher) + corrections),
+        "objective": 2 * s.known * (s.hidden * ((3 if s.trains_head else 2) * s.drafted + teacher) + corrections),
     }
 
 
@@ -131,7 +133,7 @@ def step_memory(
     ends = 4 * (3 * s.context + 6 * s.queries) * s.hidden  # before the first and behind the last layer
     kept = ends + mask + s.layers * (4 * s.queries * s.hidden if config.recompute else layer)
     distinct = min(1, s.context / s.drafted)  # teacher rows for a row
-    chunk = 4 * (4 if cuda else 1 + distinct) * s.chunk_rows * s.vocabulary
+    chunk = 4 * (4 if cuda else 1 + distinct) * s.chunk_rows * s.known
     backward = 3 * product * s.queries * s.intermediate + (layer if config.recompute else 0) - once * ends
     gradients = 4 * parameters / (world if stage >= 2 else 1)
     if config.optim.batch * s.length <= s.context * world:  # one pass a step: they come while activations go

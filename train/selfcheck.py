@@ -95,12 +95,14 @@ class SelfCheck:
         if drafter.conditional_head is not None:
             answer = teach(drafter, target, hidden[None], before[None])
             answer = Conditioned(*(part if part is None else part[0] for part in answer))
-        formula = DIVERGENCES[config.objective.divergence].formula
+        formula, known = DIVERGENCES[config.objective.divergence].formula, drafter.vocabulary
         for t in range(len(hidden)):
-            if not self.blocks.supervised[b, n, t]:
+            label = known.columns(ids[anchor + t + 1]) if self.blocks.supervised[b, n, t] else -1
+            if label < 0:
                 continue
-            log_p = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float()).log_softmax(-1)
-            label, alone = ids[anchor + t + 1], target.scale(F.linear(answer.read[t].to(target.dtype), head).float())
+            whole = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float())
+            log_p = known.part(whole).log_softmax(-1)
+            alone = target.scale(F.linear(answer.read[t].to(target.dtype), head).float())
             scores, outside = alone, torch.zeros_like(alone, dtype=torch.bool)
             if answer.correction is not None:
                 module = drafter.conditional_head

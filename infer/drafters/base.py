@@ -3,7 +3,7 @@ while decoding.
 
 B rows, C new context positions, T context length, N anchors, K block size (bonus token and L drafted
 positions), W queries of a block, D hidden size, F features of a position, H heads, E head size, V
-vocabulary.
+vocabulary, of which the drafter may know a part: its scores are over R of them.
 
 A family is a subclass of `Drafter` that a row of `infer.drafters.families` names. What it has besides
 what stands here (dflash/model.py is the one to read):
@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
@@ -42,9 +43,10 @@ from infer.drafters.gated import weights_of
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.drafters.warm import can_start_as
-from infer.targets.layers import read_norm
+from infer.targets.layers import read_norm, some_outputs
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
+from infer.trees.vocabulary import ALL, Vocabulary
 
 # Names of tokens that stand for nothing: Llama's reserved, Gemma's unused, Nemotron's special ones by
 # number.
@@ -290,7 +292,7 @@ class DraftState:
 class DraftedBlock(NamedTuple):
     """A drafted block."""
 
-    marginals: torch.Tensor  # (B, L, V) log space, float32
+    marginals: torch.Tensor  # (B, L, R) log space, float32
     states: torch.Tensor | None = None  # (B, L, D) what a conditional head reads
 
 
@@ -319,7 +321,9 @@ class Drafter(nn.Module):
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
-        self.register_buffer("d2t", None)
+        known = vars(config).get("draft_vocab_size")  # row r of the head is token r + d2t[r]
+        self.register_buffer("d2t", None if known is None else torch.zeros(known, dtype=torch.long))
+        self.part_of_head: tuple | None = None  # of the target's: `target_head`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -329,6 +333,13 @@ class Drafter(nn.Module):
     def own(self) -> dict:
         """The family's part of config.json."""
         return vars(self.config)[self.family.config_key]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that it knows: the public layouts' `d2t` (R,) as ids (EAGLE-3, FR-Spec)."""
+        if self.d2t is None:
+            return ALL
+        return Vocabulary(self.d2t + torch.arange(len(self.d2t), device=self.d2t.device), self.config.vocab_size)
 
     @property
     def conditional_head(self) -> Head | None:
@@ -350,17 +361,13 @@ class Drafter(nn.Module):
             self.confidence_head = Confidence(self.config.hidden_size + beside)
 
     def add_ends(self, embedding: bool, head: bool) -> None:
-        """Give the drafter an embedding and a head of its own; otherwise it uses the target's. In a
-        head with fewer rows than there are tokens (`draft_vocab_size`), row r is token r + d2t[r], d2t
-        (rows,) int64."""
-        config, vocabulary = self.config, self.config.vocab_size
+        """Give the drafter an embedding and a head of its own; otherwise it uses the target's, of whose
+        head those rows that it knows."""
+        config = self.config
         if embedding:
-            self.embed_tokens = nn.Embedding(vocabulary, config.hidden_size)
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if head:
-            rows = head_rows(config)
-            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-            if rows != vocabulary:
-                self.d2t = torch.zeros(rows, dtype=torch.long)
+            self.lm_head = nn.Linear(config.hidden_size, head_rows(config), bias=False)
 
     def embed(self, target: Target, ids: torch.Tensor) -> torch.Tensor:
         """Token ids (...,) to embeddings (..., D) in the drafter's dtype."""
@@ -368,14 +375,15 @@ class Drafter(nn.Module):
         return embedded.to(self.norm.weight.dtype)
 
     def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """States behind the last norm (..., D) to log-probabilities (..., V), float32; tokens that the
-        drafter's own head has no row for are at minus infinity."""
-        return whole_vocabulary(self, self.logits(target, states).log_softmax(dim=-1))
+        """States behind the last norm (..., D) to log-probabilities (..., R), float32."""
+        return self.logits(target, states).log_softmax(dim=-1)
 
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """States behind the last norm (..., D) to what the head makes of them, float32: a row of the
-        head each."""
-        logits = target.head(states.to(target.dtype)) if self.lm_head is None else target.scale(self.lm_head(states))
+        """States behind the last norm (..., D) to what the head makes of them, (..., R) float32."""
+        if self.lm_head is not None:
+            return target.scale(self.lm_head(states)).float()
+        states = states.to(target.dtype)
+        logits = target.head(states) if self.d2t is None else target.scale(target_head(self, target)(states))
         return logits.float()
 
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
@@ -388,7 +396,7 @@ class Drafter(nn.Module):
         ours, theirs = self.config, target.config
         pairs = {"hidden_size": (ours.hidden_size, theirs.hidden_size)}
         pairs["num_target_layers"] = ours.num_target_layers, theirs.num_hidden_layers
-        if self.embed_tokens is not None or self.lm_head is not None:
+        if self.embed_tokens is not None or self.lm_head is not None or self.d2t is not None:
             pairs["vocab_size"] = ours.vocab_size, target.vocabulary
         faults = [f"{k} {a}, the target has {b}" for k, (a, b) in pairs.items() if a is not None and a != b]
         ids, layers = self.own["target_layer_ids"], theirs.num_hidden_layers
@@ -418,7 +426,7 @@ class Drafter(nn.Module):
         self.init_weights(generator)
         init_last_norm(self, target)
         if self.family.own_head:
-            self.lm_head.weight.copy_(target.head_weight)
+            self.lm_head.weight.copy_(rows_of(self, target))
         if warm:
             self.warm_start(target, generator)
 
@@ -479,19 +487,28 @@ class Drafter(nn.Module):
         return DraftedBlock(marginals, None if self.head_row is None else states)
 
 
-def whole_vocabulary(drafter: Drafter, known: torch.Tensor) -> torch.Tensor:
-    """Scores of the rows of a drafter's head (..., rows) to scores of all tokens (..., V), minus
-    infinity where there is no row."""
-    if drafter.d2t is None:
-        return known
-    tokens = drafter.d2t + torch.arange(len(drafter.d2t), device=known.device)
-    everything = known.new_full((*known.shape[:-1], drafter.config.vocab_size), -torch.inf)
-    return everything.index_copy_(-1, tokens, known)
+def target_head(drafter: Drafter, target: Target) -> nn.Module:
+    """Return the target's head, or a copy of those of its rows that a drafter knows, which is kept until
+    the head or the tokens are others."""
+    whole, d2t, kept = target.model.get_output_embeddings(), drafter.d2t, drafter.part_of_head
+    if d2t is None:
+        return whole
+    place = next(whole.parameters()).data_ptr()
+    now = target.changes, place, None if d2t.is_inference() else d2t._version
+    if kept is None or kept[0]() is not whole or kept[1] != now:
+        with torch.inference_mode(False):  # training may use what decoding made
+            kept = drafter.part_of_head = ref(whole), now, some_outputs(whole, drafter.vocabulary.tokens)
+    return kept[2]
+
+
+def rows_of(drafter: Drafter, target: Target) -> torch.Tensor:
+    """Return the weight (R, D) of `target_head`."""
+    return target_head(drafter, target).weight
 
 
 def head_weight(drafter: Drafter, target: Target) -> torch.Tensor:
-    """Return the weight (V, D) of the head that a drafter uses: its own, or the target's."""
-    return target.head_weight if drafter.lm_head is None else drafter.lm_head.weight
+    """Return the weight (R, D) of the head that a drafter uses: its own, or the target's."""
+    return rows_of(drafter, target) if drafter.lm_head is None else drafter.lm_head.weight
 
 
 def init_head(drafter: Drafter, generator: torch.Generator) -> None:
@@ -540,7 +557,10 @@ def config_for(options: DrafterConfig, target: Target | None, theirs: Pretrained
     options.check()
     theirs, family = theirs if target is None else target.config, FAMILIES[options.family]
     own = family.load().own_config(options, theirs, target) | new_head(options.head)
-    return Qwen3Config(**family.config_part(own), **target_sizes(options, theirs))
+    known = {"draft_vocab_size": options.vocabulary} if options.vocabulary else {}
+    if (options.vocabulary or 0) > theirs.vocab_size:
+        raise ValueError(f"drafter.vocabulary={options.vocabulary}: the target has {theirs.vocab_size} tokens")
+    return Qwen3Config(**family.config_part(own), **known, **target_sizes(options, theirs))
 
 
 def new_drafter(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Drafter:
@@ -558,15 +578,12 @@ def target_embeddings(target: Target) -> torch.Tensor:
 
 def drop_copies(drafter: Drafter, target: Target) -> None:
     """Remove an embedding and a head of the drafter's own that are the target's, bit for bit in the
-    dtype of one of the two, where its family can do without. Raises ValueError where they differ, or
-    know a part of the vocabulary only."""
+    dtype of one of the two, where its family can do without. Raises ValueError where they differ."""
     if drafter.family.own_head:
         return
-    if drafter.d2t is not None:
-        raise ValueError(f"its head has {len(drafter.d2t)} of {drafter.config.vocab_size} tokens (draft_vocab_size)")
     pairs = {
         "embed_tokens": (drafter.embed_tokens, target_embeddings(target)),
-        "lm_head": (drafter.lm_head, target.head_weight),
+        "lm_head": (drafter.lm_head, rows_of(drafter, target)),
     }
     for name, (own, weight) in pairs.items():
         if own is not None and not any(torch.equal(own.weight.to(x), weight.to(x)) for x in (own.weight, weight)):
@@ -586,6 +603,7 @@ def fixed_options(drafter: Drafter) -> dict:
         "target_layer_ids": list(own["target_layer_ids"]),
         "last_tap": own.get("last_tap", "raw"),
         "window": drafter.config.sliding_window,
+        "vocabulary": 0 if drafter.d2t is None else len(drafter.d2t),
     }
     known |= {"mask_token_id": own["mask_token_id"]} if "mask_token_id" in own else {}
     known |= {key: bool(own.get(key)) for key in ("sample_from_anchor", "causal") if key in row.options}

@@ -53,7 +53,7 @@ class Family:
         return {"architectures": [self.architecture], self.config_key: own}
 
 
-_DSPARK = ("not from anchor", "causal", "sliding", "normed")
+_DSPARK = ("not from anchor", "causal", "sliding", "normed", "part")
 _ROWS = (
     Family(
         name="dflash",
@@ -62,11 +62,11 @@ _ROWS = (
         architecture="DFlashDraftModel",
         config_key="dflash_config",
         formats={
-            "dflash": ExportFormat(refuses=("from anchor",)),
+            "dflash": ExportFormat(refuses=("from anchor", "part")),
             "dflash2": ExportFormat(
-                heads=("selector",), headless=False, convolutions=True, refuses=("from anchor", "choice")
+                heads=("selector",), headless=False, convolutions=True, refuses=("from anchor", "choice", "part")
             ),
-            "dspark": ExportFormat(target=True, heads=("markov",), refuses=(*_DSPARK, "part")),
+            "dspark": ExportFormat(target=True, heads=("markov",), refuses=_DSPARK),
             "specforge": ExportFormat(heads=("markov", "gru"), headless=False, refuses=_DSPARK),
             "speculators": ExportFormat(
                 target=True,
@@ -74,12 +74,12 @@ _ROWS = (
                 convolutions=True,
                 refuses=("full and causal", "recurrent", "normed", "choice", "part of the choice"),
             ),
-            "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1")),
+            "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1", "part")),
             "gguf": ExportFormat(
                 target=True,
                 heads=("selector", "markov"),
                 convolutions=True,
-                refuses=("room", "choice from anchor", "llama3"),
+                refuses=("room", "choice from anchor", "llama3", "part"),
             ),
         },
         options=("sample_from_anchor", "causal", "window", "convolutions", "head"),

@@ -15,6 +15,7 @@ from torch import nn
 from infer.drafters.base import DraftedBlock
 from infer.drafters.families import LOOKUP
 from infer.targets.target import Target
+from infer.trees.vocabulary import ALL
 
 FLOOR = 1e-4  # share of the uniform distribution in all that is drafted: no token is impossible
 LONGEST = 4  # tokens of the text's end that lookup looks for in it
@@ -59,6 +60,7 @@ class Lookup(nn.Module):
     family = LOOKUP
     layer_ids: tuple[int, ...] = ()
     head_row = dtype = config = None
+    vocabulary = ALL
 
     def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:
         super().__init__()

@@ -279,7 +279,9 @@ def propose(
     """Draft behind the roots, and collect what else the tree method may use for `nodes` nodes at
     most."""
     target, drafter = memory.target, memory.drafter
-    told = asked.sampling, asked.noise, None if asked.seen is None else asked.seen[:, None]
+    known = drafter.vocabulary
+    seen = known.part(asked.seen)
+    told = asked.sampling, known.part(asked.noise), None if seen is None else seen[:, None]
     block, steps = drafter.draft_block(target, memory.bonus, memory.state), None
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them
         considered = min(CANDIDATES, max(FEW, 2 * nodes)) if method.by_budget else CANDIDATES
@@ -294,6 +296,7 @@ def propose(
         options.width,
         target.end_ids,
         steps,
+        known,
     )
 
 

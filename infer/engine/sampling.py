@@ -166,8 +166,10 @@ def adjust(logits: torch.Tensor, asked: Sampling, seen: torch.Tensor | None = No
         return logits
     logits = logits / asked["temperature"]
     if kind.most_k:
-        k, highest = asked["top_k"], logits.topk(kind.most_k).values
-        lowest = highest.gather(-1, (k - 1).clamp(min=0).expand(*logits.shape[:2], 1)).masked_fill(k == 0, -math.inf)
+        most = min(kind.most_k, logits.shape[-1])  # a drafter may know fewer tokens
+        k, highest = asked["top_k"], logits.topk(most).values
+        which = (k - 1).clamp(0, most - 1).expand(*logits.shape[:2], 1)
+        lowest = highest.gather(-1, which).masked_fill(k == 0, -math.inf)
         logits.masked_fill_(logits < lowest, -math.inf)
     if kind.top_p:
         logits.masked_fill_(logits < lowest_of_top_p(logits, asked["top_p"]), -math.inf)

@@ -161,6 +161,8 @@ def stored_problems(folder: Folder, reading: ConfigReading, engine: str) -> list
     ends = ENDS & folder.tensors.keys() if not part else ENDS
     if engine == VLLM and "d2t" in folder.tensors and not part:
         problems.append("d2t is stored, and draft_vocab_size says that the vocabulary is whole")
+    if engine in (VLLM, SPECULATORS) and part and "lm_head.weight" not in folder.tensors:
+        problems.append("lm_head.weight is missing, and draft_vocab_size asks for one: the target's has other rows")
     if engine in (SGLANG, AUTHORS) and reading.layout != "DeepSpec" and ENDS & folder.tensors.keys():
         unused = ", ".join(sorted(ENDS & folder.tensors.keys()))
         problems.append(f"the engine takes the target's embedding and head and ignores {unused}")

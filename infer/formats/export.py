@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from infer.drafters.base import Drafter, drop_copies, target_embeddings
+from infer.drafters.base import Drafter, drop_copies, rows_of, target_embeddings
 from infer.drafters.config_keys import config_dict
 from infer.drafters.families import check_format
 from infer.formats.checkpoint import write_folder
@@ -45,7 +45,10 @@ def faults(drafter: Drafter) -> dict[str, str]:
             own.get("markov_head_type") == "rnn" and not anchor,
             "its recurrent head reads the bonus token's slot there (sample_from_anchor)",
         ),
-        "part": (drafter.d2t is not None, "its head knows a part of the vocabulary only"),
+        "part": (
+            drafter.d2t is not None,
+            "its head knows a part of the vocabulary only, theirs are the target's whole one (drafter.vocabulary=0)",
+        ),
         "part of the choice": (selects and drafter.d2t is not None, "its selector knows a part of the vocabulary only"),
         "choice from anchor": (selects and anchor, "its selector chooses in the first slot too (sample_from_anchor)"),
         "choice": (
@@ -94,7 +97,7 @@ def with_ends(drafter: Drafter, target: Target | None, format: str) -> dict[str,
     if target is None:
         raise ValueError(f"format={format} stores the target's embedding and head: give target.path")
     weights = drafter.state_dict()
-    for name, weight in (("embed_tokens", target_embeddings(target)), ("lm_head", target.head_weight)):
+    for name, weight in (("embed_tokens", target_embeddings(target)), ("lm_head", rows_of(drafter, target))):
         weights.setdefault(f"{name}.weight", weight.detach().to("cpu", drafter.dtype))
     return weights
 

@@ -5,6 +5,7 @@ D hidden size, H query heads, K key heads, E head size.
 """
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import nn
@@ -30,6 +31,17 @@ class UnknownLayer(Exception):
 def close(ours: torch.Tensor, theirs: torch.Tensor, coarse: bool = False) -> bool:
     """Return whether two results differ by rounding only; `coarse`: of codes."""
     return bool((ours - theirs).norm() <= (COARSE if coarse else ROUNDING.get(theirs.dtype, COARSE)) * theirs.norm())
+
+
+def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:
+    """Return a linear layer, of floats or of int8 codes, with copies of some outputs (R,) of another."""
+    part = copy(linear)
+    part.__dict__.pop("product", None)  # is of all
+    part._parameters = linear._parameters.copy()
+    for name, weight in linear.named_parameters():
+        if name != "smooth":  # of inputs
+            part._parameters[name] = nn.Parameter(weight.data[which], requires_grad=False)
+    return part
 
 
 def fuse(modules: list[nn.Module]) -> Product | Int8Linear:

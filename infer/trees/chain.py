@@ -13,6 +13,7 @@ def chain(proposal: Proposal) -> DraftTree:
     if steps is not None:
         tokens, log_probs = steps.chain(length)
     else:
-        log_probs, tokens = proposal.marginals[:, :length].max(-1)  # (B, length)
+        log_probs, columns = proposal.marginals[:, :length].max(-1)  # (B, length)
+        tokens = proposal.vocabulary.ids(columns)
     order = torch.arange(length, device=bonus.device).expand(len(bonus), -1)
     return behind(bonus, Nodes(tokens, order, order + 1, log_probs.cumsum(1)), length)

@@ -47,7 +47,7 @@ class RowScores:
 
     def __init__(self, proposal: Proposal, row: int) -> None:
         self.many = 4 * proposal.budget
-        self.log_q = proposal.marginals[row].float().cpu().numpy()  # (L, V)
+        self.log_q = proposal.vocabulary.whole(proposal.marginals[row]).float().cpu().numpy()  # (L, V)
         self.likely = cache(self._likely)
         steps, self.tokens = proposal.steps, None
         if steps is not None and not steps.recurrent:

@@ -27,8 +27,8 @@ def continuity(proposal: Proposal) -> DraftTree:
     """Run DART algorithm 1: a beam over the 25 likeliest tokens of every position of the marginals (B,
     L, V), and of all prefixes seen the `budget` best, in descending order of score. log_probs are the
     drafter's alone."""
-    top, ids = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
-    tokens, by_token = ids.cpu().sort(-1)
+    top, columns = proposal.marginals.topk(min(RANKS, proposal.marginals.shape[-1]), dim=-1)
+    tokens, by_token = proposal.vocabulary.ids(columns).cpu().sort(-1)
     log_q = comparable(top.cpu().double()).gather(-1, by_token).clamp(min=LOWEST)
     rows, length, ranks = tokens.shape
     of_logit = LOGIT_DECAY ** np.arange(length)[:, None] * np.log(log_q.softmax(-1).numpy() + EPSILON)

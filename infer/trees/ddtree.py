@@ -21,15 +21,18 @@ import torch
 from infer.attention.attend import has_kernel
 from infer.trees import compiled
 from infer.trees.tree import Conditionals, DraftTree, Nodes, Proposal, behind, comparable, node_count
+from infer.trees.vocabulary import ALL, Vocabulary
 
 
 class Marginals:
-    """Marginals (B, L, V) as conditionals with one row, over their `count` likeliest tokens."""
+    """Marginals (B, L, V) of a vocabulary as conditionals with one row, over their `count` likeliest
+    tokens."""
 
     recurrent = False
 
-    def __init__(self, marginals: torch.Tensor, count: int) -> None:
-        top, self.tokens = marginals.topk(min(count, marginals.shape[-1]), dim=-1)  # (B, L, M)
+    def __init__(self, marginals: torch.Tensor, count: int, vocabulary: Vocabulary = ALL) -> None:
+        top, columns = marginals.topk(min(count, marginals.shape[-1]), dim=-1)
+        self.tokens = vocabulary.ids(columns)  # (B, L, M)
         self.table = top[:, 0], top[:, 1:, None]  # (B, M), (B, L - 1, 1, M)
 
 
@@ -38,7 +41,7 @@ def ddtree(proposal: Proposal) -> DraftTree:
     descending order of probability: the first n nodes are the tree of budget n. The top K = min(budget,
     V) tokens of a position suffice (lemma 1). With a conditional head, prefixes of the head's
     candidates by their conditional probability."""
-    steps = proposal.steps or Marginals(proposal.marginals, proposal.budget)
+    steps = proposal.steps or Marginals(proposal.marginals, proposal.budget, proposal.vocabulary)
     fast = compiled.available(proposal.bonus) or has_kernel(proposal.bonus.device)
     search = best_first if fast and not steps.recurrent else by_depth
     return behind(proposal.bonus, search(steps, proposal.budget), steps.tokens.shape[1])

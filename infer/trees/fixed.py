@@ -16,7 +16,7 @@ from infer.trees.tree import DraftTree, Nodes, Proposal, behind, comparable
 def static(proposal: Proposal) -> DraftTree:
     """Return the deepest full tree that fits into the budget, over the marginals or a conditional head;
     of fewer children where there is no room or there are no tokens for so many."""
-    steps = proposal.steps or Marginals(proposal.marginals, proposal.width)
+    steps = proposal.steps or Marginals(proposal.marginals, proposal.width, proposal.vocabulary)
     width = min(proposal.width, proposal.budget, steps.tokens.shape[2])
     depth = static_depth(width, proposal.budget, steps.tokens.shape[1])
     scores, levels, memory = torch.zeros(len(proposal.bonus), 1, device=steps.tokens.device), [], None

@@ -26,7 +26,7 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
     marginal's place, unless the head is recurrent."""
     steps = proposal.steps
     if steps is None or steps.recurrent:
-        steps = Marginals(proposal.marginals, RANKS)
+        steps = Marginals(proposal.marginals, RANKS, proposal.vocabulary)
     rows, length, ranks = steps.tokens.shape
     nodes = torch.empty(rows, 3, node_count(length, ranks, proposal.budget), dtype=torch.long)
     scores = torch.empty(rows, nodes.shape[2], dtype=torch.float64)
@@ -39,16 +39,19 @@ def guided_ddtree(proposal: Proposal) -> DraftTree:
 def guides(proposal: Proposal, steps: Marginals | Conditionals, budget: int) -> list[Guide]:
     """Return what every row's search chooses from: the likeliest tokens of the marginals, or a
     conditional head's candidates. What n-grams add has its marginal, on the host; elsewhere the
-    vocabulary stays where it is, and what is not listed counts as the last that is."""
-    ngram, marginals = proposal.ngram, proposal.marginals
-    alone = marginals if marginals.device.type == "cpu" else marginals.gather(-1, steps.tokens[..., -1:])
+    vocabulary stays where it is, and what is not listed counts as the last that is, as do tokens that
+    the drafter does not know."""
+    ngram, marginals, known = proposal.ngram, proposal.marginals, proposal.vocabulary
+    last = marginals.gather(-1, known.columns(steps.tokens[..., -1:]))
+    alone = known.whole(marginals, last) if marginals.device.type == "cpu" else last
     listed = (part.numpy() for part in steps.tokens.cpu().sort(-1))  # tokens and places (B, L, K)
     log_q = (part.float().cpu().contiguous().numpy() for part in (one_table(steps), alone))
     ranks, longest = steps.tokens.shape[2] + MORE, max(ngram.order - 1, 1)
-    counted = ngram.arrays, ngram.tokens, float(proposal.weight), marginals.shape[-1], steps.table[1].shape[2]
+    counted = ngram.arrays, ngram.tokens, float(proposal.weight), known.size or marginals.shape[-1]
     return [
         Guide(
             *counted,
+            steps.table[1].shape[2],
             *row,
             listed=np.empty((budget, ranks), np.int64),
             suffixes=np.empty((budget, longest), np.int64),

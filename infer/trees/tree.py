@@ -1,6 +1,6 @@
 """The draft tree, what a round asks the target to verify, and the proposal that it is built from.
 
-B rows, M nodes with the root, L drafted positions, V vocabulary.
+B rows, M nodes with the root, L drafted positions, R tokens that the drafter knows.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infer.ngrams.model import NGram
+from infer.trees.vocabulary import ALL, Vocabulary
 
 
 class Conditionals(Protocol):
@@ -17,7 +18,7 @@ class Conditionals(Protocol):
     (`infer.drafters.heads.draft.ConditionalDraft`)."""
 
     recurrent: bool  # all tokens before count, not the last one alone: there is no table
-    tokens: torch.Tensor  # (B, L, M) int64, the candidates, likeliest first by themselves
+    tokens: torch.Tensor  # (B, L, M) int64 ids, the candidates, likeliest first by themselves
     table: tuple[torch.Tensor, torch.Tensor]  # log q (B, M) at slot 0, (B, L - 1, M, M) at the others: [before, token]
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -40,7 +41,7 @@ class Proposal:
     there may be."""
 
     bonus: torch.Tensor  # (B,) int64, the roots
-    marginals: torch.Tensor | None  # (B, L, V) log space, conditioned on the target's noise; None: there is no drafter
+    marginals: torch.Tensor | None  # (B, L, R) log space, conditioned on the target's noise; None: there is no drafter
     budget: int = 0  # drafted nodes at most
     ngram: NGram | None = None
     contexts: Sequence[Sequence[int]] = ()  # with an n-gram model: every row's text, the bonus token included
@@ -48,6 +49,7 @@ class Proposal:
     width: int = 1  # children of every node of a full tree
     ends: Collection[int] = ()  # tokens that end a text
     steps: Conditionals | None = None  # of a drafter with a conditional head
+    vocabulary: Vocabulary = ALL  # of the R columns of marginals
 
 
 class Nodes(NamedTuple):

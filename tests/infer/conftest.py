@@ -32,7 +32,7 @@ class ScriptedDrafter(Lookup):
 
     def __init__(self, texts: list[list[int]], block_size: int, vocabulary: int, skill: float = 0.7) -> None:
         super().__init__(block_size)
-        self.texts, self.vocabulary, self.skill = texts, vocabulary, skill
+        self.texts, self.size, self.skill = texts, vocabulary, skill
         self.generator = torch.Generator().manual_seed(block_size)
 
     def state(self, rows: int, capacity: int, whole: bool = True) -> "Script":
@@ -43,7 +43,7 @@ class ScriptedDrafter(Lookup):
         state.lengths = [length + count for length, count in zip(state.lengths, counts, strict=True)]
 
     def draft_block(self, target, bonus, state) -> DraftedBlock:
-        shape = (len(bonus), self.block_size - 1, self.vocabulary)
+        shape = (len(bonus), self.block_size - 1, self.size)
         logits = torch.randn(shape, generator=self.generator) * 2
         for b, which in enumerate(state.texts):
             text, at = self.texts[which], state.lengths[b]

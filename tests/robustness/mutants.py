@@ -124,7 +124,7 @@ MUTANTS = [
     (
         "resuming drops the precision of the weights",
         "train/engine.py",
-        ('"cpu", torch.float32, copy', '"cpu", torch.bfloat16, copy'),
+        ("name: torch.float32 if", "name: torch.bfloat16 if"),
         LOOP + " -k 'killed or other_processes'",
     ),
     (
@@ -232,7 +232,7 @@ MUTANTS = [
     (
         "a draft vocabulary's rows are tokens",
         "infer/drafters/base.py",
-        ("tokens = drafter.d2t + ", "tokens = "),
+        ("Vocabulary(self.d2t + ", "Vocabulary("),
         LAYOUTS,
     ),
     (

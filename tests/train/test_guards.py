@@ -169,7 +169,7 @@ def test_passes_are_laid_out_ahead(run_here, make_tiny):
             assert torch.equal(ahead.loss, now.loss) and torch.equal(ahead.agree, now.agree)
 
 
-@pytest.mark.parametrize("family", [{}, {"family": "dart"}, {"window": 5}])
+@pytest.mark.parametrize("family", [{}, {"family": "dart"}, {"window": 5}, {"vocabulary": 50}])
 @pytest.mark.parametrize("divergence", ["kl", "cross_entropy", "tv", "acceptance", "lk"])
 def test_the_start_agrees_with_blocks_computed_alone(run_here, make_tiny, family, divergence):
     assert "computed alone differ from the training step by at most" in checked(

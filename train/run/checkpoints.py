@@ -87,7 +87,8 @@ def _write(
             save_file(state, partial / "state" / STATE)
             if drafter is not None:
                 config, dtype = drafter
-                weights = {name: tensor.to(dtype) for name, tensor in state.items() if "/" not in name}
+                weights = {name: tensor for name, tensor in state.items() if "/" not in name}
+                weights |= {name: weight.to(dtype) for name, weight in weights.items() if weight.is_floating_point()}
                 save_drafter(config, weights, partial / "drafter")
                 if (final.parent.parent / NGRAMS).is_file():
                     shutil.copyfile(final.parent.parent / NGRAMS, partial / "drafter" / NGRAMS)

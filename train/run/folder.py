@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from infer.formats.checkpoint import NGRAMS
 from infer.ngrams.count import count_ngrams, usual_order
@@ -164,6 +165,21 @@ def column_parts(rows: "StoredRows | Dataset", name: str) -> Iterator[np.ndarray
 def used_ids(rows: "StoredRows | Dataset") -> set[int]:
     """Return the token ids that training rows have."""
     return {int(id) for part in column_parts(rows, "ids") for id in np.unique(part)}
+
+
+def learnt_counts(rows: "StoredRows | Dataset", target: Target) -> torch.Tensor:
+    """Return how often training rows have each token where it may be learnt from, (V,) int64."""
+    size = target.vocabulary
+    columns = zip(column_parts(rows, "ids"), column_parts(rows, "loss"), strict=True)
+    return torch.from_numpy(sum(np.bincount(ids[loss], minlength=size) for ids, loss in columns))
+
+
+def frequent_tokens(rows: "StoredRows | Dataset", number: int, target: Target) -> torch.Tensor:
+    """Return the ids (number,) int64, ascending, of the tokens that training rows have most often to
+    learn from, and of the special ones, however often: those that end texts must be drafted."""
+    ranks, special = learnt_counts(rows, target), {*target.end_ids, *target.tokenizer.all_special_ids}
+    ranks[[id for id in special if id < len(ranks)]] = torch.iinfo(torch.int64).max
+    return ranks.argsort(descending=True, stable=True)[:number].sort().values
 
 
 def documents(rows: "StoredRows | Dataset") -> Iterator[np.ndarray]:

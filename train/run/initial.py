@@ -32,11 +32,6 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     if problems:
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
     drafter = reading.drafter()
-    if drafter.d2t is not None:
-        raise ValueError(
-            f"drafter.init={options.init}: it knows {len(drafter.d2t)} of {drafter.config.vocab_size} tokens, and "
-            "cannot learn to follow a target that knows all: a drafter of a whole vocabulary can be trained"
-        )
     known = fixed_options(drafter)
     given = {key: getattr(options, key) for key in known}
     wrong = [key for key, value in given.items() if value not in (None, known[key])]
@@ -71,13 +66,15 @@ def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
     return options.head if own.name == "none" else own
 
 
-def initial_drafter(config: TrainConfig, target: Target) -> Drafter:
-    """Return the drafter that the run starts from, float32, to be trained. Raises ValueError where it
-    does not fit the target."""
+def initial_drafter(config: TrainConfig, target: Target, tokens: torch.Tensor | None = None) -> Drafter:
+    """Return the drafter that the run starts from, float32, to be trained. tokens (R,): those that a new
+    drafter of a part of the vocabulary knows. Raises ValueError where it does not fit the target."""
     options = config.drafter
     if options.init is None:
         drafter = new_drafter(options, target)
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
+        if drafter.d2t is not None:
+            drafter.d2t.copy_(tokens - torch.arange(len(tokens)))
         drafter.initialize(target, seeded(config.seed), options.warm_start)
         return drafter
     drafter = load_drafter(options.init, torch.float32, target_layers=target.config.num_hidden_layers)

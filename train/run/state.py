@@ -27,7 +27,7 @@ from train.features import StoredRows
 from train.plan import StepShape, device_memory, total_steps, with_recompute
 from train.processes import first_only
 from train.run.checkpoints import checkpoints
-from train.run.folder import CONFIG, begun, column_parts, run_folder, used_ids
+from train.run.folder import CONFIG, begun, column_parts, learnt_counts, run_folder, used_ids
 from train.run.initial import resolve_init
 
 if TYPE_CHECKING:
@@ -157,13 +157,20 @@ def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
     return min(config.anchors, most)
 
 
-def overview(config: TrainConfig, target: Target, rows: "StoredRows | Dataset") -> list[str]:
+def overview(
+    config: TrainConfig, target: Target, rows: "StoredRows | Dataset", known: torch.Tensor | None
+) -> list[str]:
     """Return three lines: which target, told what; which data, and how much there is to learn; how many
-    steps."""
+    steps. known (R,): the tokens of a drafter that does not know all, which has a line of its own."""
     told, count, theirs = config.target.chat_template_kwargs, len(rows), target.config
     full = sum(int((part >= 0).sum()) for part in column_parts(rows, "documents")) / (count * config.data.length)
     learnt = sum(int(part.sum()) for part in column_parts(rows, "loss"))
     share = f", at most {config.document_anchors} a document" if config.document_anchors else ""
+    part = []
+    if known is not None:
+        counts = learnt_counts(rows, target)
+        drafted = 100 * counts[known].sum() / counts.sum()
+        part = [f"vocabulary {len(known):,} of {len(counts):,} tokens: {drafted:.1f} % of those to learn from"]
     return [
         f"target     {config.target.path}, {theirs.num_hidden_layers} layers of {theirs.hidden_size}, "
         f"{str(target.dtype).removeprefix('torch.')}" + (f"; chat template told {told}" if told else ""),
@@ -171,6 +178,7 @@ def overview(config: TrainConfig, target: Target, rows: "StoredRows | Dataset") 
         f"full; {learnt:,} tokens to learn from",
         f"run        {total_steps(config, count):,} steps of {config.optim.batch} rows, {config.anchors} blocks a row"
         + share,
+        *part,
     ]
 
 

@@ -130,7 +130,7 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
     reading.unused |= {"t2d"} if part else {"t2d", "d2t"}  # t2d follows from d2t
     if row.name == "speculators":
         reading.unused |= {"verifier_lm_head.weight", "verifier_norm.weight"}
-    ends = {"has_embed_tokens": "embed_tokens.weight" in tensors, "has_lm_head": part or "lm_head.weight" in tensors}
+    ends = {"has_embed_tokens": "embed_tokens.weight" in tensors, "has_lm_head": "lm_head.weight" in tensors}
     if keys.tied and ends["has_embed_tokens"] and not ends["has_lm_head"]:
         keys.note("tie_word_embeddings", "is true: its own embedding would be its head, which this project has not")
     sizes = {"block_size": own["block_size"], "num_target_layers": layers}

@@ -1,12 +1,13 @@
 """What every conditional head answers: what the target's head reads behind a token, and a correction of
 its logits.
 
-B rows, L drafted positions, G blocks, D hidden size, V vocabulary, r rank, S entries of a memory; `...`
-any shape.
+B rows, L drafted positions, G blocks, D hidden size, R tokens that the drafter knows, r rank, S entries
+of a memory; `...` any shape. Tokens before a slot are ids, and may be any: they may be a prompt's, or
+n-grams drafted them. So tables of them have all tokens, as in DSpark's layout, and `out` R rows.
 
 All heads score token v at slot k behind token x as `logits = lm_head @ read + out @ correction`, with
 `read` (D,) and `correction` (r,) made of the slot's state h_k and of x, or of all tokens before it
-where the head is recurrent. `out` (V, r) is the head's own, or there is no correction. So training
+where the head is recurrent. `out` (R, r) is the head's own, or there is no correction. So training
 forms gradients of any head in one place, chunk by chunk (`train/objective.py`), and decoding scores any
 head in one place (`infer/drafters/heads/draft.py`).
 """
@@ -52,7 +53,7 @@ class Head(nn.Module):
 
     @property
     def out(self) -> torch.Tensor | None:
-        """The matrix (V, r) that turns corrections into logits; None where there are no corrections."""
+        """The matrix (R, r) that turns corrections into logits; None where there are no corrections."""
         return None
 
     def memory(self, bonus: torch.Tensor) -> torch.Tensor | None:
@@ -85,7 +86,7 @@ class Head(nn.Module):
 
 
 def head_rows(config: Qwen3Config) -> int:
-    """Return how many tokens a drafter's own head knows."""
+    """Return R, how many tokens a drafter knows."""
     return vars(config).get("draft_vocab_size") or config.vocab_size
 
 

@@ -1,8 +1,9 @@
 """A drafted block whose tokens depend on each other: the conditional distributions that trees and
 chains ask for.
 
-B rows, L drafted positions, M candidates a position, V vocabulary, D hidden size, P prefixes, c
-queries, S entries of a recurrent head's memory.
+B rows, L drafted positions, M candidates a position, R tokens that the drafter knows, D hidden size, P
+prefixes, c queries, S entries of a recurrent head's memory. Scores have a column for each of the R;
+tokens are ids (`Vocabulary`).
 
 A query is a slot and a token before it. A candidate is one of the M likeliest tokens of a slot by the
 scores without corrections; its log-probability behind a token is exact: the normaliser goes over the
@@ -17,14 +18,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.drafters.base import DraftedBlock, Drafter, DraftState, whole_vocabulary
+from infer.drafters.base import DraftedBlock, Drafter, DraftState
 from infer.drafters.heads.base import Conditioned, Ends
 from infer.targets.target import Target
 from infer.trees.tree import Proposal
 
 CHUNK = 1 << 24  # scores that are in memory at a time
 
-# scores (B, c, V), their slots (c,) -> scores: a text's temperature and filters, and the target's noise
+# scores (B, c, R), their slots (c,) -> scores: a text's temperature and filters, and the target's noise
 Judge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -57,38 +58,39 @@ class ConditionalDraft:
         self.head, self.ends = drafter.conditional_head, ends_of(drafter, target)
         self.recurrent = self.head.recurrent
         self.states, self.unary = states, marginals
-        self.choices: torch.Tensor | None = None  # (B, L, k) all that the head chooses among, likeliest first
+        self.vocabulary = drafter.vocabulary
+        self.choices: torch.Tensor | None = None  # (B, L, k) columns that the head chooses among, likeliest first
         if self.head.top_k:
             self.choices = marginals.topk(self.head.top_k, dim=-1).indices
             self.unary = torch.full_like(marginals, -torch.inf).scatter(
                 2, self.choices, marginals.gather(2, self.choices)
             )
-        self.length, vocabulary = self.unary.shape[1:]
+        self.length, known = self.unary.shape[1:]
         room = CHUNK if judge is None else CHUNK // 2  # a judge makes copies
-        self.at_once = max(1, room // (len(bonus) * vocabulary))  # queries whose scores are in memory
-        self.count = min(candidates, self.head.top_k or candidates, vocabulary)  # M
+        self.at_once = max(1, room // (len(bonus) * known))  # queries whose scores are in memory
+        self.count = min(candidates, self.head.top_k or candidates, known)  # M
         if judge is None:
-            self.tokens = self.unary.topk(self.count, dim=-1).indices  # (B, L, M)
+            self.columns = self.unary.topk(self.count, dim=-1).indices  # (B, L, M)
         else:
             slots = torch.arange(self.length, device=states.device).split(self.at_once)
             parts = zip(self.unary.split(self.at_once, dim=1), slots, strict=True)
-            self.tokens = torch.cat([judge(*part).topk(self.count, dim=-1).indices for part in parts], 1)
+            self.columns = torch.cat([judge(*part).topk(self.count, dim=-1).indices for part in parts], 1)
+        self.tokens = self.vocabulary.ids(self.columns)
 
     def scores(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scores (B, c, V) of queries at slots (c,) behind tokens (B, c), not normalised,
+        """Return the scores (B, c, R) of queries at slots (c,) behind tokens (B, c), not normalised,
         and a recurrent head's memory behind these tokens; `memory` (B, c, S) is that before them."""
         answer = self.head.condition(self.ends, self.states[:, slots], before, slots, memory)
         scores = self.corrected(self.unary[:, slots], answer)
         return (scores if self.judge is None else self.judge(scores, slots)), answer.memory
 
     def corrected(self, unary: torch.Tensor, answer: Conditioned) -> torch.Tensor:
-        """Return the scores (..., V) that an answer makes of those without corrections, broadcast."""
+        """Return the scores (..., R) that an answer makes of those without corrections, broadcast."""
         if answer.correction is None:
-            return whole_vocabulary(self.drafter, self.drafter.logits(self.target, answer.read))
-        correction = F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float()
-        return whole_vocabulary(self.drafter, correction).add_(unary)
+            return self.drafter.logits(self.target, answer.read)
+        return F.linear(answer.correction.to(self.head.out.dtype), self.head.out).float().add_(unary)
 
     def among_candidates(
         self, slots: torch.Tensor, before: torch.Tensor, memory: torch.Tensor | None = None
@@ -99,7 +101,7 @@ class ConditionalDraft:
         for start in range(0, len(slots), self.at_once):
             part = slice(start, start + self.at_once)
             scores, after = self.scores(slots[part], before[:, part], None if memory is None else memory[:, part])
-            found.append(scores.log_softmax(-1).gather(2, self.tokens[:, slots[part]]))
+            found.append(scores.log_softmax(-1).gather(2, self.columns[:, slots[part]]))
             memories.append(after)
         return torch.cat(found, 1), None if memories[0] is None else torch.cat(memories, 1)
 
@@ -127,11 +129,11 @@ class ConditionalDraft:
             correction = answer.correction.to(out.dtype) @ out[choices].transpose(2, 3)
             scores = self.unary[:, slots].gather(2, choices)[:, :, None] + correction
             return scores.float().log_softmax(-1)[..., : self.count]
-        scores = self.corrected(self.unary[:, slots, None], answer)  # (B, s, m, V)
+        scores = self.corrected(self.unary[:, slots, None], answer)  # (B, s, m, R)
         if self.judge is not None:
             flat = number.expand(-1, before.shape[2]).flatten()  # (s m,)
             scores = self.judge(scores.flatten(1, 2), flat).view_as(scores)
-        return scores.log_softmax(-1).gather(3, self.tokens[:, slots, None].expand(-1, -1, before.shape[2], -1))
+        return scores.log_softmax(-1).gather(3, self.columns[:, slots, None].expand(-1, -1, before.shape[2], -1))
 
     def begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probabilities (B, 1, M) of slot 0's candidates, and the memory behind the
@@ -160,11 +162,12 @@ class ConditionalDraft:
             return self._chain_of_table(length)
         before, memory, along, best = self.bonus[:, None], self.head.memory(self.bonus), [], []
         for slot in range(length):
-            scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)  # (B, 1, V)
-            best.append(scores.max(-1))
+            scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)  # (B, 1, R)
+            highest, column = scores.max(-1)  # (B, 1)
             along.append(scores)
-            before = best[-1].indices  # (B, 1)
-        tokens, highest = torch.cat([one.indices for one in best], 1), torch.cat([one.values for one in best], 1)
+            before = self.vocabulary.ids(column)
+            best.append((before, highest))
+        tokens, highest = (torch.cat(part, 1) for part in zip(*best, strict=True))
         return tokens, (highest - torch.cat(along, 1).logsumexp(-1)).clamp(max=0)  # the normalisers of all at once
 
     def _chain_of_table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +187,7 @@ def propose(drafter: Drafter, target: Target, bonus: torch.Tensor, state: DraftS
     """Draft behind bonus tokens (B,) for greedy trees of so many nodes."""
     block = drafter.draft_block(target, bonus, state)
     steps = None if drafter.head_row is None else ConditionalDraft(drafter, target, bonus, block)
-    return Proposal(bonus, block.marginals, nodes, steps=steps)
+    return Proposal(bonus, block.marginals, nodes, steps=steps, vocabulary=drafter.vocabulary)
 
 
 def ends_of(drafter: Drafter, target: Target) -> Ends:
@@ -199,7 +202,7 @@ def teach(drafter: Drafter, target: Target, states: torch.Tensor, before: torch.
 
 
 def behind(drafter: Drafter, target: Target, block: DraftedBlock, before: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities (B, L, V) of a drafted block behind the true tokens before its slots
+    """Return the log-probabilities (B, L, R) of a drafted block behind the true tokens before its slots
     (B, L)."""
     draft = ConditionalDraft(drafter, target, before[:, 0], block, candidates=1)
     answer = teach(drafter, target, block.states, before)

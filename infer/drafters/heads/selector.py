@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from infer.drafters.heads.base import Conditioned, Ends, Head
+from infer.drafters.heads.base import Conditioned, Ends, Head, head_rows
 
 
 class Selector(Head):
@@ -18,9 +18,9 @@ class Selector(Head):
     def __init__(self, config: Qwen3Config, own: dict) -> None:
         super().__init__(config, own)
         rank = own["selector_rank"]
-        self.top_k = min(own.get("selector_top_k", 0), config.vocab_size)
+        self.top_k = min(own.get("selector_top_k", 0), head_rows(config))
         self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # A
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, rank))  # B
+        self.successor_codebook = nn.Parameter(torch.empty(head_rows(config), rank))  # B
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)  # P
 
     @property

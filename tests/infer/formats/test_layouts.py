@@ -238,6 +238,10 @@ def plain_dart(weights: dict, target, features, following: torch.Tensor, masks: 
     return rms(rms(states, weights["norm.weight"]), weights["norm.weight"]) @ weights["lm_head.weight"].T
 
 
+def whole(drafter, log_q: torch.Tensor) -> torch.Tensor:
+    return drafter.vocabulary.whole(log_q).double()
+
+
 def scattered(logits: torch.Tensor, d2t: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of a draft vocabulary, (L, rows), among all tokens, (L, V)."""
     out = torch.full((len(logits), V), -torch.inf, dtype=logits.dtype)
@@ -257,7 +261,7 @@ def drafted(target, drafter, fixed: int = 0) -> torch.Tensor:
         drafter.update_context(target, features[:, :5], IDS[None, :5], [5], row)
     drafter.update_context(target, features[:, 5:], IDS[None, 5:-1], [len(IDS) - 6], state)
     with state.cache.fixed(fixed):
-        return drafter.draft_block(target, IDS[-1:], state).marginals[0].double()
+        return whole(drafter, drafter.draft_block(target, IDS[-1:], state).marginals[0])
 
 
 def features_of(target, layers) -> torch.Tensor:
@@ -778,7 +782,7 @@ def test_missing_unknown_and_wrong_tensors_are_named(tmp_path):
     assert "missing tensors: layers.1.mlp.up_proj.weight, norm.weight; unknown tensors: layers.2.bias" in text
     assert "fc.weight [3, 4], expected [32, 64]" in refused(fc__weight=torch.zeros(3, 4))
     assert "wrong type tensors: fc.weight I8" in refused(fc__weight=torch.zeros(D, 2 * D, dtype=torch.int8))
-    assert "missing tensors: d2t, lm_head.weight" in refused(d2t=None, lm_head__weight=None)
+    assert "missing tensors: d2t" in refused(d2t=None, lm_head__weight=None)
     twice = weights["d2t"] - torch.arange(20).clamp(max=1) * (weights["d2t"][1] + 1)
     for wrong in (torch.full((20,), 90), twice):
         assert "d2t leads twice to a token, or outside the vocabulary" in refused(d2t=wrong)
