@@ -40,7 +40,6 @@ class TargetConfig:
     path: a hub id, a local folder, a GGUF file, "embedded": the small target of the repository, or
         "smollm2": a file that a Python package brings, infer/targets/gguf.py
     dtype: float32, bfloat16, or auto: bfloat16 on CUDA, else float32
-    quantization: none, or int8: products in 8-bit integers, on a CPU
     device: cpu, cuda, cuda:1, ..., or auto
     trust_remote_code: run modelling code that comes with the model
     sizes: its config.json in short, for ./launch.sh plan where that cannot be reached
@@ -48,16 +47,17 @@ class TargetConfig:
     chat_template_kwargs: what its chat template is told, such as {enable_thinking: false}, wherever
         chats are read, written or served; written into the drafter's folder; a row or a request that
         says otherwise has its way
+    quantization: none, or int8: products in 8-bit integers, on a CPU
     """
 
     path: str = "embedded"
     dtype: str = "auto"
-    quantization: str = "none"
     device: str = "auto"
     trust_remote_code: bool = False
     sizes: dict[str, Any] | None = None
     shard: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    quantization: str = "none"
 
     def check(self) -> None:
         """Raise ValueError for a target without a name, or a dtype that does not exist."""

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.cli.models import OfData, load_all
+from infer.cli.measured import OfData
+from infer.cli.models import load_all
 from infer.utils.checks import check_parts
 from infer.utils.progress import Progress
 

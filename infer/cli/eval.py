@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from data.suites import SuiteConfig
-from infer.cli.models import OfData, load
+from infer.cli.measured import OfData
+from infer.cli.models import load
 from infer.masked.config import MaskedConfig
 from infer.utils.progress import Progress
 
@@ -16,8 +17,8 @@ class EvalCommand(OfData):
     """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked
     diffusion model, which has no drafter, measure what drafting for itself saves.
 
-    checkpoint: a drafter folder, a training checkpoint, the name of a target that has a drafter here
-        (embedded, smollm2), or "lookup": the text's own n-grams
+    checkpoint: a drafter folder, a training checkpoint, "embedded": the embedded target's own, or "lookup":
+        the text's own n-grams; by default what lies in the target's folder
     out: where numbers and the report go
     target: see TargetConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py

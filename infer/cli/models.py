@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from data.rows import DataConfig
-from infer.config import EvaluationConfig, TargetConfig, TextOptions
+from infer.config import TargetConfig, TextOptions
 from infer.masked.config import MaskedConfig, masked_options
 from infer.utils.checks import check_parts
 
@@ -23,19 +22,6 @@ class OfTarget:
     def check(self) -> None:
         """Raise ValueError for options that cannot be followed."""
         check_parts(self)
-
-
-@dataclass
-class OfData(OfTarget):
-    """Options of a command that decodes held-out text.
-
-    data: see DataConfig in data/rows.py
-    evaluation: see EvaluationConfig in infer/config.py
-    """
-
-    FROM_RUN: ClassVar = ("target", "data")
-    data: DataConfig = field(default_factory=DataConfig, kw_only=True)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig, kw_only=True)
 
 
 def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:

@@ -16,8 +16,8 @@ from infer.utils.progress import HEARTBEAT
 class ServeCommand(OfTarget):
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
-        smollm2)
+    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own; by default
+        what lies in the target's folder
     target: see TargetConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py

@@ -14,7 +14,6 @@ from infer.utils.files import json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
 INNER = ("drafter", "checkpoints/best/drafter")  # where a drafter lies in a checkpoint's folder, in a run's
-SHIPPED = {"embedded": EMBEDDED, "smollm2": EMBEDDED.parent / "smollm2"}  # targets with a drafter in the repository
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -60,16 +59,19 @@ class Folder:
 
 def find_folder(path: str | Path) -> Path:
     """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the best
-    checkpoint of a run's, for a target of SHIPPED the repository's, or a hub id's, of which
+    checkpoint of a run's, for "embedded" the one beside the embedded target, or a hub id's, of which
     JSON and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
-    folder = SHIPPED.get(str(path)) or Path(path)
+    folder = EMBEDDED if str(path) == "embedded" else Path(path)
     for inner in INNER:
         if (folder / inner).is_dir():
             return folder / inner
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)):
-        raise FileNotFoundError(f"{path} is no folder, and no name on the model hub either")
+        raise FileNotFoundError(
+            f"{path} is no folder, and no name on the model hub either: checkpoint=<a drafter's folder>, "
+            "or checkpoint=lookup, which needs none"
+        )
     from huggingface_hub import snapshot_download
 
     try:
