@@ -199,10 +199,8 @@ def places(drafter, target, text: Text) -> Places:
     blocks = lay_out(rows | {"loss": torch.ones_like(ids, dtype=torch.bool)}, anchors, anchors >= 0, drafter.block_size)
     features = Features(text.context[None], text.context[None])
     states = draft_states(drafter, target, rows, blocks, features).unflatten(0, (-1, drafter.block_size - 1))
-    block, bonus = (
-        DraftedBlock(drafter.marginals(target, drafter.last_norm(states) if drafter.raw_states else states), states),
-        ids[0, anchors[0]],
-    )
+    normed = drafter.last_norm(states) if drafter.raw_states else states
+    block, bonus = DraftedBlock(drafter.logits(target, normed).log_softmax(-1), states), ids[0, anchors[0]]
     steps = None
     if drafter.head_row is not None:
         steps = ConditionalDraft(drafter, target, bonus, block, None, CANDIDATES)

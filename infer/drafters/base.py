@@ -374,10 +374,6 @@ class Drafter(nn.Module):
         embedded = target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
         return embedded.to(self.norm.weight.dtype)
 
-    def marginals(self, target: Target, states: torch.Tensor) -> torch.Tensor:
-        """States behind the last norm (..., D) to log-probabilities (..., R), float32."""
-        return self.logits(target, states).log_softmax(dim=-1)
-
     def logits(self, target: Target, states: torch.Tensor) -> torch.Tensor:
         """States behind the last norm (..., D) to what the head makes of them, (..., R) float32."""
         if self.lm_head is not None:
@@ -483,7 +479,7 @@ class Drafter(nn.Module):
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
         states = self.for_head(states[:, self.first_draft_slot :])
-        marginals = self.marginals(target, self.last_norm(states) if self.raw_states else states)
+        marginals = self.logits(target, self.last_norm(states) if self.raw_states else states).log_softmax(-1)
         return DraftedBlock(marginals, None if self.head_row is None else states)
 
 
