@@ -135,6 +135,7 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         settings |= {"prompt_tokens": PROMPT_TOKENS, "shard": config.shard} | options_of(options)
         settings["content"] = {"target": identity, "data": rows_digest}
         settings |= {"chat_template_kwargs": place.chat_template_kwargs} if place.chat_template_kwargs else {}
+        settings |= {"quantization": place.quantization} if place.quantization != "none" else {}
         if itself:  # of more questions the first are the same, so that a larger data.limit goes on
             settings["content"]["data"] = asdict(config.questions)
             settings |= {"data": {"source": "self"}, "rows": None}
