@@ -196,11 +196,11 @@ class Inputs:
             tried.append((loss.square().mean().sqrt().item(), factors))
         error, factors = min(tried, key=lambda pair: pair[0])
         moments = self.moments / self.count / torch.outer(factors, factors)
-        found = {}
-        for module in self.modules:
+        codes, scales = round_weight(weight * factors, moments)
+        sizes, found = [module.out_features for module in self.modules], {}
+        for module, part, scale in zip(self.modules, codes.split(sizes), scales.flatten().split(sizes), strict=True):
             new = Int8Linear(module.in_features, module.out_features, module.bias is not None, 1 + (error > LOSES))
-            codes, scales = round_weight(module.weight.float() * factors, moments)
-            new.codes.data, new.scales.data, new.smooth.data = codes, scales.flatten(), 1 / factors
+            new.codes.data, new.scales.data, new.smooth.data = part.clone(), scale.clone(), 1 / factors
             if module.bias is not None:
                 new.bias.data = module.bias.detach().float()
             found[module] = new
