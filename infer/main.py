@@ -40,7 +40,7 @@ COMMANDS = {
     "ngram": own("ngram", "count n-grams of a data set, for trees"),
     "generate": own("generate", "answer or continue a text with a checkpoint"),
     "serve": own("serve", "answer over HTTP as OpenAI's API does"),
-    "chat": own("chat", "talk to such a server"),
+    "chat": own("chat", "talk to a target and its drafter, or to a server"),
     "regenerate": own("regenerate", "let the target rewrite the answers of a data set"),
     "export": own("export", "write a drafter for vLLM, SGLang or speculators"),
     "check": own("check", "say which engines would load a drafter"),

@@ -1,4 +1,5 @@
-"""`chat`: a conversation with a server of ours in the terminal, coloured to show what was drafted.
+"""`chat`: a conversation in the terminal with a target and its drafter, or with a server of ours,
+coloured to show what was drafted.
 
 Green: drafted and accepted. Red, struck through: drafted, refused by the target. Yellow: the target's
 own token, one a round.
@@ -6,14 +7,16 @@ own token, one a round.
 
 import json
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import httpx
 from rich.console import Console
 from rich.text import Text
 
+from infer.cli.serve import ServeCommand, opened
 from infer.serving.config import KEY_VARIABLE
 from infer.utils.checks import FREE_TEXT, at_least
 from infer.utils.progress import HEARTBEAT
@@ -22,25 +25,51 @@ ACCEPTED, REJECTED, BONUS = "green", "red strike", "bold yellow"
 
 
 @dataclass
-class ChatCommand:
-    """Talk to a server.
+class ChatCommand(ServeCommand):
+    """Talk to a target and its drafter, which are served for as long as the chat lasts, or to a server
+    that runs already.
 
-    url: address of the server
+    target: see TargetConfig in infer/config.py
+    checkpoint: its drafter, as of `serve`
+    decoding: see EngineConfig in infer/config.py
+    masked: see MaskedConfig in infer/masked/config.py
+    server: where it listens, see ServerConfig in infer/serving/config.py
+    url: address of a server that runs; None: the target is served here
     system: what the model is told before anything else; @file: what the file holds
     temperature: 0 is greedy
     max_tokens: most tokens of an answer; None: as many as the server has room for
     """
 
-    url: str = "http://127.0.0.1:8000"
+    url: str | None = None
     system: str = field(default="", metadata={FREE_TEXT: True})
     temperature: float = 0.0
     max_tokens: int | None = 256
 
     def check(self) -> None:
         """Raise ValueError for options that every server would refuse."""
-        if not self.url.startswith(("http://", "https://")):
+        super().check()
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url={self.url}: an address such as http://127.0.0.1:8000")
         at_least(self, temperature=0, max_tokens=1)
+
+
+@contextmanager
+def serving(config: ChatCommand) -> Iterator[str]:
+    """Serve the target while the block lasts, and give the address."""
+    from infer.serving.server import make_server
+
+    bound, (engine, _) = threading.Event(), opened(config)
+    server = make_server(engine, config.server, bound.set)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not bound.wait(0.1):
+            if not thread.is_alive():
+                raise ValueError(f"server.port={config.server.port} is taken: choose another, or url= of who has it")
+        yield config.server.url
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:
@@ -89,20 +118,26 @@ def answer(client: httpx.Client, messages: list[dict[str, str]], config: ChatCom
 def run(config: ChatCommand, console: Console | None = None) -> None:
     """Talk until the input ends. Raises ValueError if there is no server."""
     console = console or Console(highlight=False)
-    HEARTBEAT.at(None)
+    with nullcontext(config.url) if config.url else serving(config) as url:
+        HEARTBEAT.at(None)
+        talk(config, url, console)
+
+
+def talk(config: ChatCommand, url: str, console: Console) -> None:
+    """Talk to the server at an address."""
     messages = [{"role": "system", "content": config.system}] if config.system else []
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=config.url, headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
         try:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         except (httpx.HTTPError, ValueError, LookupError) as wrong:
             raise ValueError(
-                f"no server answers at {config.url} ({wrong}): start one with ./launch.sh serve, give url=..., or set "
+                f"no server answers at {url} ({wrong}): start one with ./launch.sh serve, talk to a target=..., or set "
                 f"{KEY_VARIABLE} to its key"
             ) from wrong
         legend = Text.assemble(("accepted draft", ACCEPTED), " ", ("rejected", REJECTED), " ", ("target's own", BONUS))
-        console.print(Text.assemble(f"{model} at {config.url}; an empty line ends the chat. ", legend))
+        console.print(Text.assemble(f"{model} at {url}; an empty line ends the chat. ", legend))
         with suppress(EOFError, KeyboardInterrupt):
             while said := console.input("[bold]> [/bold]"):
                 messages.append({"role": "user", "content": said})

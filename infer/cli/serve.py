@@ -34,11 +34,11 @@ class ServeCommand(OfTarget):
         check_parts(self)
 
 
-def run(config: ServeCommand) -> None:
+def opened(config: ServeCommand):
+    """Load what is served: the engine, and in words what it does."""
     from infer import open_engine
     from infer.api import positions_of
     from infer.masked.model import is_masked
-    from infer.serving.server import serve
 
     masked, server = is_masked(config.target.path), config.server
     if server.memory is not None:
@@ -47,12 +47,17 @@ def run(config: ServeCommand) -> None:
     target, drafter = load(config.target, config.checkpoint if config.decoding.drafts else None)
     spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one
     capacity = min(server.max_length, positions_of(target) - spare)
-    engine = open_engine(target, drafter, decoding, capacity)
-    place = f"[{server.host}]" if ":" in server.host else server.host
     name = decoding.method if masked else decoding.name_with(drafter)
-    said = (
-        f"{server.model_name or target.name} at http://{place}:{server.port}/v1: {name}, "
-        f"{decoding.rows} texts at a time, {capacity} tokens each; talk to it with ./launch.sh chat"
-    )
+    said = f"{name}, {decoding.rows} texts at a time, {capacity} tokens each"
+    return open_engine(
+        target, drafter, decoding, capacity
+    ), f"{server.model_name or target.name} at {server.url}/v1: {said}"
+
+
+def run(config: ServeCommand) -> None:
+    from infer.serving.server import serve
+
+    engine, said = opened(config)
     HEARTBEAT.at(None)
-    serve(engine, server, lambda: print(said, file=sys.stderr, flush=True))
+    told = f"{said}; talk to it with ./launch.sh chat url={config.server.url}"
+    serve(engine, config.server, lambda: print(told, file=sys.stderr, flush=True))

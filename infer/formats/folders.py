@@ -14,6 +14,7 @@ from infer.utils.files import json_digest, read_text
 
 LARGEST_JSON = 64 << 20  # bytes
 INNER = ("drafter", "checkpoints/best/drafter")  # where a drafter lies in a checkpoint's folder, in a run's
+SHIPPED = {"embedded": EMBEDDED, "smollm2": EMBEDDED.parent / "smollm2"}  # targets whose drafters lie in the repository
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -59,9 +60,9 @@ class Folder:
 
 def find_folder(path: str | Path) -> Path:
     """Return a drafter's folder: a local one, the `drafter` in a training checkpoint's or in the best
-    checkpoint of a run's, for "embedded" the one beside the embedded target, or a hub id's, of which
-    JSON and safetensors files are downloaded. Raises FileNotFoundError where there is none."""
-    folder = EMBEDDED if str(path) == "embedded" else Path(path)
+    checkpoint of a run's, that of a target in SHIPPED by its name, or a hub id's, of which JSON and
+    safetensors files are downloaded. Raises FileNotFoundError where there is none."""
+    folder = SHIPPED.get(str(path)) or Path(path)
     for inner in INNER:
         if (folder / inner).is_dir():
             return folder / inner

@@ -54,6 +54,11 @@ class ServerConfig:
                 "server.open=true"
             )
 
+    @property
+    def url(self) -> str:
+        """Where it is reached."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
     def key(self) -> bytes | None:
         """Return the key that requests must carry; None: no key is asked for. Raises ValueError for a
         malformed key, without showing it."""

@@ -482,13 +482,20 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def make_server(engine: Engine, options: ServerConfig, on_bound: Callable[[], None]) -> Server:
+    """Return a server of an engine, which its `run` starts, and `should_exit` ends; it ends where the engine
+    cannot go on. It calls `on_bound` once it listens."""
+    app = create_app(engine, options)
+    service = app.state.service
+    server = Server(network(app, options), service, on_bound)
+    service.worker.on_failure = lambda: setattr(server, "should_exit", True)
+    return server
+
+
 def serve(engine: Engine, options: ServerConfig, on_bound: Callable[[], None] = lambda: None) -> None:
     """Serve until interrupted, and call `on_bound` once it listens. Raises Stopped where the engine
     cannot go on, so that the process ends with an exit code that a supervisor sees."""
-    app = create_app(engine, options)
-    service = app.state.service
-    server, worker = Server(network(app, options), service, on_bound), service.worker
-    worker.on_failure = lambda: setattr(server, "should_exit", True)
+    server = make_server(engine, options, on_bound)
     server.run()
-    if worker.failure is not None:
-        raise Stopped(worker.failure)
+    if server.service.worker.failure is not None:
+        raise Stopped(server.service.worker.failure)

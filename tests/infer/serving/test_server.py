@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import random
+import socket
 
 import httpx
 import openai
@@ -16,6 +17,7 @@ from infer.cli.chat import ChatCommand, answer, run as chat
 from infer.config import DrafterConfig, EngineConfig
 from infer.drafters.base import new_drafter
 from infer.engine.sampling import derived_seed
+from infer.serving.config import ServerConfig
 
 CAPACITY = 256
 
@@ -263,6 +265,19 @@ def test_chat_in_the_terminal_colours_what_happened(running, scripted_drafter, e
     shown = console.export_text(styles=True)
     assert "\x1b[9;31m" in shown  # struck through: refused by the target
     assert "\x1b[1;33m" in shown and "a round" in shown
+
+
+def test_chat_serves_its_target_while_it_lasts(shallow_target, drafter, monkeypatch):
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+    monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        config = ChatCommand(max_tokens=10, server=ServerConfig(port=free.getsockname()[1]))
+    console, said = Console(file=io.StringIO(), record=True), iter(["import os", ""])
+    monkeypatch.setattr(console, "input", lambda _: next(said))
+    chat(config, console)
+    assert "[10 tokens in" in console.export_text()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(config.server.url)
 
 
 def test_chat_without_a_server_is_one_sentence():
