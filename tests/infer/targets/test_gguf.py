@@ -97,7 +97,8 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(writte
         assert torch.equal(target.model(ids).logits, model(ids).logits)
     assert target.tokenizer.chat_template == TEMPLATE and target.tokenizer.eos_token_id == target.config.eos_token_id
     assert target.tokenizer("1\n\n1</s>").input_ids == [*target.tokenizer("1").input_ids, 256, 16, 258]
-    assert capsys.readouterr().err.count("converting tiny.Q4_1.gguf, once") == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
+    assert sum("converting tiny.Q4_1.gguf, once" in line for line in said) == 1
     monkeypatch.setattr(ours, "convert", None)
     assert resolve_path(str(file)).startswith(str(cache)) and load_target(str(file), only_layers=()).tokenizer
     os.utime(file, (1, 1))
