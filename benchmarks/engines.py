@@ -1,8 +1,10 @@
 """One drafter in several engines: the same prompts, the same texts, acceptance by position side by side.
 
     PYTHONPATH=. python benchmarks/engines.py --work <folder> [--vllm <its python>] [--llama <folder>]
+    PYTHONPATH=. python benchmarks/engines.py --work <folder> --target <path> --checkpoint <drafter> --data <chats>
 
-The drafter is the one in the repository, without its selector (on a CPU no engine has one): a plain DFlash drafter.
+The drafter is the embedded target's in the repository or another one, without a selector (on a CPU no engine has one):
+a plain DFlash drafter. The prompts are held-out ones of the data.
 Engines are ours, transformers (5.23 on), vLLM for CPUs in an environment of its own (made here unless `--vllm` names
 its python), and llama.cpp (`--llama` names the folder with convert_hf_to_gguf.py and
 build/bin/llama-speculative-simple). What an engine wrote lies in the work folder, and is not asked again.
@@ -34,7 +36,7 @@ from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.results import Acceptance
 from infer.formats.export import export_drafter
-from infer.targets.loading import EMBEDDED
+from infer.targets.loading import resolve_path
 from infer.targets.target import Target
 
 VLLM = """
@@ -68,7 +70,7 @@ def without_selector(drafter: Drafter) -> Drafter:
     """Return the drafter without its conditional head."""
     config = deepcopy(drafter.config)
     for key in ("selector_rank", "selector_top_k"):
-        config.dflash_config.pop(key)
+        config.dflash_config.pop(key, None)
     plain = DFlash(config)
     plain.load_state_dict(drafter.state_dict(), strict=False)
     return plain.eval().requires_grad_(False)
@@ -216,15 +218,27 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/engines"))
     parser.add_argument("--vllm", help="the python of an environment with vLLM for CPUs")
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built")
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--checkpoint", default="embedded")
+    parser.add_argument("--data", help="a file of chats; without one, what the embedded target wrote")
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--only", nargs="+", help="engines to run; of the others, what they wrote before")
     args = parser.parse_args()
     work, tokens = args.work.absolute(), args.tokens
     work.mkdir(parents=True, exist_ok=True)
-    target, drafter = load_target("embedded", "float32", "cpu"), without_selector(load_drafter("embedded"))
+    target = load_target(args.target, "float32", "cpu")
+    drafter = without_selector(
+        load_drafter(args.checkpoint, torch.float32, target_layers=target.config.num_hidden_layers)
+    )
     export_drafter(drafter, "dflash", None, work / "dflash")
-    prompts = [p.ids for p in evaluation_prompts(DataConfig(source="embedded"), target.tokenizer, 32, 64, 24)]
-    asked = {"target": str(EMBEDDED), "prompts": prompts, "tokens": tokens, "drafted": drafter.block_size - 1}
+    data = DataConfig(source="jsonl", path=args.data) if args.data else DataConfig(source="embedded")
+    prompts = [p.ids for p in evaluation_prompts(data, target.tokenizer, 32, 96 if args.data else 64, 24)]
+    asked = {
+        "target": resolve_path(args.target),
+        "prompts": prompts,
+        "tokens": tokens,
+        "drafted": drafter.block_size - 1,
+    }
     asked["texts"] = [target.tokenizer.decode(ids) for ids in prompts]
     runs = {
         "ours": lambda: ours(target, drafter, prompts, tokens),
