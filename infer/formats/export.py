@@ -46,8 +46,8 @@ def faults(drafter: Drafter) -> dict[str, str]:
             "its recurrent head reads the bonus token's slot there (sample_from_anchor)",
         ),
         "part": (
-            drafter.d2t is not None,
-            "its head knows a part of the vocabulary only, theirs are the target's whole one (drafter.vocabulary=0)",
+            drafter.d2t is not None and drafter.head_row is not None,
+            "its conditional head knows a part of the vocabulary only, theirs the whole one (drafter.vocabulary=0)",
         ),
         "part of the choice": (selects and drafter.d2t is not None, "its selector knows a part of the vocabulary only"),
         "choice from anchor": (selects and anchor, "its selector chooses in the first slot too (sample_from_anchor)"),
@@ -86,6 +86,10 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
         return export_drafter(drafter, "dspark" if as_dspark else plain, target, out)
     weights = with_ends(drafter, target, format) if row.target else without_ends(drafter, target, format)
     config, causal = config_dict(drafter.config), drafter.own.get("causal")
+    if "part" in row.refuses:  # they read the target's whole head, of whose rows its own are some
+        config, weights = (
+            {k: v for k, v in of.items() if k not in ("draft_vocab_size", "d2t")} for of in (config, weights)
+        )
     if causal is not None and not row.target:  # in the words of every reader
         config["is_causal"] = causal
         config[drafter.family.config_key] |= {"causal_head": causal}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from infer import load_drafter, save_drafter
 from infer.cli.check import CheckCommand, run as run_check
 from infer.cli.export import ExportCommand, run as run_export
-from infer.config import DrafterConfig, TargetConfig
+from infer.config import DrafterConfig, HeadConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.formats.compatibility import check_folder
@@ -101,8 +101,8 @@ def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     assert torch.allclose(marginals(target, load_drafter(tmp_path / "back")), expected, atol=1e-5)
 
 
-def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny, tmp_path):
-    """Which stores the rows of the target's head: engines know no others. Our own folders do without."""
+def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(make_tiny, tmp_path):
+    """speculators' layout stores the rows of the target's head; readers of the others take them all."""
     target, drafter = make_tiny(vocabulary=30)
     drafter.d2t.copy_(torch.arange(30) * 2)
     expected = marginals(target, drafter)
@@ -116,8 +116,13 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_to_speculators_alone(make_tiny
     assert torch.equal(stored["lm_head.weight"], target.head_weight[stored["t2d"]]) and stored["t2d"].sum() == 30
     assert stored["t2d"].nonzero()[:, 0].tolist() == [*range(0, 90, 3)] == again.vocabulary.tokens.tolist()
     for format in ("dflash", "transformers", "gguf"):
-        with pytest.raises(ValueError, match=f"format={format}.* knows a part of the vocabulary only"):
-            export_drafter(again, format, target, tmp_path / "no")
+        export_drafter(again, format, target, tmp_path / format)
+        whole = load_drafter(tmp_path / format)
+        known = marginals(target, whole)[..., again.vocabulary.tokens]
+        assert whole.d2t is None and torch.allclose(known.log_softmax(-1), expected.log_softmax(-1), atol=1e-5)
+    _, headed = make_tiny(vocabulary=30, head=HeadConfig("markov", rank=8))
+    with pytest.raises(ValueError, match="conditional head knows a part of the vocabulary only"):
+        export_drafter(headed, "dspark", target, tmp_path / "no")
 
 
 def test_what_the_layouts_have_no_words_for_is_refused(make_tiny, tmp_path):
