@@ -73,6 +73,20 @@ class TargetConfig:
 
 
 @dataclass
+class LoadedConfig:
+    """How a trained drafter is loaded.
+
+    quantization: none, or int8: its products in 8-bit integers, on a CPU
+    """
+
+    quantization: str = "none"
+
+    def check(self) -> None:
+        """Raise ValueError for a way that does not exist."""
+        one_of(self, "drafter.", quantization=("none", "int8"))
+
+
+@dataclass
 class HeadConfig:
     """A conditional head: it makes a drafted token's score depend on the tokens before it.
 

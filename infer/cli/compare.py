@@ -22,6 +22,7 @@ class CompareCommand(OfData):
     checkpoints: drafter folders, training checkpoints, or lookup: drafts from the text's own n-grams
     out: where the table, the picture and the numbers go
     target: see TargetConfig in infer/config.py
+    drafter: see LoadedConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     """
@@ -49,7 +50,7 @@ def run(config: CompareCommand) -> None:
     from infer.utils.files import atomic_write, write_json
 
     options, evaluations = config.evaluation, {}
-    target, drafters = load_all(config.target, config.checkpoints)
+    target, drafters = load_all(config.target, config.checkpoints, config.drafter.quantization)
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
         progress = Progress(f"evaluating {name}", "prompts")

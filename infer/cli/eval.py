@@ -21,6 +21,7 @@ class EvalCommand(OfData):
         the text's own n-grams; by default what lies in the target's folder
     out: where numbers and the report go
     target: see TargetConfig in infer/config.py
+    drafter: see LoadedConfig in infer/config.py
     data: held-out text, see DataConfig in data/rows.py
     evaluation: see EvaluationConfig in infer/config.py
     suite: question sets instead of data, see SuiteConfig in data/suites.py; decoded as evaluation says,
@@ -73,7 +74,7 @@ def run_drafter(config: EvalCommand) -> None:
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import headline, table
 
-    target, drafter = load(config.target, config.checkpoint)
+    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
     prompts, progress = prompts_of(config, target, config.evaluation.outside), Progress("evaluating", "prompts")
     result = evaluate(target, drafter, prompts, config.evaluation, progress, say=progress.say)
     result, out = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint), Path(config.out)
@@ -108,7 +109,7 @@ def run_suite(config: EvalCommand) -> None:
         raise ValueError(f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)")
     drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
-    target, drafter = load(config.target, config.checkpoint)
+    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
     result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
     text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")

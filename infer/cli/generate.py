@@ -3,14 +3,14 @@
 import sys
 from dataclasses import dataclass, field
 
-from infer.cli.models import OfTarget, load, text_options
+from infer.cli.models import OfDrafter, load, text_options
 from infer.config import DecodeOptions
 from infer.masked.config import MaskedConfig
 from infer.utils.checks import FREE_TEXT, check_parts
 
 
 @dataclass
-class GenerateCommand(OfTarget):
+class GenerateCommand(OfDrafter):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
     checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own; by default
@@ -20,6 +20,7 @@ class GenerateCommand(OfTarget):
     chat: ask through the target's chat template; false: continue the text; None: ask where there is a
         template that writes more than the messages
     target: see TargetConfig in infer/config.py
+    drafter: see LoadedConfig in infer/config.py
     decoding: see DecodeOptions in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     """
@@ -50,7 +51,7 @@ def run(config: GenerateCommand) -> None:
     from infer import generate
 
     options = text_options(config.target, config.decoding, config.masked)
-    target, drafter = load(config.target, config.checkpoint)
+    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
     chat = has_chat_template(target) if config.chat is None else config.chat
     prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
     answer = generate(target, drafter, prompt, options)

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from data.rows import DataConfig
-from infer.cli.models import OfTarget
+from infer.cli.models import OfDrafter
 from infer.config import EvaluationConfig
 
 
 @dataclass
-class OfData(OfTarget):
+class OfData(OfDrafter):
     """Options of a command that decodes held-out text.
 
     data: see DataConfig in data/rows.py

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from infer.config import TargetConfig, TextOptions
+from infer.config import LoadedConfig, TargetConfig, TextOptions
 from infer.masked.config import MaskedConfig, masked_options
 from infer.utils.checks import check_parts
 
@@ -24,6 +24,16 @@ class OfTarget:
         check_parts(self)
 
 
+@dataclass
+class OfDrafter(OfTarget):
+    """Options of a command that decodes with a drafter.
+
+    drafter: see LoadedConfig in infer/config.py
+    """
+
+    drafter: LoadedConfig = field(default_factory=LoadedConfig, kw_only=True)
+
+
 def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfig) -> TextOptions:
     """Return how texts are decoded with this kind of model. Raises ValueError for what a masked one
     cannot follow."""
@@ -32,34 +42,38 @@ def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfi
     return masked_options(decoding, masked) if is_masked(place.path) else decoding
 
 
-def load(place: TargetConfig, checkpoint: str | None):
+def load(place: TargetConfig, checkpoint: str | None, quantization: str = "none"):
     """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no
-    checkpoint, or a masked diffusion model. Raises ValueError as `load_all`."""
+    checkpoint, or a masked diffusion model. `quantization` of the drafter. Raises ValueError as
+    `load_all`."""
     from infer import load_masked
     from infer.masked.model import is_masked
 
     if is_masked(place.path):
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
-    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint])
+    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], quantization)
     return target, next(iter(drafters), None)
 
 
-def load_all(place: TargetConfig, checkpoints: list[str]):
+def load_all(place: TargetConfig, checkpoints: list[str], quantization: str = "none"):
     """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a
     mistake in one costs less time; how their target was asked in training (`chat_template_kwargs`) is
     how it is asked here, unless the target's options say otherwise: as for the first that says so.
-    Raises ValueError for a drafter that does not fit, and for a masked diffusion model."""
+    Raises ValueError for a drafter that does not fit or that this target's dtype or device has no int8
+    products for, and for a masked diffusion model."""
     from infer import load_target
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
-    from infer.targets.loading import load_config
+    from infer.targets.loading import load_config, resolve_device, resolve_dtype
 
     if is_masked(place.path):
         raise ValueError(f"target.path={place.path}: a masked diffusion model has no drafter")
     drafters = []
     if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
-        drafters = [open_drafter(checkpoint, layers) for checkpoint in checkpoints]
+        device = resolve_device(place.device)
+        kind = resolve_dtype(place.dtype, device)
+        drafters = [open_drafter(checkpoint, layers, kind, device, quantization) for checkpoint in checkpoints]
     configs = [drafter.config for drafter in drafters if drafter.config is not None]
     ways = [place.chat_template_kwargs, *(getattr(config, "chat_template_kwargs", None) for config in configs)]
     model = load_target(

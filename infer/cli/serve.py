@@ -4,7 +4,7 @@ import resource
 import sys
 from dataclasses import dataclass, field
 
-from infer.cli.models import OfTarget, load
+from infer.cli.models import OfDrafter, load
 from infer.config import EngineConfig
 from infer.masked.config import MaskedConfig
 from infer.serving.config import ServerConfig
@@ -13,12 +13,13 @@ from infer.utils.progress import HEARTBEAT
 
 
 @dataclass
-class ServeCommand(OfTarget):
+class ServeCommand(OfDrafter):
     """Serve a target and its drafter over HTTP.
 
     checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own; by default
         what lies in the target's folder
     target: see TargetConfig in infer/config.py
+    drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: where the target is a masked diffusion model, see MaskedConfig in infer/masked/config.py
     server: see ServerConfig in infer/serving/config.py
@@ -44,7 +45,8 @@ def opened(config: ServeCommand):
     if server.memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
     decoding = config.masked if masked else config.decoding
-    target, drafter = load(config.target, config.checkpoint if config.decoding.drafts else None)
+    checkpoint = config.checkpoint if config.decoding.drafts else None
+    target, drafter = load(config.target, checkpoint, config.drafter.quantization)
     spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one
     capacity = min(server.max_length, positions_of(target) - spare)
     name = decoding.method if masked else decoding.name_with(drafter)

@@ -42,7 +42,9 @@ from infer.drafters.families import FAMILIES, Family
 from infer.drafters.gated import weights_of
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
+from infer.drafters.int8 import rounded
 from infer.drafters.warm import can_start_as
+from infer.targets.int8 import Int8Linear
 from infer.targets.layers import read_norm, some_outputs
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
@@ -330,6 +332,11 @@ class Drafter(nn.Module):
         return self.norm.weight.dtype
 
     @property
+    def quantised(self) -> bool:
+        """Return whether its products are of int8 codes."""
+        return type(self.fc) is Int8Linear
+
+    @property
     def own(self) -> dict:
         """The family's part of config.json."""
         return vars(self.config)[self.family.config_key]
@@ -379,8 +386,7 @@ class Drafter(nn.Module):
         if self.lm_head is not None:
             return target.scale(self.lm_head(states)).float()
         states = states.to(target.dtype)
-        logits = target.head(states) if self.d2t is None else target.scale(target_head(self, target)(states))
-        return logits.float()
+        return target.scale(target_head(self, target)(states)).float()
 
     def for_head(self, states: torch.Tensor) -> torch.Tensor:
         """States of the last layer (..., D) as `forward` and `draft_block` return them: behind the last
@@ -484,16 +490,18 @@ class Drafter(nn.Module):
 
 
 def target_head(drafter: Drafter, target: Target) -> nn.Module:
-    """Return the target's head, or a copy of those of its rows that a drafter knows, which is kept until
-    the head or the tokens are others."""
+    """Return the target's head, or a copy of those of its rows that a drafter knows, in codes for a
+    quantised one, which is kept until the head or the tokens are others."""
     whole, d2t, kept = target.model.get_output_embeddings(), drafter.d2t, drafter.part_of_head
-    if d2t is None:
+    as_codes = drafter.quantised and type(whole) is nn.Linear
+    if d2t is None and not as_codes:
         return whole
     place = next(whole.parameters()).data_ptr()
-    now = target.changes, place, None if d2t.is_inference() else d2t._version
+    now = target.changes, place, None if d2t is None or d2t.is_inference() else d2t._version
     if kept is None or kept[0]() is not whole or kept[1] != now:
         with torch.inference_mode(False):  # training may use what decoding made
-            kept = drafter.part_of_head = ref(whole), now, some_outputs(whole, drafter.vocabulary.tokens)
+            part = whole if d2t is None else some_outputs(whole, drafter.vocabulary.tokens)
+            kept = drafter.part_of_head = ref(whole), now, rounded(part) if as_codes else part
     return kept[2]
 
 

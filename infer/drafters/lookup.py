@@ -61,6 +61,7 @@ class Lookup(nn.Module):
     layer_ids: tuple[int, ...] = ()
     head_row = dtype = config = None
     vocabulary = ALL
+    quantised = False
 
     def __init__(self, block_size: int = 8, ngrams: Path | None = None) -> None:
         super().__init__()

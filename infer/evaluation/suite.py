@@ -59,7 +59,7 @@ def evaluate_suite(
     question of a set fits into the target.
     """
     (out / "sets").mkdir(parents=True, exist_ok=True)
-    weights, sets = drafter_digest(checkpoint), []
+    weights, sets = drafter_digest(checkpoint) + "-int8" * drafter.quantised, []
     jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
     for number, (temperature, questions) in enumerate(jobs, 1):
         config = replace(evaluation, temperature=temperature)
@@ -172,7 +172,7 @@ def settings_of(
     unused = ("prompts", "outside", "prompt_tokens", "sampled", "minutes")
     return {
         "target": target.name,
-        "dtype": str(target.dtype),
+        "dtype": "int8" if target.quantised else str(target.dtype),
         "device": describe_device(target.device),
         "drafter": weights,
         "questions": json_digest(questions.chats),

@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 from infer.drafters.base import Drafter
 from infer.drafters.config_keys import config_dict
 from infer.drafters.families import LOOKUP
+from infer.drafters.int8 import quantise
 from infer.drafters.lookup import Lookup
 from infer.formats.folders import INNER, open_folder
 from infer.formats.integrity import save_weights
@@ -40,17 +41,20 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     target_layers: int | None = None,
+    quantization: str = "none",
 ) -> Drafter:
     """Load a drafter in any layout that a family knows: from a local folder, that of a training
     checkpoint (which holds one in `drafter/`), or from the model hub by its id. `target_layers`, how
     many layers the target has, is needed for a config that does not say which ones are tapped (DART's
-    published ones).
+    published ones). `quantization`: none or int8 (`infer.drafters.int8`), for float32 on the CPU.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
-    tensor that is missing, unknown or wrong. An n-gram file beside the weights goes with them: engines
-    open it. Warns where config.json is not the one that the weights were saved with: somebody may have
-    changed it on purpose.
+    tensor that is missing, unknown or wrong, and for int8 elsewhere. An n-gram file beside the weights
+    goes with them: engines open it. Warns where config.json is not the one that the weights were saved
+    with: somebody may have changed it on purpose.
     """
+    if quantization == "int8" and (dtype not in (None, torch.float32) or torch.device(device).type != "cpu"):
+        raise ValueError("drafter.quantization=int8 is for float32 on the CPU: use target.device=cpu target.dtype=auto")
     opened = open_folder(folder)
     if not opened.config or not opened.tensors:
         tried = "" if str(opened.path) != str(folder) else f" (and there is neither {' nor '.join(INNER)} in it)"
@@ -74,16 +78,25 @@ def load_drafter(
         check_vocabulary(folder, weights["d2t"], reading.options["vocab_size"])
     drafter.load_state_dict(weights)
     drafter.ngrams = opened.path / NGRAMS if (opened.path / NGRAMS).is_file() else None
-    kind = dtype or weights["norm.weight"].dtype
-    return drafter.to(device, kind).eval().requires_grad_(False)
+    kind = torch.float32 if quantization == "int8" else dtype or weights["norm.weight"].dtype
+    drafter.to(device, kind).eval().requires_grad_(False)
+    if quantization == "int8":
+        quantise(drafter)
+    return drafter
 
 
-def open_drafter(checkpoint: str | Path, target_layers: int | None = None) -> Drafter | Lookup:
+def open_drafter(
+    checkpoint: str | Path,
+    target_layers: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    quantization: str = "none",
+) -> Drafter | Lookup:
     """Open what drafts: "lookup" for the text's own n-grams, anything else with `load_drafter`, whose
     exceptions it raises. `check_target(target)` and `to(device, dtype)` make it ready for a target."""
     if str(checkpoint) == LOOKUP.name:
         return Lookup()
-    return load_drafter(checkpoint, target_layers=target_layers)
+    return load_drafter(checkpoint, dtype, device, target_layers, quantization)
 
 
 def check_vocabulary(folder: str | Path, d2t: torch.Tensor, vocabulary: int) -> None:

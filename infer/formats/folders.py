@@ -16,6 +16,7 @@ LARGEST_JSON = 64 << 20  # bytes
 INNER = ("drafter", "checkpoints/best/drafter")  # where a drafter lies in a checkpoint's folder, in a run's
 SHIPPED = {"embedded": EMBEDDED, "smollm2": EMBEDDED.parent / "smollm2"}  # targets whose drafters lie in the repository
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CODED, PARTS = "codes", ("codes", "scales", "smooth")  # of an `Int8Linear`; they are read as the weight they stand for
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,15 @@ class Stored:
 
     file: Path
     name: str  # in the file
-    dtype: str  # F32, BF16, I64, BOOL, ...
+    dtype: str  # F32, BF16, I64, BOOL, ...; CODED: its parts are in the file
     shape: tuple[int, ...]
+
+    def load(self, opened: safe_open) -> torch.Tensor:
+        """Return the tensor from its opened file."""
+        if self.dtype != CODED:
+            return opened.get_tensor(self.name)
+        codes, scales, smooth = (opened.get_tensor(self.name.removesuffix(CODED) + part) for part in PARTS)
+        return codes * scales[:, None] * smooth
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Folder:
                 if saved is not None and saved != tensor_digest(opened.keys(), opened.get_tensor):
                     raise ValueError(f"{file} is altered: its weights are not those that were saved; copy it again")
                 there = {name: self.tensors[name] for name in names if self.tensors[name].file == file}
-                weights |= {name: opened.get_tensor(stored.name) for name, stored in there.items()}
+                weights |= {name: stored.load(opened) for name, stored in there.items()}
         return weights
 
     def renamed(self, names: dict[str, str]) -> "Folder":
@@ -142,7 +150,19 @@ def _header(file: Path, problems: list[str]) -> tuple[dict[str, Stored], str | N
         with safe_open(file, "pt") as opened:
             saved = (opened.metadata() or {}).get("config_sha256")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Stored(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}, saved
+            found = {name: Stored(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            return _join_parts(found), saved
     except (SafetensorError, OSError) as error:
         problems.append(f"{file.name} is truncated or altered ({error})")
         return {}, None
+
+
+def _join_parts(found: dict[str, Stored]) -> dict[str, Stored]:
+    """Return a file's tensors with weights in the place of codes that have their scales and factors."""
+    for layer in [name.removesuffix(CODED) for name in found if name.endswith(f".{CODED}")]:
+        parts = [found[layer + part] for part in PARTS if layer + part in found]
+        codes, shapes = parts[0], [size for part in parts[1:] for size in part.shape]
+        if [part.dtype for part in parts] == ["I8", "F32", "F32"] and shapes == list(codes.shape):
+            found = {name: stored for name, stored in found.items() if stored not in parts}
+            found[f"{layer}weight"] = replace(codes, dtype=CODED)
+    return found

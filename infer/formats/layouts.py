@@ -7,7 +7,7 @@ one only.
 
 from infer.drafters.config_keys import ConfigReading
 from infer.drafters.families import FAMILIES
-from infer.formats.folders import Folder
+from infer.formats.folders import CODED, Folder
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -33,7 +33,9 @@ def shapes(reading: ConfigReading) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in reading.drafter().state_dict().items()}
 
 
-def tensor_problems(folder: Folder, expected: dict[str, tuple[int, ...]], unused: set[str]) -> list[str]:
+def tensor_problems(
+    folder: Folder, expected: dict[str, tuple[int, ...]], unused: set[str], floats: tuple[str, ...] = FLOATS
+) -> list[str]:
     """Return a sentence for each kind of fault of a folder's tensors, with their names."""
     found = folder.tensors
     groups = {
@@ -47,7 +49,7 @@ def tensor_problems(folder: Folder, expected: dict[str, tuple[int, ...]], unused
         "of wrong type": [
             f"{name} {found[name].dtype}"
             for name in expected
-            if name in found and found[name].dtype not in (("I64", "I32") if name == "d2t" else FLOATS)
+            if name in found and found[name].dtype not in (("I64", "I32") if name == "d2t" else floats)
         ],
     }
     return [f"{what} tensors: {', '.join(sorted(names))}" for what, names in groups.items() if names]
@@ -58,4 +60,4 @@ def find_problems(folder: Folder, reading: ConfigReading) -> list[str]:
     config = folder.problems + reading.problems
     if reading.problems or not reading.options or not folder.tensors:
         return config
-    return config + tensor_problems(folder.renamed(reading.renamed), shapes(reading), reading.unused)
+    return config + tensor_problems(folder.renamed(reading.renamed), shapes(reading), reading.unused, (*FLOATS, CODED))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from data.rows import DataConfig
 from infer.config import DrafterConfig
-from infer.drafters.base import default_mask_token, fixed_options
+from infer.drafters.base import config_for, default_mask_token, fixed_options
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
@@ -88,8 +88,12 @@ def load_frozen(
 
 def settled(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Return the configuration with the options of drafter.init, and with the precision that this run
-    keeps. Raises ValueError for a head that cannot be trained as asked."""
+    keeps. Raises ValueError for a drafter that does not fit the target, and for a head that cannot be
+    trained as asked."""
     config = replace(config, drafter=resolve_init(config.drafter, config.target))
+    if config.drafter.init is None:  # else it is what it is
+        theirs = load_config(config.target.path, config.target.trust_remote_code)
+        config_for(config.drafter, None, theirs.get_text_config())
     check_head_training(config)
     return replace(config, optim=replace(config.optim, precision=first_only(lambda: precision_of(config, device))))
 

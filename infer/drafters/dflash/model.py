@@ -40,6 +40,7 @@ from infer.drafters.dflash import layouts, writers
 from infer.drafters.dflash.convolutions import Convolution
 from infer.drafters.families import FAMILIES
 from infer.targets import lean, loops
+from infer.targets.int8 import Int8Linear
 from infer.targets.layers import read_layer
 from infer.targets.support import attention_layers
 from infer.targets.target import Target
@@ -80,8 +81,8 @@ class DFlashState(DraftState):
 
     layers: list[lean.Layer]
     norm: lean.Norm  # of the context
-    fc: lean.Product  # of the features
-    projection: lean.Product  # D to (layers * 2 * H * E): keys and values of all layers, that see the same context
+    fc: lean.Product | Int8Linear  # of the features
+    projection: lean.Product | Int8Linear  # D to (layers * 2 * H * E): keys and values of all layers
     key_norm: lean.Norm  # weight (layers, H, E)
 
     def pass_inputs(self, rows: int) -> tuple[list[lean.Layer]]:
@@ -218,14 +219,18 @@ class DFlash(Drafter):
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
-        projection = torch.cat([part.weight for each in attentions for part in (each.k_proj, each.v_proj)])
+        both = [part for each in attentions for part in (each.k_proj, each.v_proj)]
         key_weights = torch.stack([each.k_norm.weight.detach().expand(cache.heads, -1) for each in attentions])
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
         layers = [] if self.layers[0].convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
         layers = [read_layer(layer, "", *heads) for layer in layers]
         norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
-        fc, projection = (lean.Product(weight.detach().t()) for weight in (self.fc.weight, projection))
+        if self.quantised:
+            fc, projection = self.fc, Int8Linear.fuse(both)
+        else:
+            weights = self.fc.weight, torch.cat([part.weight for part in both])
+            fc, projection = (lean.Product(weight.detach().t()) for weight in weights)
         return DFlashState(cache, angles, layers, norm, fc, projection, lean.Norm(key_weights, eps))
 
     @torch.no_grad()

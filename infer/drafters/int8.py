@@ -1,0 +1,30 @@
+"""Drafters in 8-bit integers, for decoding (`drafter.quantization=int8`): the layers of int8 targets with
+weights rounded to nearest, without any texts. A drafter need not be exact: what rounding changes is
+acceptance, never a text.
+"""
+
+import torch
+from torch import nn
+
+from infer.targets.int8 import Int8Linear, scales_of
+
+
+def rounded(linear: nn.Linear, digits: int = 1) -> Int8Linear:
+    """Return what takes a linear layer's place; `digits` of its activations."""
+    weight, bias = linear.weight.detach().float(), linear.bias
+    scales, (outputs, inputs) = scales_of(weight), weight.shape
+    new = Int8Linear(inputs, outputs, bias is not None, digits)
+    new.codes.data, new.scales.data = (weight / scales).round().to(torch.int8), scales.flatten()
+    new.smooth.data = torch.ones(inputs)
+    if bias is not None:
+        new.bias.data = bias.detach().float()
+    return new
+
+
+def quantise(drafter: nn.Module) -> None:
+    """Put codes in the place of a float32 drafter's linear layers, in place; conditional heads stay."""
+    head = drafter.conditional_head, drafter.confidence_head
+    kept = {part for module in head if module is not None for part in module.modules()}
+    for name, module in list(drafter.named_modules()):
+        if type(module) is nn.Linear and module not in kept:
+            drafter.set_submodule(name, rounded(module, 2 if module is drafter.fc else 1))
