@@ -31,6 +31,7 @@ class ChatCommand(ServeCommand):
 
     target: see TargetConfig in infer/config.py
     checkpoint: its drafter, as of `serve`
+    drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py
     masked: see MaskedConfig in infer/masked/config.py
     server: where it listens, see ServerConfig in infer/serving/config.py

@@ -63,7 +63,7 @@ def test_codes_are_a_folder_that_every_command_reads(tmp_path, make_tiny):
     read = load_drafter(tmp_path)
     assert all(map(torch.equal, read.parameters(), theirs.parameters()))
     assert load_drafter(tmp_path, quantization="int8").quantised
-    assert all(verdict.problems for verdict in check_folder(tmp_path)[:-1])
+    assert "fc.weight codes" in str(check_folder(tmp_path)[0])
     save_drafter(ours.config, ours.state_dict() | {"fc.scales": torch.ones(1)}, tmp_path)
     with pytest.raises(ValueError, match=r"missing tensors: fc\.weight; unknown tensors: fc\.codes, fc\.scales"):
         load_drafter(tmp_path)
