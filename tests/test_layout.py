@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -84,9 +84,25 @@ def committed_files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
+@cache
+def nodes(code: str) -> list[ast.AST]:
+    """Everything in the code: it is parsed once for all tests."""
+    return list(ast.walk(ast.parse(code)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_nodes_stay():
+    yield
+    nodes.cache_clear()
+
+
+def imported_modules(code: str) -> Iterator[str]:
     """Absolute names of everything that the code imports, also inside functions."""
-    for node in ast.walk(tree):
+    yield from imported(nodes(code))
+
+
+def imported(found: Iterable[ast.AST]) -> Iterator[str]:
+    for node in found:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -96,14 +112,14 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 def import_faults(code: str, package: str, cli: bool = False) -> list[str]:
     """Imports in `code`, a file of `package`, that are relative or go against the direction. cli: a file of infer/cli,
     where only imports outside functions are judged."""
-    tree = ast.parse(code)
-    relative = [name for name in imported_modules(tree) if name.startswith(".")]
+    relative = [name for name in imported_modules(code) if name.startswith(".")]
     allowed = OPTION_MODULES if cli else set()
-    if cli:
-        for node in ast.walk(tree):
-            if isinstance(node, FUNCTIONS):
-                node.body = []
-    outside = [name for name in imported_modules(tree) if name.split(".")[0] in FORBIDDEN_IMPORTS[package]]
+    inside = {each for node in nodes(code) if cli and isinstance(node, FUNCTIONS) for each in ast.walk(node)}
+    outside = [
+        name
+        for name in imported(node for node in nodes(code) if node not in inside)
+        if name.split(".")[0] in FORBIDDEN_IMPORTS[package]
+    ]
     return relative + [name for name in outside if name not in allowed]
 
 
@@ -115,7 +131,7 @@ def imports_of(code: str, modules: set[str]) -> set[str]:
     """Those of `modules` that `code` imports, also inside functions and under TYPE_CHECKING. `from a import b` is an
     import of a.b where that is a module, and of a elsewhere."""
     found = set()
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module:
             full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in modules else node.module for name in full.values()}
@@ -128,7 +144,7 @@ def imports_of(code: str, modules: set[str]) -> set[str]:
 def names_in(path: Path) -> set[str]:
     """Every name that the file binds, at any depth."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -141,7 +157,7 @@ def names_in(path: Path) -> set[str]:
 def missing_names(code: str, modules: dict[str, Path]) -> list[str]:
     """What `code` imports by name from files that do not have it; `modules` are the files by name."""
     faults = []
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module in modules:
             names = [alias.name for alias in node.names if f"{node.module}.{alias.name}" not in modules]
             faults += [f"{node.module}.{name}" for name in names if name not in names_in(modules[node.module])]
@@ -208,7 +224,7 @@ def leaf_faults(graph: dict[str, set[str]]) -> list[str]:
 def function_faults(code: str) -> list[str]:
     """Functions in `code` that are too long or return a tuple longer than two."""
     faults = []
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if not isinstance(node, FUNCTIONS):
             continue
         lines = node.end_lineno - node.lineno + 1
@@ -222,9 +238,8 @@ def function_faults(code: str) -> list[str]:
 
 def unsafe_calls(code: str) -> list[str]:
     """What in `code` could run somebody else's code: unpickling, eval, exec, code from a model repository."""
-    tree = ast.parse(code)
-    faults = [f"import {name}" for name in imported_modules(tree) if name.split(".")[0] in PICKLES]
-    for node in ast.walk(tree):
+    faults = [f"import {name}" for name in imported_modules(code) if name.split(".")[0] in PICKLES]
+    for node in nodes(code):
         if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
             faults += ["from torch import load" for alias in node.names if alias.name == "load"]
         if not isinstance(node, ast.Call):
@@ -330,7 +345,7 @@ def test_the_function_check_sees_faults():
 
 def test_tests_import_no_test():
     """Shared helpers are fixtures of conftest files."""
-    found = {str(path): set(imported_modules(ast.parse(path.read_text()))) for path in sources("tests")}
+    found = {str(path): set(imported_modules(path.read_text())) for path in sources("tests")}
     tops = {path: {name.split(".")[0] for name in names} for path, names in found.items()}
     own = {"tests", "conftest", *(path.stem for path in sources("tests", name="test_*.py"))}
     assert not {path: names & own for path, names in tops.items() if names & own}

@@ -16,7 +16,7 @@ def njit(function: Callable | None = None, *, fast: Collection[str] = ()) -> Cal
     compiled in every process anew. `fast`: what vectors of numbers need (LLVM's fast-math flags)."""
     if function is None:
         return partial(njit, fast=fast)
-    options = {"nogil": True, "fastmath": set(fast), "error_model": "numpy"}
+    options = {"nogil": True, "fastmath": set(fast), "error_model": "numpy", "no_cfunc_wrapper": True}
     try:
         compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError as error:

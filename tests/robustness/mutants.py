@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 BLOCKS, LOOP, CHAT = "tests/train/test_blocks.py", "tests/train/test_loop.py", "tests/data/test_template.py"
 TARGETS = "tests/infer/targets/test_families.py"
 LAYOUTS, DIGESTS = "tests/infer/formats/test_layouts.py", "tests/infer/formats/test_integrity.py"
-GUARDS = "tests/train/test_guards.py"
+GUARDS, FAULTS = "tests/train/test_guards.py", "tests/train/test_faults.py"
 CONTINUITY = "tests/infer/trees/test_continuity.py"
 FAILURES, ADMISSION = "tests/infer/serving/test_failures.py", "tests/infer/engine/test_admission.py"
 SAMPLING, HF = "tests/infer/engine/test_sampling.py", "tests/infer/serving/test_hf.py"
@@ -125,13 +125,13 @@ MUTANTS = [
         "resuming drops the precision of the weights",
         "train/engine.py",
         ("name: torch.float32 if", "name: torch.bfloat16 if"),
-        LOOP + " -k 'killed or other_processes'",
+        FAULTS + " -k stopped_and_killed",
     ),
     (
         "resuming drops the optimiser's moments",
         "train/loop.py",
         ("        restore(engine, state)\n", "        pass\n"),
-        LOOP + " -k 'killed or other_processes'",
+        FAULTS + " -k stopped_and_killed",
     ),
     (
         "DART: a mask sees the masks behind it",

@@ -41,7 +41,7 @@ def small(tmp_path, small_options):
     from infer.utils.entry import composed
     from train.config import TrainConfig
 
-    own = [*small_options, "name=small", f"runs_dir={tmp_path}"]
+    own = [*small_options, "ngrams=false", "name=small", f"runs_dir={tmp_path}"]
     return lambda *overrides: composed("train", TrainConfig, [*own, *overrides])
 
 

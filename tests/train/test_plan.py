@@ -63,6 +63,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.robustness
 def test_memory_is_as_planned_within_ten_percent(repo, start_command, tmp_path):
     (tmp_path / "lean.py").write_text(LEAN)
     shape = ["--hidden=128", "--vocabulary=2000", "--length=512", "--anchors=96", "--drafter-layers=3", "--block=8"]

@@ -34,7 +34,7 @@ def drafter():
 @pytest.fixture(scope="module")
 def reference(embedded, drafter):
     plain, chats = (outside_prompts(embedded.tokenizer, 48, chat) for chat in (False, True))
-    return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]], tokens=40)
+    return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]], tokens=32)
 
 
 def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running):

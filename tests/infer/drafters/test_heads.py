@@ -156,7 +156,7 @@ def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head,
     prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
     for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
         wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))]
-        ways = [("chain", 3), ("ddtree", 1), ("ddtree", 40)] + [("static", 6)]
+        ways = [("ddtree", 40), ("static", 6)] if sampled else [("chain", 3), ("ddtree", 9)]
         ways += [("ddtree", "auto")] * (kind == "rnn" and not sampled)
         for method, budget in ways:
             options = DecodeOptions(12, method=method, budget=budget, **sampled)
@@ -189,14 +189,6 @@ def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(with_head, ma
     assert torch.equal(behind(again, target, block, before), behind(drafter, target, block, before))
 
 
-def test_a_drafter_without_a_head_has_the_weights_it_had(make_tiny):
-    _, with_one = make_tiny(head=KINDS["gated"])
-    _, without = make_tiny()
-    assert not without.head_row and not any("head" in name for name in without.state_dict())
-    for name, weight in without.state_dict().items():
-        assert torch.equal(weight, with_one.state_dict()[name])
-
-
 @pytest.mark.parametrize(
     "head, word",
     [
@@ -211,29 +203,6 @@ def test_a_drafter_without_a_head_has_the_weights_it_had(make_tiny):
 def test_heads_that_do_not_exist_are_refused(head, word):
     with pytest.raises(ValueError, match=word):
         DrafterConfig(head=HeadConfig(**head)).check()
-
-
-@pytest.mark.parametrize("kind", ["vanilla", "selector", "swiglu", "gru"])
-def test_heads_on_darts_layer(make_tiny, tmp_path, kind):
-    """They stand behind its one layer and its own head; a fresh one changes nothing, and texts stay the target's."""
-    target, drafter = make_tiny(family="dart", block_size=5, head=KINDS[kind])
-    _, plain = make_tiny(family="dart", block_size=5)
-    drafter.load_state_dict(plain.state_dict(), strict=False)
-    prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
-    wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain"))]
-    options = DecodeOptions(12, method="chain")
-    before = [text.commits for text in decode(target, plain.eval(), prompts, options)]
-    if kind != "selector":  # a fresh selector leaves out all but nine tokens
-        assert [text.commits for text in decode(target, drafter.eval(), prompts, options)] == before
-    generator = torch.Generator().manual_seed(1)
-    for parameter in drafter.conditional_head.parameters():
-        parameter.data = 0.7 * torch.randn(parameter.shape, generator=generator)
-    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "saved")
-    again = load_drafter(tmp_path / "saved")
-    assert HeadConfig(**head_options(again.own)) == KINDS[kind]
-    for method, budget in (("chain", 4), ("ddtree", 30)):
-        options = DecodeOptions(12, method=method, budget=budget)
-        assert [text.ids for text in decode(target, again, prompts, options)] == wanted
 
 
 def test_a_family_that_has_none_refuses_them():

@@ -26,20 +26,19 @@ def plain(target: Target, prompts: list[list[int]], tokens: int, **options) -> l
     return [decode(target, None, [prompt], settings, seeds=[seed])[0].ids for prompt, seed in pairs]
 
 
-@pytest.mark.parametrize("block_size", [2, 8, 16])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("block_size", "temperature"), [(2, 1.0), (8, 0.0), (16, 1.0)])
 def test_every_method_and_budget_writes_what_plain_decoding_writes(
     scripted_drafter, hugging_face, make_tiny, block_size, temperature
 ):
     target, drafter = make_tiny(block_size=block_size)
-    prompts = random_prompts(6)
-    expected = plain(target, prompts, 40, temperature=temperature, seed=11)
+    prompts = random_prompts(5)
+    expected = plain(target, prompts, 30, temperature=temperature, seed=11)
     if temperature == 0:
-        assert expected == [hugging_face(target, prompt, 40) for prompt in prompts]
+        assert expected == [hugging_face(target, prompt, 30) for prompt in prompts]
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     longest = 0
     for method, budget in [("chain", 512), ("chain", 1), *(("ddtree", budget) for budget in (1, 7, 64, 512))]:
-        options = DecodeOptions(40, temperature, seed=11, method=method, budget=budget)
+        options = DecodeOptions(30, temperature, seed=11, method=method, budget=budget)
         scripted = scripted_drafter(known, block_size, 97, skill=0.85)
         together = decode(target, scripted, prompts, options)
         assert [row.ids for row in together] == expected, (method, budget)
@@ -54,18 +53,18 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(
 def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     scripted_drafter, make_tiny, ngrams, family, temperature
 ):
-    """Chain, DDTree, continuity and DDTree + n-grams; several rows of their own lengths, and a penalty."""
+    """Chain, DDTree, a static tree, continuity and DDTree + n-grams; rows of their own lengths, and a penalty."""
     target, drafter = make_tiny(block_size=6, family=family)
-    prompts = random_prompts(5, seed=3)
+    prompts = random_prompts(4, seed=3)
     controls = {"temperature": temperature, "seed": 5, "repetition_penalty": 1.2, "top_p": 0.95}
-    expected = plain(target, prompts, 30, **controls)
+    expected = plain(target, prompts, 20, **controls)
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    trees = [("chain", 5, None), ("ddtree", 20, None), ("continuity", 59, str(ngrams))]
+    trees = [("chain", 5, None), ("ddtree", 20, None), ("static", 20, None), ("continuity", 59, str(ngrams))]
     trees += [("ddtree", 20, str(ngrams)), ("ddtree", 20, "text")]
     for method, budget, file in trees:
-        options = DecodeOptions(30, method=method, budget=budget, continuity=file, rows=3, **controls)
+        options = DecodeOptions(20, method=method, budget=budget, continuity=file, rows=2, **controls)
         assert [row.ids for row in decode(target, drafter, prompts, options)] == expected, (method, file)
-        options = replace(options, rows=5)
+        options = replace(options, rows=4)
         scripted = decode(target, scripted_drafter(known, 6, 97), prompts, options)
         assert [row.ids for row in scripted] == expected, (method, file)
         assert max(row.stats.tau for row in scripted) > 1.5
@@ -92,7 +91,7 @@ def test_filters_that_leave_one_token_change_nothing_in_any_tree(make_tiny, ngra
     for filters, processors in cases:
         written = {}
         for method, file in (("plain", None), ("chain", None), ("ddtree", "none"), ("ddtree", str(ngrams))):
-            asked = DecodeOptions(16, 1.0, seed=2, method=method, budget=64, continuity=file, rows=2, **filters)
+            asked = DecodeOptions(10, 1.0, seed=2, method=method, budget=30, continuity=file, rows=2, **filters)
             helper = None if method == "plain" else drafter
             rows = decode(target, helper, [[5, 6, 7], [9]], asked, processors=processors)
             written[method, file] = [row.ids for row in rows]
@@ -113,28 +112,15 @@ def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny)
     assert taus["text"] > 1.2 * taus["none"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_static_trees_write_what_plain_decoding_writes(scripted_drafter, make_tiny, temperature):
-    target, drafter = make_tiny(block_size=4)
-    prompts = random_prompts(3)
-    expected = plain(target, prompts, 20, temperature=temperature)
-    options = DecodeOptions(20, temperature, method="static", budget=14, width=2)
-    assert [row.ids for row in decode(target, drafter, prompts, options)] == expected
-    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    rows = decode(target, scripted_drafter(known, 4, 97), prompts, options)
-    assert [row.ids for row in rows] == expected
-    assert max(row.stats.tau for row in rows) > 1.5
-
-
 def test_the_embedded_target_is_decoded_losslessly(scripted_drafter, hugging_face, embedded):
     text = "import os\n\n\nclass Reader:\n    def read(self, path):\n        "
-    prompts = [embedded.tokenizer(text[:end])["input_ids"] for end in (10, 30, len(text))]
-    expected = plain(embedded, prompts, 48)
-    assert expected == [hugging_face(embedded, prompt, 48) for prompt in prompts]
+    prompts = [embedded.tokenizer(text[:end])["input_ids"] for end in (10, len(text))]
+    expected = plain(embedded, prompts, 32)
+    assert expected == [hugging_face(embedded, prompt, 32) for prompt in prompts]
     known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
     for method, budget in (("chain", 7), ("ddtree", 7), ("ddtree", 64)):
         scripted = scripted_drafter(known, 8, embedded.config.vocab_size)
-        rows = decode(embedded, scripted, prompts, DecodeOptions(48, method=method, budget=budget))
+        rows = decode(embedded, scripted, prompts, DecodeOptions(32, method=method, budget=budget))
         assert [row.ids for row in rows] == expected
         assert min(row.stats.tau for row in rows) > 1.5
 
@@ -144,9 +130,9 @@ def critical(freedom: int, z: float) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_tiny, temperature):
+def test_plain_sampling_has_the_exact_distribution_of_the_next_two_tokens(make_tiny):
     """20,000 draws, false alarm rate 1e-4 (z = 3.72)."""
+    temperature = 0.7
     target, drafter = make_tiny()
     prompt, draws = [3, 1, 4, 1, 5], 20_000
     counts = torch.zeros(97, 97)
@@ -269,30 +255,6 @@ def test_options_that_make_no_sense_are_refused_with_the_value(make_tiny):
         generate(target, drafter, "text")
     with pytest.raises(ValueError, match=r"bfloat16, the target's float32: load_drafter\(folder, target.dtype\)"):
         generate(target, deepcopy(drafter).bfloat16(), [1, 2, 3])
-
-
-def test_tree_verification_equals_sequential_logits(make_tiny):
-    """Logits at every node of a tree, in one pass, equal the target run on that node's own path."""
-    target, _ = make_tiny()
-    from infer.trees.ddtree import ddtree
-    from infer.trees.tree import Proposal
-
-    prompts = [[5, 6, 7, 8], [9, 10]]
-    marginals = torch.randn(2, 5, 97, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    tree = ddtree(Proposal(torch.tensor([1, 2]), marginals, 40))
-    cache = target.cache(2, 80)
-    with torch.no_grad():
-        with cache.add(2) as rows:
-            target.extend(prompts, rows, ())
-        logits = target.head(target.verify(tree, tree.ancestors(), cache).last)
-        for b in range(2):
-            for node in range(41):
-                path, at = [], node
-                while at:
-                    path.insert(0, int(tree.tokens[b, at]))
-                    at = int(tree.parents[b, at])
-                ids = torch.tensor([[*prompts[b], int(tree.tokens[b, 0]), *path]])
-                assert torch.allclose(target.model(ids).logits[0, -1], logits[b, node], atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["plain", "ddtree", "static"])

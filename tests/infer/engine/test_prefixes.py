@@ -9,7 +9,7 @@ from infer.drafters.base import new_drafter
 from infer.drafters.lookup import Lookup
 from infer.engine.prefixes import BLOCK, Prefixes
 
-OPTIONS = TextOptions(max_new_tokens=24, temperature=0.8, seed=3)
+OPTIONS = TextOptions(max_new_tokens=14, temperature=0.8, seed=3)
 
 
 @pytest.fixture(scope="module")

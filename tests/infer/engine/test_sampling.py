@@ -166,7 +166,7 @@ def test_processors_see_no_prefix_behind_the_end(make_tiny, scripted_drafter, te
     target, _ = make_tiny()
     settings = {"budget": 16, "max_new_tokens": 30, "temperature": temperature, "seed": 2}
     ended = 0
-    for end in range(1, 96, 5):
+    for end in range(1, 96, 8):
         target.model.generation_config.eos_token_id = None
         prompt = [4, 5, end]
         free = generate(target, None, prompt, method="plain", processors=[InPlace()], **settings).ids
@@ -178,7 +178,7 @@ def test_processors_see_no_prefix_behind_the_end(make_tiny, scripted_drafter, te
         assert sorted(map(len, watch.seen)) == [3 + i for i in range(len(answer.ids))]
         ended += answer.finish_reason == "stop"
     target.model.generation_config.eos_token_id = None
-    assert ended > 10
+    assert ended > 6
 
 
 def test_a_token_that_does_not_exist_is_refused_in_a_sentence(make_tiny, make_masked):

@@ -3,13 +3,11 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
-from infer.config import TextOptions
 from infer.engine import round as round_module
 from infer.engine.choices import walk
-from infer.engine.sampling import Sampling, choose, gumbel_noise, round_noise
+from infer.engine.sampling import gumbel_noise
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import Proposal, root_only
 
@@ -82,38 +80,6 @@ def test_noise_is_gumbel_and_uncorrelated():
     centred = (noise - noise.mean()) / noise.std()
     for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1]), (centred[..., 1:], centred[..., :-1])):
         assert abs((a * b).mean().item()) < 5 / a.numel() ** 0.5
-
-
-def test_greedy_is_argmax():
-    logits = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(0))
-    depths = torch.tensor([[0, 1, 1, 2, 2]] * 2)
-    assert torch.equal(
-        choose(logits, depths, Sampling.of([TextOptions()] * 2, 30, torch.device("cpu")), None), logits.argmax(-1)
-    )
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_chosen_tokens_follow_the_softmax(temperature):
-    """40,000 positions, chi-square with 11 degrees of freedom, false alarm rate 1e-4 (critical value 37.4)."""
-    logits = torch.linspace(-2, 2, 12)
-    depths = torch.zeros(1, 1, dtype=torch.long)
-    draws = 40_000
-    rows = Sampling.of([TextOptions(temperature=temperature, seed=5)] * draws, 12, torch.device("cpu"))
-    noise = round_noise(rows, torch.arange(draws), 1, 12)
-    chosen = choose(logits.expand(draws, 1, 12), depths.expand(draws, 1), rows, noise)
-    expected = (logits.double() / temperature).softmax(-1) * draws
-    observed = torch.bincount(chosen[:, 0], minlength=12)
-    assert ((observed - expected) ** 2 / expected).sum().item() < 37.4
-
-
-def test_noise_of_a_node_is_that_of_its_position():
-    """The token chosen at a node of depth d is the one plain decoding chooses at the same absolute position."""
-    logits = torch.randn(1, 1, 40, generator=torch.Generator().manual_seed(1))
-    rows = Sampling.of([TextOptions(temperature=1.0, seed=9)], 40, torch.device("cpu"))
-    for depth in range(4):
-        tree = choose(logits, torch.tensor([[depth]]), rows, round_noise(rows, torch.tensor([20]), 4, 40))
-        plain = choose(logits, torch.tensor([[0]]), rows, round_noise(rows, torch.tensor([20 + depth]), 1, 40))
-        assert torch.equal(tree, plain)
 
 
 def test_the_page_quotes_the_round():

@@ -28,11 +28,11 @@ def ids(measured) -> list[list[int]]:
 def test_sampled_prompts_have_noise_of_their_own_on_any_process(make_tiny):
     """Six times one prompt: six texts, for every method the same ones, whichever prompts a process has."""
     target, drafter = make_tiny()
-    config = EvaluationConfig(max_new_tokens=10, budgets=[7], temperature=1.0)
+    config = EvaluationConfig(max_new_tokens=6, budgets=[7], temperature=1.0)
     every = measure(target, drafter, variants(drafter, config), PROMPTS)
     assert len({tuple(text) for text in ids(every[0])}) == 6
     assert all(ids(one) == ids(every[0]) for one in every if one.variant.name != "generate")
-    options = DecodeOptions(max_new_tokens=10, temperature=1.0, method="plain", rows=1)
+    options = DecodeOptions(max_new_tokens=6, temperature=1.0, method="plain", rows=1)
     for number, text in enumerate(ids(every[0])):
         assert generate(target, None, PROMPTS[0], options=options_of(options, number)).ids == text
     second = measure(target, drafter, variants(drafter, config)[:1], PROMPTS[1::2], numbers=range(6)[1::2])
@@ -110,13 +110,13 @@ def test_an_evaluation_keeps_to_its_minutes(seconds, tokens, share):
 def test_what_an_evaluation_costs_is_measured_before_it_starts(make_tiny, monkeypatch):
     """Every method for two short texts; a limit that has room for little leaves a prompt of each part."""
     target, drafter = make_tiny()
-    config = EvaluationConfig(max_new_tokens=30, budgets=[2], sampled=None, minutes=1e-9)
+    config = EvaluationConfig(max_new_tokens=14, budgets=[2], sampled=None, minutes=1e-9)
     prompts = [Prompt(ids, "any", beside) for ids in PROMPTS for beside in (None, "outside")]
     monkeypatch.setattr(cost, "SMALL", 10)
     said = []
     result = evaluate.evaluate(target, drafter, prompts, config, say=said.append)
-    assert [result.prompts, result.beside[0].prompts, result.max_new_tokens] == [1, 1, 30]
-    assert said[0].endswith("evaluation.minutes=1e-09: 2 prompts, answers of 30 tokens")
+    assert [result.prompts, result.beside[0].prompts, result.max_new_tokens] == [1, 1, 14]
+    assert said[0].endswith("evaluation.minutes=1e-09: 2 prompts, answers of 14 tokens")
 
 
 def test_slow_plain_decoders_are_left_out_beside_an_evaluation(make_tiny, monkeypatch):

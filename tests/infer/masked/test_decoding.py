@@ -128,9 +128,7 @@ WAYS = [("greedy", 1), ("greedy", 4), ("greedy", 8), ("mixed", 2), ("mixed", 5),
     [
         ("model", 4, 0.8),
         ("model", 8, 0.0),
-        ("model", 8, 0.8),
         ("model", 16, 0.0),
-        ("shifted", 8, 0.0),
         ("shifted", 8, 0.8),
     ],
 )
@@ -155,7 +153,7 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_statistics_add_up(model, cache):
     options = options_of(32, cache=cache, nodes=24)
-    for method, length in product(("greedy", "mixed", "guided"), (1, 2, 8)):
+    for method, length in product(("greedy", "mixed", "guided"), (1, 8)):
         text = fill(model, PROMPTS[1], replace(options, method=method, draft_length=length))
         stats, states = text.stats, sum(text.drafted) + len(text.drafted)
         assert sum(stats.histogram) == stats.rounds and not any(stats.histogram[length + 1 :])

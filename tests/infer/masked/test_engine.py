@@ -335,7 +335,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     said = capsys.readouterr()
     answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", max_new_tokens=8, cache="dual")
     assert said.out == f"import os{answer.text}\n" and f"[guided: 8 tokens in {answer.stats.rounds} rounds" in said.err
-    evaluation = EvaluationConfig(prompts=2, prompt_tokens=8, max_new_tokens=5)
+    evaluation = EvaluationConfig(prompts=1, prompt_tokens=8, max_new_tokens=5)
     config = EvalCommand(
         target=place, out=str(tmp_path / "out"), evaluation=evaluation, masked=MaskedConfig(cache="dual")
     )
@@ -346,7 +346,7 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     assert ways[:4] == ["step by step", "greedy 1", "mixed 1", "guided 1"] and ways[-1] == "guided 5, 16 states"
     assert len(ways) == 1 + 5 * 3 + 1  # and none differs from step by step
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 16 and len(result["methods"]) == 17
+    assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 8 and len(result["methods"]) == 17
 
 
 @pytest.mark.parametrize(

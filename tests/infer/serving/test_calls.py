@@ -213,11 +213,11 @@ def test_a_parsed_answer(client):
     assert isinstance(done.choices[0].message.parsed, City)
 
 
-def test_an_agents_loop_of_ten_turns(served, client):
+def test_an_agents_loop_of_six_turns(served, client):
     """Two local functions are called in turn, their results are sent back, and the loop ends with words."""
     local = {"weather": lambda city, days: f"{city[:3]} {'sun ' * (days % 3)}", "now": lambda: "12:00"}
     messages, made, reused = list(ASKED), [], 0
-    for turn in range(10):
+    for turn in range(6):
         name = ("weather", "now")[turn % 2]
         choice = {"type": "function", "function": {"name": name}}
         done = client.chat.completions.create(
@@ -235,9 +235,9 @@ def test_an_agents_loop_of_ten_turns(served, client):
             result = local[call.function.name](**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             made.append(call.function.name)
-    assert made == ["weather", "now"] * 5 and reused > 300
+    assert made == ["weather", "now"] * 3 and reused > 150
     counts = dict(line.rsplit(" ", 1) for line in httpx.get(f"{served[0]}/metrics").text.splitlines())
-    assert float(counts["blockdraft_reused_prompt_tokens_total"]) > 1500
+    assert float(counts["blockdraft_reused_prompt_tokens_total"]) > 500
     last = client.chat.completions.create(
         model="embedded", messages=messages, tools=SHOWN, tool_choice="none", temperature=0, max_tokens=9
     )

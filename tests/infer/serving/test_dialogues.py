@@ -17,7 +17,7 @@ from infer.serving.regenerate import by_engine, regenerate
 OPTIONS = DecodeOptions(max_new_tokens=8, temperature=1.0, method="plain", rows=4)
 
 
-def chats(count: int = 200) -> list[Row]:
+def chats(count: int = 90) -> list[Row]:
     """Chats of 1 to 6 turns, with recorded answers that are to be replaced."""
     rows = []
     for i in range(count):
@@ -71,7 +71,7 @@ def expected(tmp_path_factory, server):
     """What one server that nothing happens to writes."""
     out = tmp_path_factory.mktemp("once") / "a.jsonl"
     with server() as url:
-        assert regenerate(chats(), by_server(url, OPTIONS, 4), out, {}, 0) == {"answers": 200, "failed": 0}
+        assert regenerate(chats(), by_server(url, OPTIONS, 4), out, {}, 0) == {"answers": 90, "failed": 0}
     return out
 
 
@@ -89,7 +89,7 @@ def test_every_answer_follows_those_written_before_it(expected):
         assert answers[-1]["finish"] == "length" or len(line["messages"]) == len(row.prompt) + 1
         whole += answers[-1]["finish"] == "stop"
         thoughts += sum("reasoning_content" in turn for turn in answers)
-    assert 100 < whole < 190 and thoughts > 100
+    assert 45 < whole < 86 and thoughts > 45
 
 
 def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
@@ -97,7 +97,7 @@ def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
     out = tmp_path / "a.jsonl"
     with server(fails=13) as url:
         answers = by_server(url, OPTIONS, 4)
-        for stop in (40, 70):
+        for stop in (20, 35):
 
             def stopped(rows, stop=stop):
                 yield from islice(answers(rows), stop)
@@ -106,8 +106,8 @@ def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
             with pytest.raises(KeyboardInterrupt):
                 regenerate(chats(), stopped, out, {}, 0)
         with out.open("a") as file:
-            file.write('{"index": 110, "mess')
-        assert regenerate(chats(), answers, out, {}, 0) == {"answers": 200, "failed": 0}
+            file.write('{"index": 55, "mess')
+        assert regenerate(chats(), answers, out, {}, 0) == {"answers": 90, "failed": 0}
         assert out.read_text() == expected.read_text()
         for part in range(3):
             regenerate(chats()[part::3], answers, tmp_path / "parts" / f"{part}.jsonl", {}, 0)

@@ -263,8 +263,9 @@ def one_length(target, count: int, tokens: int = 12) -> list[Row]:
         prompt = target.tokenizer.decode(target.tokenizer(text)["input_ids"][:tokens])
         if len(target.tokenizer(prompt)["input_ids"]) == tokens and prompt not in found:
             found.append(prompt)
-    assert len(found) >= count
-    return [Row(i, prompt) for i, prompt in enumerate(found[:count])]
+        if len(found) == count:
+            return [Row(i, prompt) for i, prompt in enumerate(found)]
+    raise AssertionError(f"only {len(found)} prompts")
 
 
 @torch.no_grad()

@@ -191,11 +191,10 @@ def conditionals(
     return dict(zip(ids, scores.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("counts", ["file", "text"])
-@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("weight", "counts"), [(0.0, "file"), (0.5, "text"), (1.0, "file")])
 def test_guided_ddtree_is_the_best_of_all_prefixes(model, recalled, widened, probabilities, weight, counts):
     """Of the counts of a corpus corrected by those of the text, and of the text's own alone."""
-    rows, length, budget, vocabulary = 4, 3, 40, 97 if counts == "file" else 40
+    rows, length, budget, vocabulary = 3, 3, 40, 97 if counts == "file" else 40
     model = model if counts == "file" else NGram.uniform(40)
     some, ends = marginals(rows, length, vocabulary, seed=3), contexts(2, 1) + repeating(rows)[2:]
     ends = ends if counts == "file" else repeating(rows)

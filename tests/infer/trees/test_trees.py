@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from infer.trees import compiled
-from infer.trees.chain import chain
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
 
@@ -79,15 +78,6 @@ def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     for row in range(2):
         assert set(prefixes(trees[0], row)) == set(prefixes(trees[1], row))
     assert torch.allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-5)
-
-
-def test_chain_is_the_likeliest_token_of_each_position():
-    marginals = torch.randn(2, 6, 30, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
-    tree = chain(Proposal(torch.tensor([4, 5]), marginals, budget=100))
-    assert tree.tokens.tolist() == [[4, *marginals[0].argmax(-1).tolist()], [5, *marginals[1].argmax(-1).tolist()]]
-    assert tree.parents.tolist() == [[0, 0, 1, 2, 3, 4, 5]] * 2
-    assert tree.depths.tolist() == [[0, 1, 2, 3, 4, 5, 6]] * 2
-    assert chain(Proposal(torch.tensor([4, 5]), marginals, budget=2)).tokens.shape == (2, 3)
 
 
 def test_ancestors_and_positions():

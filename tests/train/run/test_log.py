@@ -31,6 +31,7 @@ def test_the_first_steps_say_how_long_the_rest_takes(run_here, tmp_path, capsys,
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == min(20, steps)
 
 
+@pytest.mark.robustness  # wandb starts a process of its own
 def test_offline_the_report_is_kept_for_later_without_secrets(small, run_here, monkeypatch, tmp_path, capfd):
     """The real wandb, without a network: what it writes is looked through, too."""
     key, hub = "0123456789abcdef0123456789abcdef01234567", "hf_" + "Q" * 30
