@@ -85,13 +85,7 @@ class Command:
     """A running command of one or more processes. When one of them fails, the others are killed."""
 
     def __init__(
-        self,
-        server: ForkServer,
-        output: Path,
-        script: str,
-        arguments: list[str],
-        processes: int,
-        variables: dict,
+        self, server: ForkServer, output: Path, script: str, arguments: list[str], processes: int, variables: dict
     ) -> None:
         self.server, self.output, self.returncode = server, output, None
         output.touch()

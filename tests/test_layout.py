@@ -51,17 +51,7 @@ OPTION_MODULES = {"data.rows", "data.suites"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 # Nothing that infer/ may do without: with all of these missing, loading and generating are still importable.
-OPTIONAL = (
-    "train",
-    "data",
-    "deepspeed",
-    "hydra",
-    "omegaconf",
-    "datasets",
-    "wandb",
-    "rich",
-    "llguidance",
-)
+OPTIONAL = ("train", "data", "deepspeed", "hydra", "omegaconf", "datasets", "wandb", "rich", "llguidance")
 
 REGISTRY_HOSTS = rb"(pypi|pythonhosted|download\.pytorch|anaconda|registry\.npmjs)\.org"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -97,25 +97,16 @@ def with_wrong_values() -> Iterator[tuple[str, tuple, object, dict]]:
                 yield path, place, value, body
 
 
-def small() -> tuple[Target, object]:
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "initializer_range": 0.3}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": None, "bos_token_id": None}
+
+
+def small(**sizes: object) -> tuple[Target, object]:
     """A random target of two layers with the embedded tokenizer, and a drafter for it."""
     torch.manual_seed(0)
     tokenizer = load_tokenizer("embedded")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.3,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    target = Target(Qwen3ForCausalLM(config), tokenizer, "small")
+    room = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    target = Target(Qwen3ForCausalLM(Qwen3Config(**SIZES | room | sizes)), tokenizer, "small")
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1, target_layer_ids=[0, 1]), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
     return target, drafter.eval().requires_grad_(False)

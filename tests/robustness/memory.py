@@ -18,16 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from fuzz_http import small
 
 from infer import Engine
-from infer.config import DrafterConfig, EngineConfig
-from infer.drafters.base import new_drafter
+from infer.config import EngineConfig
 from infer.engine.sequence import Sequence
 from infer.serving.config import ServerConfig
 from infer.serving.server import Server, create_app, network
-from infer.targets.loading import load_tokenizer
-from infer.targets.target import Target
 
 VOCABULARY, ROWS, CAPACITY, WAIT = 151_936, 4, 512, 600
 MIB = 2**20
@@ -35,24 +32,9 @@ MIB = 2**20
 
 def small_engine() -> Engine:
     """A random target with a large vocabulary and next to no weights beside it, and its drafter."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    target = Target(Qwen3ForCausalLM(config), load_tokenizer("embedded"), "small")
-    drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=1, target_layer_ids=[0, 1]), target)
-    drafter.init_weights(torch.Generator().manual_seed(0))
-    return Engine(target, drafter.eval().requires_grad_(False), EngineConfig("ddtree", 16, rows=ROWS), CAPACITY)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 1, "max_position_embeddings": 1024}
+    pair = small(vocab_size=VOCABULARY, tie_word_embeddings=True, initializer_range=0.02, **sizes)
+    return Engine(*pair, EngineConfig("ddtree", 16, rows=ROWS), CAPACITY)
 
 
 def memory(name: str) -> int:

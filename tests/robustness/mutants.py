@@ -57,12 +57,7 @@ MUTANTS = [
         ("begins, places = opens(documents), ", "begins, places = 0 * documents, "),
         BLOCKS,
     ),
-    (
-        "tapped layers off by one",
-        "infer/targets/target.py",
-        ("partial(keep, i)", "partial(keep, i + 1)"),
-        BLOCKS,
-    ),
+    ("tapped layers off by one", "infer/targets/target.py", ("partial(keep, i)", "partial(keep, i + 1)"), BLOCKS),
     ("teacher rows off by one", "train/blocks.py", ("* length + safe - 1", "* length + safe"), BLOCKS),
     ("labels off by one", "train/blocks.py", ("labels=at(ids, safe)", "labels=at(ids, safe - 1)"), BLOCKS),
     (
@@ -210,10 +205,7 @@ MUTANTS = [
     (
         "padding behind a row's text is looked at",
         "infer/attention/masks.py",
-        (
-            "ends[:, None].expand_as(near)",
-            "ends.max().expand_as(near)",
-        ),
+        ("ends[:, None].expand_as(near)", "ends.max().expand_as(near)"),
         TARGETS,
     ),
     ("a step that is not finite is taken", "train/engine.py", ("if not torch.isfinite(norm):", "if False:"), GUARDS),

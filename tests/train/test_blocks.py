@@ -23,11 +23,7 @@ from train.loop import block_loss, draft_states
 from train.run.state import most_anchors
 
 K = 4  # block size
-FAMILIES = pytest.mark.parametrize(
-    "family",
-    [{"family": "dflash"}, {"family": "dart"}],
-    ids=["dflash", "dart"],
-)
+FAMILIES = pytest.mark.parametrize("family", [{"family": "dflash"}, {"family": "dart"}], ids=["dflash", "dart"])
 
 
 def packed(lengths: list[list[int]], total: int, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -11,13 +11,7 @@ from data.prompts import outside_prompts
 from infer import Engine, load_drafter, save_drafter
 from infer.cli.doctor import DoctorCommand, run as run_doctor
 from infer.config import EngineConfig
-from infer.doctor.causes import (
-    Served,
-    altered,
-    difference,
-    one_key_norm,
-    taps_of,
-)
+from infer.doctor.causes import Served, altered, difference, one_key_norm, taps_of
 from infer.doctor.engines import examine_engine, open_client
 from infer.doctor.examine import examine, report
 from infer.doctor.replay import compute, replay

@@ -31,11 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SUM = 'start: "x = " NUM " + " NUM (" + " NUM)?\nNUM: /[0-9]{1,3}/'
-ASKED = {
-    "json_schema": json.dumps(SCHEMA),
-    "regex": r"(yes|no), [0-9]{3,5}\.",
-    "grammar": SUM,
-}
+ASKED = {"json_schema": json.dumps(SCHEMA), "regex": r"(yes|no), [0-9]{3,5}\.", "grammar": SUM}
 PROMPTS = ["# a record\nrow = ", "def f(x):\n    return "]
 TOKENS = 26
 

@@ -66,9 +66,7 @@ def made_up(step: int, speedup: float = 1.4, identical: bool = True) -> Evaluati
             )
         ],
         example=ExampleRound(
-            "def f",
-            [RoundNode("(", 0, 1.0, True), RoundNode("<x", 0, 0.6, False), RoundNode("a", 0, 0.3, True)],
-            "&",
+            "def f", [RoundNode("(", 0, 1.0, True), RoundNode("<x", 0, 0.6, False), RoundNode("a", 0, 0.3, True)], "&"
         ),
     )
 

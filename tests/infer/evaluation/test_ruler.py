@@ -84,11 +84,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
 
 @pytest.mark.parametrize(
     ("scale", "spread", "finding", "sign"),
-    [
-        (0.5, 0.02, "faster", ""),
-        (1.5, 0.02, "slower", ""),
-        (0.98, 0.3, "undecided", "~"),
-    ],
+    [(0.5, 0.02, "faster", ""), (1.5, 0.02, "slower", ""), (0.98, 0.3, "undecided", "~")],
 )
 def test_what_is_no_finding_is_marked(scale, spread, finding, sign):
     own = method("ddtree", 8, prompts(ROUNDS, noisy(scale, spread, 5)), PLAIN)

@@ -20,7 +20,7 @@ from infer.evaluation.suite import ask, evaluate_suite
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, shallow_target, random_qwen3):
-    """A folder with a random target called Qwen3-4B, a drafter for it, and a question of every set."""
+    """A folder with a random target called Qwen3-4B, a drafter for it, and a question of every set, two of Alpaca's."""
     from infer.targets.target import Target
 
     folder = tmp_path_factory.mktemp("suite")
@@ -36,6 +36,8 @@ def place(tmp_path_factory, shallow_target, random_qwen3):
         rows = [row | {one.columns[0]: "Say."}]
         if one.name == "mt-bench":
             rows = [{"prompt": ["Say.", "Say more."]}]
+        if one.name == "alpaca":
+            rows.append({"instruction": "Tell.", "input": ""})
         (folder / f"{one.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -74,8 +76,9 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
         assert every[0] == ["τ, speedup", "chain", "DDTree 3", "DDTree 6", "n-grams alone 6"]
         for one, row, methods in zip(SETS, best[2:], every[2:], strict=False):
             entry = measured[one.name, temperature]
-            answers = 2 if one.name == "mt-bench" else 1
-            assert (entry["questions"], entry["answers"], entry["left_out"]) == (1, answers, 0)
+            answers = 2 if one.name in ("mt-bench", "alpaca") else 1
+            assert (entry["questions"], entry["answers"]) == (1 + (one.name == "alpaca"), answers)
+            assert entry["left_out"] == 0
             lines = {(m["name"], m["budget"]): m for m in entry["result"]["methods"]}
             trees = {("ddtree", 3), ("ddtree", 6), ("n-grams alone", 6)}
             assert set(lines) == {("plain", 0), ("generate", 0), ("chain", 3)} | trees

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from infer import load_drafter, load_target, save_drafter
+from infer.attention.masks import block_mask
 from infer.config import DrafterConfig
 from infer.drafters.base import config_for, default_mask_token
 from infer.drafters.dflash.model import DFlash
@@ -42,11 +43,7 @@ def test_config_for_a_target_of_qwen3_4b_sizes():
         tokenizer, end_ids = Tokens(), frozenset()
 
     config = config_for(DrafterConfig(layers=5, block_size=16), Stub())
-    assert config.dflash_config == {
-        "block_size": 16,
-        "mask_token_id": 151669,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-    }
+    assert config.dflash_config == {"block_size": 16, "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
     assert (config.block_size, config.num_target_layers, config.num_hidden_layers) == (16, 36, 5)
     for options, word in (
         ({"target_layer_ids": [1, 36]}, "layers 0 to 35"),
@@ -94,22 +91,10 @@ def test_the_mask_token_is_one_that_the_data_do_not_use(special, named, padded, 
     assert (tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else "beyond") == expected
 
 
-def test_warm_start_makes_the_first_layer_the_targets_own():
+def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny):
     """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token,
     then is the target's last layer: its logits are the target's."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from infer.attention.masks import block_mask
-    from infer.drafters.base import new_drafter
-    from infer.targets.target import Target
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    target = Target(Qwen3ForCausalLM(Qwen3Config(vocab_size=97, initializer_range=0.2, **sizes, **heads)))
-    options = DrafterConfig(layers=1, target_layer_ids=[2], mask_token_id=96)
-    drafter = new_drafter(options, target)
-    drafter.init_weights(torch.Generator().manual_seed(0))
+    target, drafter = make_tiny(depth=4, layers=1, target_layer_ids=[2])
     assert drafter.warm_start(target)
     ids = torch.randint(97, (1, 20))
     positions = torch.arange(20)[None]
@@ -123,20 +108,9 @@ def test_warm_start_makes_the_first_layer_the_targets_own():
 
 @pytest.mark.parametrize("anchor", [None, True])
 @pytest.mark.parametrize("block_size", [2, 3, 5, 6, 8])
-def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(random_qwen3, block_size, anchor):
-    from infer.drafters.base import new_drafter
-    from infer.targets.target import Target
-
-    target = Target(random_qwen3(num_hidden_layers=4))
-    options = DrafterConfig(
-        layers=1,
-        target_layer_ids=[1],
-        block_size=block_size,
-        convolutions=2,
-        sample_from_anchor=anchor,
-        mask_token_id=96,
-    )
-    drafter = new_drafter(options, target)
+def test_a_drafter_with_convolutions_starts_warm_at_every_block_size(make_tiny, block_size, anchor):
+    options = {"target_layer_ids": [1], "convolutions": 2, "sample_from_anchor": anchor}
+    target, drafter = make_tiny(depth=4, layers=1, block_size=block_size, **options)
     drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)
     assert torch.equal(drafter.layers[0].self_attn.v_proj.weight, target.body.layers[2].self_attn.v_proj.weight)
 

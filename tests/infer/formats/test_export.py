@@ -2,13 +2,14 @@
 read in another way; and the check of which engine would load a folder."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from infer import load_drafter, save_drafter
+from infer import load_drafter, load_target, save_drafter
 from infer.cli.check import CheckCommand, run as run_check
 from infer.cli.export import ExportCommand, run as run_export
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
@@ -73,19 +74,14 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
 
 def test_a_target_that_scales_its_embeddings(repo, tmp_path):
     """Gemma's: what is stored is what enters the first layer; and its two ends alone scale as well."""
-    from shutil import copy
-
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    from infer import load_target
-    from infer.config import DrafterConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 512}
     torch.manual_seed(0)
     model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
     model.save_pretrained(tmp_path / "gemma")
     for file in (repo / "data" / "embedded").glob("*token*.json"):
-        copy(file, tmp_path / "gemma")
+        shutil.copy(file, tmp_path / "gemma")
     target = load_target(str(tmp_path / "gemma"), "float32", "cpu")
     ends = load_target(str(tmp_path / "gemma"), "float32", "cpu", only_layers=())
     ids = torch.arange(9)
@@ -259,9 +255,6 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exp
 @pytest.fixture
 def checkpoint(embedded, tmp_path):
     """A drafter for the embedded target."""
-    from infer.config import DrafterConfig
-    from infer.formats.checkpoint import save_drafter
-
     drafter = new_drafter(DrafterConfig(layers=1), embedded).bfloat16()
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "run" / "drafter")
     return str(tmp_path / "run")
@@ -333,10 +326,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
 
 
 def test_export_options_are_checked():
-    for options, word in (
-        ({"format": "onnx"}, "format=onnx"),
-        ({"out": ""}, "out="),
-    ):
+    for options, word in (({"format": "onnx"}, "format=onnx"), ({"out": ""}, "out=")):
         with pytest.raises(ValueError, match=word):
             ExportCommand(**options).check()
 

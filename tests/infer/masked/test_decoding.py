@@ -124,13 +124,7 @@ WAYS = [("greedy", 1), ("greedy", 4), ("greedy", 8), ("mixed", 2), ("mixed", 5),
 
 
 @pytest.mark.parametrize(
-    "kind, block_length, temperature",
-    [
-        ("model", 4, 0.8),
-        ("model", 8, 0.0),
-        ("model", 16, 0.0),
-        ("shifted", 8, 0.8),
-    ],
+    "kind, block_length, temperature", [("model", 4, 0.8), ("model", 8, 0.0), ("model", 16, 0.0), ("shifted", 8, 0.8)]
 )
 def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_length, temperature, request):
     model = request.getfixturevalue(kind)

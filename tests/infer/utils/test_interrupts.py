@@ -14,20 +14,22 @@ from infer.utils.progress import HEARTBEAT
 interrupts.GRACE = 0.1
 HEARTBEAT.begin()
 interrupts.INTERRUPTS.begin()
-interrupts.INTERRUPTS.graceful = 1
+interrupts.INTERRUPTS.graceful = GRACEFUL
 signal.signal(signal.SIGINT, lambda *_: None)  # Python's own way out may come before the long call
 print("begun", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
 """
 
 
-def test_a_long_call_is_ended(repo):
-    """By the press behind those that others take care of."""
-    command = [sys.executable, "-c", PROGRAM]
+@pytest.mark.parametrize("graceful", [0, 1])
+def test_a_long_call_is_ended(repo, graceful):
+    """By the first press, or by the one behind those that others take care of."""
+    command = [sys.executable, "-c", PROGRAM.replace("GRACEFUL", str(graceful))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=repo)
     assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1)
+    for _ in range(graceful):
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and "stopped by Ctrl-C" in process.stderr.read()
