@@ -48,8 +48,7 @@ def test_every_method_and_budget_writes_what_plain_decoding_writes(
     assert longest >= min(block_size, 10)  # (nearly) whole blocks were accepted now and then
 
 
-@pytest.mark.parametrize("family", ["dflash", "dart"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("family", "temperature"), [("dflash", 0.9), ("dart", 0.0), ("dart", 0.9)])
 def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
     scripted_drafter, make_tiny, ngrams, family, temperature
 ):
@@ -88,7 +87,7 @@ def test_filters_that_leave_one_token_change_nothing_in_any_tree(make_tiny, ngra
         return torch.full_like(scores, -torch.inf).index_fill_(1, (7 * ids[:, -1] + 1) % 97, 0.0)
 
     cases = [({"top_k": 1}, ()), ({"top_p": 1e-6, "repetition_penalty": 1.3}, ()), ({"min_p": 1.0}, ()), ({}, (alone,))]
-    for filters, processors in cases:
+    for filters, processors in cases if name == "none" else cases[1::2]:
         written = {}
         for method, file in (("plain", None), ("chain", None), ("ddtree", "none"), ("ddtree", str(ngrams))):
             asked = DecodeOptions(10, 1.0, seed=2, method=method, budget=30, continuity=file, rows=2, **filters)

@@ -67,7 +67,7 @@ def test_ties_still_give_an_optimal_valid_tree(budget):
     assert torch.allclose(tree.log_probs[0, 1:].sort(descending=True).values.double(), torch.tensor(best).double())
 
 
-@pytest.mark.parametrize("budget", [1, 16, 64, 512])
+@pytest.mark.parametrize("budget", [16, 300])
 def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     marginals = (torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3).log_softmax(-1)
     trees = []
