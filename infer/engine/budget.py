@@ -4,6 +4,7 @@ rounds really take and commit, and picks the fastest size of a round, down to no
 B rows, M tree nodes, S sizes.
 """
 
+import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
@@ -29,8 +30,9 @@ POSITIONS = 4096  # most positions of all rows that a target pass computes, root
 TRIAL = 8  # rounds that draft before it is asked whether to
 OTHER = 300  # exploring plain decoding, or drafting, may cost 1/300 of throughput
 SOON, UNKNOWN = 4, 16  # rounds between two that explore: at least; and at most, of a kind of which nothing is known
-BESIDE = 32  # rounds between two whose trees are a size larger than seems best
+BESIDE = 64  # rounds between two that verify a size more than seems best: what that costs may have changed
 DOUBT = 4  # promised tokens that count as kept before any is known
+BITS = 24  # bins of nodes, by the whole bits of their log-probabilities
 SHARE = 0.05  # of a round in its cost, once there are enough
 PAUSE = 1.5  # times what was thought that a round counts as at most: it may have waited for what is made once
 MEMORY = 200  # rows of drafting rounds in the averages of what trees promise and keep
@@ -82,12 +84,13 @@ class Budget:
 class BudgetController(Budget):
     """What rounds cost and commit lately, by which each round's nodes are chosen: a tree's, or none,
     where plain decoding is faster, as it is when many rows share the machine. A round of the other kind
-    now and then keeps both known, and one of a size larger than seems best what that would bring.
+    now and then keeps both known.
 
-    A node commits what the drafter promises, its probability, times how much of such promises was kept.
-    Among the sizes of a tree that is there, the next nodes are worth their time where they commit more
-    than rounds do in that time on average: as many as possible a second over all rounds, not in each by
-    itself.
+    As CaDDTree (arXiv:2606.01813) does, it searches a tree and then decides how much of it to verify, by
+    what its nodes are worth in this round. A node commits what the drafter promises, its probability,
+    times how much was kept lately of promises like it, by the bits of its log-probability. The next
+    nodes are worth their time where they commit more than rounds do in that time on average: as many
+    tokens as possible a second over all rounds, not in each by itself.
 
     Averages are exponential. Costs are ratios to the rule's, by rows (to the next power of two) and
     size; those of like rows and sizes lean on each other.
@@ -108,15 +111,21 @@ class BudgetController(Budget):
         self._costs: dict[int, np.ndarray] = {}  # by rows, until the next round is noted
         self.promised = np.zeros(len(sizes) - 1)  # tokens that a row expected of a size's nodes behind the size before
         self.found = np.zeros_like(self.promised)  # rows that these are of
-        self.kept = self.verified = 0.0  # tokens committed beside bonus tokens, and expected in the same rounds
+        self.verified = np.zeros((2, BITS))  # by bits of verified nodes: tokens promised, and committed
         self.rate = 0.0  # tokens a second that a row commits; 0: not known yet
-        self.expected = np.zeros(1)  # of the tree that was chosen last, by nodes: tokens beside the bonus token
+        self.likely = np.zeros((1, 0))  # (B, M) the drafter's probabilities of the drafted nodes found last
+        self.bits = np.zeros((1, 0), int)  # the bins of these
+        self.expected = np.zeros(1)  # of a row's, by nodes: tokens beside the bonus token
         self.rounds = self.alike = 0  # all, and those since one of the kind that seems slower
 
     @property
-    def trust(self) -> float:
-        """What is committed for every token that is expected."""
-        return (self.kept + DOUBT) / (self.verified + DOUBT)
+    def calibrated(self) -> np.ndarray:
+        """The probabilities that the drafted nodes found last are accepted, (B, M). Bins in which little
+        was verified are as right as all nodes are."""
+        promised, kept = self.verified
+        right = (kept.sum() + DOUBT) / (promised.sum() + DOUBT)
+        factors = (kept + DOUBT * right) / (promised + DOUBT)
+        return np.minimum(self.likely * factors[self.bits], 1)
 
     def place(self, nodes: int) -> int:
         """Return which is the largest size within so many nodes."""
@@ -132,25 +141,20 @@ class BudgetController(Budget):
         return self._costs[rows]
 
     def most_nodes(self, rows: int, most: int) -> int:
-        """Return how many nodes the next round drafts, at most so many, and no more than it is worth;
-        0: none."""
+        """Return how many nodes the next round finds, at most so many: more than are worth their time on
+        average, as this round's may be worth more; 0: none."""
         self.rounds += 1
         last = self.place(max(1, min(most, POSITIONS // rows - 1)))
         if self.rounds <= TRIAL or not self.promised.any():
             return min(self.sizes[last], FIRST)
         costs = self.costs(rows)
-        rates = (1 + self.trust * np.append(0.0, self.promised[:last].cumsum())) / costs[: last + 1]
+        rates = (1 + np.append(0.0, self.promised[:last].cumsum())) / costs[: last + 1]
         best = 1 + int(rates[1:].argmax())
         gain = rates[best] / rates[0]  # over drafting nothing
         self.rate = float(max(rates[0], rates[best]))
         other = self.alike >= self._patience(rows, gain, costs[0] / costs[best])
         self.alike = 0 if other else self.alike + 1
-        return 0 if (gain > 1) == other else self.sizes[min(best + self._looks, last)]
-
-    @property
-    def _looks(self) -> bool:
-        """Whether this round takes a size larger than seems best, to see what that commits."""
-        return self.rounds % BESIDE == BESIDE - 1
+        return 0 if (gain > 1) == other else min(self.grown(self.sizes[best]), self.sizes[last])
 
     def _patience(self, rows: int, gain: float, cost: float) -> float:
         """Return how many rounds of the better kind come between two of the other, where a plain round
@@ -162,17 +166,18 @@ class BudgetController(Budget):
     def nodes(self, log_probs: torch.Tensor, most: int) -> int:
         """Return the size, at most so many nodes, that commits most tokens a second over all rounds,
         for ranked trees with log-probabilities (B, M): the first n nodes are the best tree of n, whose
-        expected acceptance length is the sum of their probabilities (DDTree proposition 1), which is
-        corrected by how right they were lately. All rows get the same size."""
+        expected acceptance length is the sum of their probabilities (DDTree proposition 1), which are
+        calibrated by what was accepted lately. All rows get the same size."""
         self._expect(log_probs.tolist())
         return self._best(len(log_probs), most)
 
     def _expect(self, log_probs: list[list[float]]) -> None:
         """Take note of the tokens that a row is expected to commit beside the bonus token with 0, 1,
         ... nodes."""
-        probabilities = np.exp(log_probs)
-        probabilities[:, 0] = 0.0
-        self.expected = probabilities.mean(0).cumsum()
+        drafted = np.array(log_probs)[:, 1:]
+        self.likely = np.exp(drafted)
+        self.bits = np.minimum(np.abs(drafted) / math.log(2), BITS - 1).astype(int)
+        self.expected = np.append(0.0, self.calibrated.mean(0).cumsum())
 
     def nodes_ahead(self, rows: int, most: int) -> int:
         """Return the size of the next trees, at most so many nodes, before they are drafted: as if
@@ -181,17 +186,16 @@ class BudgetController(Budget):
         return self._best(rows, min(most, known)) if known else min(most, FIRST)
 
     def grown(self, nodes: int) -> int:
-        """Return how many nodes are to be found where so many are verified: what more would be worth
+        """Return how many nodes are to be found where so many are worth it: what more would be worth
         shows so."""
         return next((size for size in self.sizes if size >= 2 * nodes), self.sizes[-1])
 
     def _best(self, rows: int, most: int) -> int:
         """Return the best size of at most so many nodes by what is expected of each."""
         last = self.place(min(most, len(self.expected) - 1))
-        if self._looks:
-            return self.sizes[last]
-        worth = self.trust * self.expected[self.sizes[: last + 1]] - self.rate * self.costs(rows)[: last + 1]
-        return self.sizes[1 + int(worth[1:].argmax())]
+        worth = self.expected[self.sizes[: last + 1]] - self.rate * self.costs(rows)[: last + 1]
+        best = 1 + int(worth[1:].argmax())
+        return self.sizes[min(best + (self.rounds % BESIDE == 0), last)]
 
     def note(
         self, seconds: float, nodes: int, paths: list[list[int]], promised: list[list[float]] | None = None
@@ -214,8 +218,10 @@ class BudgetController(Budget):
         here = slice(len(sizes) - 1)
         self.found[here] = keep * self.found[here] + rows
         self.promised[here] += rows / self.found[here] * (np.diff(self.expected[sizes]) - self.promised[here])
-        self.kept = keep * self.kept + sum(map(len, paths))
-        self.verified = keep * self.verified + rows * float(self.expected[min(nodes, len(self.expected) - 1)])
+        bits, likely = self.bits[:, :nodes].ravel(), self.likely[:, :nodes].ravel()
+        accepted = bits[[row * nodes + node - 1 for row, path in enumerate(paths) for node in path]]
+        counts = np.bincount(bits, likely, BITS), np.bincount(accepted, minlength=BITS)
+        self.verified = keep * self.verified + counts
 
 
 def rule_of(target: Target, drafter: Drafter, clock: Callable[[], float]) -> BudgetRule:
