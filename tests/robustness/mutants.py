@@ -383,7 +383,7 @@ MUTANTS = [
     (
         "all drafts count as kept",
         "infer/engine/budget.py",
-        ("keep * self.kept + sum(map(len, paths))", "keep * self.kept + nodes * len(paths)"),
+        ("np.bincount(accepted, minlength=BITS)", "np.bincount(bits, minlength=BITS)"),
         "tests/infer/engine/test_engine.py",
     ),
     (
