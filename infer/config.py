@@ -98,7 +98,8 @@ class HeadConfig:
     top_k: selector only: it chooses among so many of a slot's likeliest tokens; 0: among all
     hidden: swiglu and gru: entries of its hidden layer or state; None: the drafter's intermediate size,
         or 1024
-    confidence: markov only: a second head learns how likely a draft is accepted
+    confidence: markov only: a second head learns how likely a draft is accepted, for engines that
+        spend by it; ours calibrates the probabilities of paths, see infer/engine/budget.py
     """
 
     name: str = "none"
