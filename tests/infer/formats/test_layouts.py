@@ -506,8 +506,7 @@ def test_drafts_of_fixed_shapes_of_a_sliding_drafter_are_the_same(target, tmp_pa
         assert torch.allclose(drafted(target, drafter, fixed=1), drafted(target, drafter), atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["chain", "ddtree", "static", "guided"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("method", "temperature"), [("chain", 0.0), ("ddtree", 1.0), ("static", 0.0), ("guided", 1.0)])
 def test_trees_and_sampling_survive_tokens_without_probability(method, temperature, target, tmp_path, ngrams):
     """A draft vocabulary of 3 tokens, fewer than a tree's children: all others are at minus infinity."""
     weights = dflash_weights(lm_head__weight=(3, D))

@@ -120,7 +120,7 @@ def reference(model: MaskedModel, prompt: list[int], options: MaskedOptions) -> 
 
 
 PROMPTS = [[3], [7, 8, 9, 10, 11, 12, 13], [1, 40, 2, 5, 5, 5, 33, 21, 9, 14, 50, 4]]
-WAYS = [("greedy", 1), ("greedy", 4), ("greedy", 8), ("mixed", 2), ("mixed", 5), ("guided", 4), ("guided", 8)]
+WAYS = [("greedy", 1), ("greedy", 8), ("mixed", 5), ("guided", 4), ("guided", 8)]
 
 
 @pytest.mark.parametrize(

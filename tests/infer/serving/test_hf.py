@@ -58,7 +58,7 @@ class Sum(StoppingCriteria):
 def test_greedy_is_what_generate_writes(tiny, settings):
     target, drafter = tiny
     expected = target.model.generate(**batch(), do_sample=False, **settings)
-    for method in ("plain", "chain", "ddtree"):
+    for method in ("chain", "ddtree"):
         ours = target.model.generate(
             **batch(), do_sample=False, custom_generate=speculative(target, drafter, method, 7), **settings
         )

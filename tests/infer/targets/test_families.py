@@ -461,7 +461,7 @@ def test_threads_share_a_target(random_target, name):
     target = random_target(family_config(name))
     drafter = new_drafter(DrafterConfig(layers=1, block_size=4, mask_token_id=96), target)
     drafter.init_weights(torch.Generator().manual_seed(0))
-    texts, options = prompts(5, 9, 14, 6, 11, 8), DecodeOptions(12, method="ddtree", budget=8)
+    texts, options = prompts(5, 9, 14, 6, 11, 8), DecodeOptions(7, method="ddtree", budget=8)
     alone = [decode(target, drafter, [text], options)[0].ids for text in texts]
     target.__dict__.pop("lean")  # made anew, by six threads at once
     with ThreadPoolExecutor(6) as pool:

@@ -41,7 +41,7 @@ def enumerate_all(marginals: torch.Tensor) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("length, vocabulary", [(1, 7), (2, 9), (3, 5), (4, 4), (6, 2)])
-@pytest.mark.parametrize("budget", [1, 2, 5, 17, 60, 10_000])
+@pytest.mark.parametrize("budget", [1, 5, 60, 10_000])
 def test_ddtree_is_the_exhaustive_top_b(length, vocabulary, budget):
     marginals = torch.randn(4, length, vocabulary, generator=torch.Generator().manual_seed(length)).mul(2)
     marginals = marginals.log_softmax(-1)
