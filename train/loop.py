@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from data.packing import row_index
-from infer.attention.masks import block_mask
-from infer.drafters.base import Drafter, head_weight, rows_of
+from infer.drafters.base import Drafter, head_weight, packed_states, rows_of
 from infer.drafters.heads.draft import teach
 from infer.targets.loading import spread
 from infer.targets.target import Features, Target
@@ -73,12 +72,7 @@ def draft_states(
     """Return the drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's
     dtype."""
     module: Drafter = getattr(drafter, "module", drafter)
-    kind = module.norm.weight.dtype
-    inputs = module.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
-    starts = (blocks.anchors - module.anchor_offset).clamp(min=0)
-    masks = [block_mask(starts, rows["documents"], module.num_queries, *view) for view in module.attention_patterns]
-    hidden = drafter(features.context.to(kind), rows["positions"], *inputs, *masks)  # (B, N*W, D)
-    drafted = hidden.unflatten(1, (-1, module.num_queries))[:, :, module.first_draft_slot :]  # (B, N, L, D)
+    drafted = packed_states(module, target, rows, blocks.anchors, features.context, drafter)  # (B, N, L, D)
     return drafted.flatten(0, 2).to(target.dtype)
 
 

@@ -22,7 +22,7 @@ what stands here (dflash/model.py is the one to read):
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 
 from infer.attention.attend import attend
 from infer.attention.kv_cache import KVCache, Window
-from infer.attention.masks import Mask, cached_blocks
+from infer.attention.masks import Mask, block_mask, cached_blocks
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
 from infer.drafters.gated import weights_of
@@ -484,9 +484,33 @@ class Drafter(nn.Module):
         cache, rows, width = state.cache, len(bonus), self.num_queries
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
-        states = self.for_head(states[:, self.first_draft_slot :])
-        marginals = self.logits(target, self.last_norm(states) if self.raw_states else states).log_softmax(-1)
-        return DraftedBlock(marginals, None if self.head_row is None else states)
+        return drafted_block(self, target, self.for_head(states[:, self.first_draft_slot :]))
+
+
+def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> DraftedBlock:
+    """Return what is drafted by the states (B, L, D) of blocks, as `Drafter.for_head` returns them."""
+    read = drafter.last_norm(states) if drafter.raw_states else states
+    marginals = drafter.logits(target, read).log_softmax(-1)
+    return DraftedBlock(marginals, None if drafter.head_row is None else states)
+
+
+def packed_states(
+    drafter: Drafter,
+    target: Target,
+    rows: Mapping[str, torch.Tensor],
+    anchors: torch.Tensor,
+    context: torch.Tensor,
+    run: Callable | None = None,
+) -> torch.Tensor:
+    """Return the states (B, N, L, D) of the drafted positions of all blocks behind anchors (B, N) of
+    packed rows, in one pass, as `Drafter.for_head` returns them. rows: "ids", "positions" and
+    "documents", (B, T) each; context (B, T, F): the features; run: what calls the drafter, if it is
+    inside something else."""
+    inputs = drafter.inputs(target, rows["ids"], rows["positions"], anchors)
+    starts = (anchors - drafter.anchor_offset).clamp(min=0)
+    masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
+    hidden = (run or drafter)(context.to(drafter.norm.weight.dtype), rows["positions"], *inputs, *masks)  # (B, N*W, D)
+    return hidden.unflatten(1, (-1, drafter.num_queries))[:, :, drafter.first_draft_slot :]
 
 
 def target_head(drafter: Drafter, target: Target) -> nn.Module:

@@ -273,6 +273,11 @@ def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram
     return NGram.open(options.continuity, target.tokenizer_digest if asked else None)
 
 
+def candidates_of(method: TreeMethod, nodes: int) -> int:
+    """Return how many tokens of a position trees of so many nodes consider, with a conditional head."""
+    return min(CANDIDATES, max(FEW, 2 * nodes)) if method.by_budget else CANDIDATES
+
+
 def propose(
     memory: Memory, asked: RowsAsked, nodes: int, method: TreeMethod, options: EngineConfig, ngram: NGram | None
 ) -> Proposal:
@@ -284,8 +289,8 @@ def propose(
     told = asked.sampling, known.part(asked.noise), None if seen is None else seen[:, None]
     block, steps = drafter.draft_block(target, memory.bonus, memory.state), None
     if drafter.head_row is not None:  # tokens depend on the ones drafted before them
-        considered = min(CANDIDATES, max(FEW, 2 * nodes)) if method.by_budget else CANDIDATES
-        steps = ConditionalDraft(drafter, target, memory.bonus, block, judge_on_noise(*told), considered)
+        judge, count = judge_on_noise(*told), candidates_of(method, nodes)
+        steps = ConditionalDraft(drafter, target, memory.bonus, block, judge, count)
     return Proposal(
         memory.bonus,
         condition_on_noise(block.marginals, *told),  # (B, L, V)

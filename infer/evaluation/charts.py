@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from infer.evaluation.pages import render
-from infer.evaluation.results import Evaluation, ExampleRound, MethodResult
+from infer.evaluation.results import Evaluation, ExampleRound, MethodResult, TreeStudy
 
 HEIGHT, ROW = 240, 16  # of a chart, and of a line of the legend below it: CSS pixels
 STEP_X, STEP_Y = 74, 62  # between tokens of a tree
 POINTS = 120  # of the loss curve: averages of so many stretches
 SHADES = ("", "7 3", "2 3", "9 3 2 3", "4 2")  # dash patterns, so that lines differ without colour
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#9b4f96")  # that colour-blind readers can tell apart
 CURVES = {  # a figure of a method with its interval, by what a chart calls it
     "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
     "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
@@ -147,6 +148,18 @@ def steps_chart(evaluations: Sequence[Evaluation]) -> Chart:
         points, intervals = [(step, same.tau) for step, same in found], [same.tau_interval for _, same in found]
         lines.append(Line(method.label, points, method.tree.colour, intervals, SHADES[i % len(SHADES)]))
     return Chart("τ during training", "training step", "τ, tokens a round", lines)
+
+
+def choices_chart(trees: TreeStudy) -> Chart:
+    """Return how often first choices are right by depth: behind first choices and behind a sibling."""
+    lines = []
+    for i, one in enumerate(trees.choices):
+        shares = zip(one.asked, one.right, one.intervals, strict=True)
+        known = [((depth, right / n), around) for depth, (n, right, around) in enumerate(shares, 1) if n]
+        if known:
+            points, intervals = zip(*known, strict=True)
+            lines.append(Line(f"{one.by}, behind {one.behind}", points, COLOURS[i], intervals, SHADES[i]))
+    return Chart("First choices that are right", "depth in the tree", "share", lines)
 
 
 def loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:

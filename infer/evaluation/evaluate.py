@@ -14,6 +14,7 @@ import torch
 
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
+from infer.drafters.families import LOOKUP
 from infer.engine.sequence import Sequence
 from infer.evaluation.acceptance import AnyPrompt, reference_of
 from infer.evaluation.cost import fit, limits_of
@@ -28,6 +29,7 @@ from infer.evaluation.results import (
 )
 from infer.evaluation.ruler import figures, rate
 from infer.evaluation.showing import show_texts
+from infer.evaluation.siblings import replay_trees, study_of
 from infer.targets.target import Target
 from infer.utils.together import agreed
 
@@ -99,8 +101,8 @@ def decode_all(
     progress: Progress = lambda done, total: None,
 ) -> list[list[Measured]]:
     """Decode the prompts of every part with every method, plain decoding first; of the first part, also
-    keep what a report shows of the texts. Where transformers' plain decoding is slower than ours there,
-    it is left out of the other parts."""
+    keep what a report shows of the texts, and replay greedy ones by trees. Where transformers' plain
+    decoding is slower than ours there, it is left out of the other parts."""
     total, done, results, slower = sum(len(part.prompts) for part in parts), 0, [], False
     for part in parts:
 
@@ -116,6 +118,9 @@ def decode_all(
     own = [one for one in trees if tree_of(one.variant.name).by_budget and not tree_of(one.variant.name).ngrams]
     best = max(own, key=lambda one: tau(one.texts))
     plain.shown = show_texts(target, drafter, best.texts, best.variant.options)
+    if parts[0].config.temperature == 0 and drafter.family is not LOOKUP:
+        texts = [(text.prompt, text.ids) for text in plain.texts]
+        plain.replayed = replay_trees(target, drafter, texts, parts[0].config.budgets)
     return results
 
 
@@ -164,6 +169,7 @@ def summarise_part(target: Target, drafter: Drafter, part: PromptSet, measured: 
         example=example,
         baseline=fastest.variant.name,
         what=part.what,
+        trees=study_of(plain.replayed) if plain.replayed else None,
     )
 
 

@@ -17,6 +17,7 @@ from infer.engine.sampling import derived_seed
 from infer.engine.sequence import Sequence
 from infer.evaluation.acceptance import AnyPrompt
 from infer.evaluation.others import decode_by_generate
+from infer.evaluation.replay import ReplayedText
 from infer.evaluation.results import GENERATE, PromptResult
 from infer.evaluation.ruler import DISTURBED
 from infer.evaluation.showing import Shown
@@ -44,6 +45,7 @@ class Measured:
     texts: list[Sequence] = field(default_factory=list)
     prompts: list[PromptResult] = field(default_factory=list)  # of the texts, in their order
     shown: Shown | None = None  # of plain decoding: texts of the tree with the highest acceptance length
+    replayed: list[ReplayedText] = field(default_factory=list)  # of plain decoding: the greedy texts by other orders
     again: int = 0  # prompts that something disturbed, which were measured again
 
     @property
@@ -60,6 +62,7 @@ class Measured:
         self.texts += other.texts
         self.prompts += other.prompts
         self.shown = self.shown or other.shown
+        self.replayed += other.replayed
         self.again += other.again
 
     def disturbed(self) -> list[int]:

@@ -9,11 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.evaluation.charts import budget_charts, drawn_tree, loss_chart, steps_chart
+from infer.evaluation.charts import budget_charts, choices_chart, drawn_tree, loss_chart, steps_chart
 from infer.evaluation.pages import render
 from infer.evaluation.results import Evaluation
 from infer.evaluation.ruler import best_of
-from infer.evaluation.tables import COLUMNS, beside, headline, kinds_of, legend, method_cells, notes_of
+from infer.evaluation.tables import (
+    COLUMNS,
+    STUDY,
+    beside,
+    headline,
+    kinds_of,
+    legend,
+    method_cells,
+    notes_of,
+    study_rows,
+    study_said,
+)
 from infer.utils.files import atomic_write
 from infer.utils.progress import duration
 
@@ -39,6 +50,7 @@ def write_report(
     evaluations, run = sorted(evaluations, key=lambda evaluation: evaluation.step or 0), run or RunFacts()
     shown = best_of(evaluations)
     charts = budget_charts({"": shown})
+    charts += [choices_chart(shown.trees)] if shown.trees and shown.trees.choices else []
     charts += [steps_chart(evaluations)] if len(evaluations) > 1 else []
     charts += [loss_chart(run.losses)] if run.losses else []
     groups = kinds_of(shown)
@@ -57,6 +69,9 @@ def write_report(
         legend=lines + [f"{line[0].upper()}{line[1:]}." for line in notes_of(shown)],
         groups=list(groups),
         others=others,
+        study=study_rows(shown),
+        study_columns=STUDY,
+        study_said=study_said(shown),
         marks=legend((), [cell for row in others for cell in row[1:]]),
         charts=charts,
         settings=settings_of_run(shown, run),

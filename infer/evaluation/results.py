@@ -172,6 +172,44 @@ def tree_of(name: str) -> TreeMethod:
     return rows.get(name) or TreeMethod(name, name, builder="", most_nodes=lambda block_size: 0)
 
 
+@dataclass(frozen=True)
+class FirstChoices:
+    """How often the drafter's first choice is the target's token, at the places that a tree's rounds
+    reach."""
+
+    by: str  # "marginals", or "head" where the drafter has a conditional one
+    behind: str  # what was accepted before in the round: "first choices" alone, or also "a sibling" of one
+    asked: list[int]  # by depth, from 1
+    right: list[int]
+    intervals: list[list[float] | None]  # of the share at each depth
+    interval: list[float] | None  # of the share at all depths
+
+    @property
+    def share(self) -> float:
+        """Of all depths."""
+        return sum(self.right) / max(1, sum(self.asked))
+
+
+@dataclass(frozen=True)
+class ReplayedOrder:
+    """What rounds would commit by one order of the drafter's candidates."""
+
+    method: str
+    nodes: int
+    by: str  # of `infer.evaluation.replay.Order`
+    tau: float
+    tau_interval: list[float] | None
+
+
+@dataclass(frozen=True)
+class TreeStudy:
+    """What trees gain and why, replayed on an evaluation's greedy texts."""
+
+    nodes: int  # of the trees whose rounds `choices` are of
+    choices: list[FirstChoices]
+    orders: list[ReplayedOrder]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What every method took on the same prompts. The first method is plain decoding by our engine; for
@@ -194,6 +232,7 @@ class Evaluation:
     example: ExampleRound | None = None
     what: str | None = None  # of an evaluation beside another: what is different
     reference: Reference | None = None  # of the prompts from outside the data
+    trees: TreeStudy | None = None  # None for sampled texts, and for drafters that cannot be replayed
 
     @property
     def ours(self) -> list[MethodResult]:

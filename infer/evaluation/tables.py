@@ -9,6 +9,7 @@ from infer.evaluation.ruler import DISTURBED, FEWEST, figures
 
 DASH = "-"
 COLUMNS = ("method", "tokens per round (τ)", "tokens/s", "speedup", "same output")
+STUDY = ("replayed", "τ by marginals", "τ", "τ in the best order", "tokens/s")
 ENGINES = "vLLM, SGLang, llama.cpp and transformers"
 MARK = "~"
 MEANING = f"{MARK}  not significant: the interval holds 1, or there are fewer than {FEWEST} prompts"
@@ -67,7 +68,48 @@ def table(evaluation: Evaluation) -> str:
     if len(groups) > 1:
         rows = beside(evaluation, groups)
         parts += [markdown(["τ, speedup", *groups], rows), *legend((), [cell for row in rows for cell in row[1:]])]
+    if rows := study_rows(evaluation):
+        parts += [markdown(STUDY, rows), study_said(evaluation)]
     return "\n\n".join([*parts, "\n".join(notes_of(evaluation))]).rstrip()
+
+
+def study_rows(evaluation: Evaluation) -> list[list[str]]:
+    """Return a row under STUDY for the chain and every budget of DDTree that was replayed."""
+    rows = []
+    found = {(one.method, one.nodes, one.by): one for one in evaluation.trees.orders} if evaluation.trees else {}
+    for method in evaluation.methods:
+        ways = [found.get((method.name, method.budget, by)) for by in ("marginals", "drafter", "ideal")]
+        if any(ways):
+            cells = [DASH if one is None else f"{one.tau:.2f}{span(one.tau_interval)}" for one in ways]
+            rows.append([method.label, *cells, f"{method.tokens_per_second:.1f}"])
+    return rows
+
+
+def study_said(evaluation: Evaluation) -> str:
+    """Return what the replay says of trees, in words."""
+    trees = evaluation.trees
+    if trees is None:
+        return ""
+    shares = ", ".join(
+        f"{one.share:.0%}{percent(one.interval)} behind {one.behind} by the {one.by}"
+        for one in trees.choices
+        if any(one.asked)
+    )
+    said = f"In rounds of {trees.nodes} nodes the first choice is the target's token: {shares}."
+    chain = next((method for method in evaluation.methods if method.name == "chain"), None)
+    own = [method for method in evaluation.methods if method.name == "ddtree" and method.prompts]
+    if chain is None or not chain.prompts or not own:
+        return said
+    over = [replace(method, **asdict(figures(method.prompts, chain.prompts))) for method in own]
+    best = surest(over)
+    pays = {"faster": "Trees pay", "slower": "Trees do not pay"}.get(best.finding, "Whether trees pay is undecided")
+    low = "" if best.speedup_interval is None else f" (95 %:{span(best.speedup_interval)})"
+    return f"{said} {pays} here: {best.label} is {best.speedup:.2f} times as fast as the chain{low}."
+
+
+def percent(interval: list[float] | None) -> str:
+    """Return an interval of shares in brackets, with a space before; nothing where there is none."""
+    return "" if interval is None else f" [{interval[0]:.0%}, {interval[1]:.0%}]"
 
 
 def comparison(evaluations: dict[str, Evaluation]) -> str:

@@ -1,0 +1,89 @@
+"""Replays of greedy texts are what decoding does, round by round; what is counted in them adds up."""
+
+import numpy as np
+import pytest
+import torch
+
+from data.prompts import outside_prompts
+from infer import load_drafter
+from infer.api import decode
+from infer.config import DecodeOptions, HeadConfig
+from infer.drafters.lookup import Lookup
+from infer.evaluation.acceptance import count_accepted
+from infer.evaluation.replay import Order, count_choices, features_of, replay, tau
+from infer.evaluation.siblings import study_of
+
+HEAD = HeadConfig("markov", rank=6)
+TINY = {
+    "windowed": {"window": 5},
+    "dart": {"family": "dart"},
+    "part": {"vocabulary": 60, "head": HEAD},
+    "recurrent": {"head": HeadConfig("gru", rank=6, hidden=10)},
+}
+
+
+def decoded(target, drafter, prompts, order: Order, tokens: int) -> list:
+    asked = {"method": order.method, "budget": order.nodes, "continuity": "none", "rows": 1, "positions": None}
+    return decode(target, drafter, prompts, DecodeOptions(max_new_tokens=tokens, **asked))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_any_drafter_is_replayed_as_it_decodes(make_tiny, name):
+    target, drafter = make_tiny(block_size=5, **TINY[name])
+    orders = [Order("chain", 4), Order("ddtree", 12), Order("ddtree", 90), Order("static", 14)]
+    prompts = [[7, 8, 9, 10], list(range(20, 41)), [3]]
+    real = {order: decoded(target, drafter, prompts, order, 24) for order in orders}
+    texts = [(text.prompt, text.ids) for text in real[orders[0]]]
+    found = replay(target, drafter, texts, orders, features_of(target, drafter.layer_ids, texts))
+    for order in orders:
+        assert [text.commits[order] for text in found] == [text.commits for text in real[order]], order
+    assert max(map(max, (text.commits[orders[2]] for text in found))) > 1
+
+
+def test_what_is_counted_is_what_decoding_accepted(embedded):
+    """Chains decoded for real say how often first choices are right; no order accepts more than the best one."""
+    drafter = load_drafter("embedded")
+    prompts = [prompt.ids for prompt in outside_prompts(embedded.tokenizer, 48, False)[:5]]
+    chain, tree, best = Order("chain", 7), Order("ddtree", 16), Order("ddtree", 16, "ideal")
+    real = decoded(embedded, drafter, prompts, chain, 40)
+    texts = [(text.prompt, text.ids) for text in real]
+    by_chain = replay(embedded, drafter, texts, [chain], reference=chain)
+    own = "marginals" if drafter.head_row is None else "head"
+    for found, text in zip(by_chain, real, strict=True):
+        assert found.commits[chain] == text.commits
+        asked, right, *behind = found.choices[own]
+        counted = count_accepted(text.commits, 10**6, 7)  # of all rounds
+        assert asked[0] == counted.rounds and not np.any(behind)
+        assert (np.array(counted.accepted) <= right).all() and (right - counted.accepted).sum() <= 1  # cut at the end
+    found = replay(embedded, drafter, texts, [tree, best], reference=tree)
+    assert [text.commits[tree] for text in found] == [
+        text.commits for text in decoded(embedded, drafter, prompts, tree, 40)
+    ]
+    study = study_of(found)
+    gained = {one.by: one.tau for one in study.orders}
+    assert gained["ideal"] > gained["drafter"] > tau([text.commits[chain] for text in by_chain])[0]
+    spine, behind = [one for one in study.choices if one.by == own]
+    assert (
+        spine.asked[0] + behind.asked[0] == sum(len(text.commits[tree]) - 1 for text in found) and behind.asked[0] == 0
+    )
+    assert spine.interval[0] < spine.share < spine.interval[1] and sum(behind.asked) > 0
+
+
+def test_places_behind_an_accepted_sibling():
+    """The second token was not the first choice, and was accepted: what follows it is behind a sibling."""
+    right, there = torch.tensor([[True, False, True, True]]), torch.tensor([[True, True, True, False]])
+    assert count_choices(right, there, torch.tensor([3]))[:, 0].tolist() == [
+        [1, 1, 0, 0],
+        [1, 0, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 1, 0],
+    ]
+    assert count_choices(right, there, torch.tensor([1]))[2].sum() == 0
+
+
+def test_what_cannot_be_replayed_is_refused(make_tiny):
+    target, drafter = make_tiny()
+    with pytest.raises(ValueError, match="method=ddtree.ngrams cannot be replayed: use chain or ddtree or static"):
+        replay(target, drafter, [], [Order("ddtree+ngrams", 4)])
+    with pytest.raises(ValueError, match="lookup drafter has no features"):
+        replay(target, Lookup(), [], [Order("chain", 4)])
