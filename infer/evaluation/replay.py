@@ -74,7 +74,7 @@ class ReplayedText:
     choices: dict[str, np.ndarray]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def replay(
     target: Target,
     drafter: Drafter,
@@ -83,8 +83,9 @@ def replay(
     features: Sequence[torch.Tensor] | None = None,
     reference: Order | None = None,
 ) -> list[ReplayedText]:
-    """Return what every text's rounds commit by each order: what `Sequence.commits` is behind decoding;
-    and how good the drafter's first choices are in those of the `reference`, one of the orders.
+    """Return what every text's rounds commit by each order: what `Sequence.commits` is behind decoding,
+    but for rounding; and how good the drafter's first choices are in those of the `reference`, one of
+    the orders.
 
     texts: greedy ones, the answers with their end token if they have one; features: `features_of` the
     drafter's `layer_ids`, where they are known. Raises ValueError for methods that ask n-grams or draft
