@@ -12,6 +12,7 @@ import train.loop as loop
 from data.packing import packed_rows
 from infer import load_target
 from infer.config import DrafterConfig
+from infer.drafters import base
 from infer.utils.entry import Stopped
 from train.batches import Prefetch, draw_blocks
 from train.config import FeaturesConfig, ObjectiveConfig, TrainConfig
@@ -184,9 +185,9 @@ def test_the_start_agrees_in_bfloat16(run_here, make_tiny):
 @pytest.mark.parametrize("fault", ["mask", "labels", "rows", "nan"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_start_notices_what_is_wrong(run_here, make_tiny, monkeypatch, fault, dtype):
-    plain_mask, plain_score = loop.block_mask, loop.score
+    plain_mask, plain_score = base.block_mask, loop.score
     if fault == "mask":  # a block sees its whole document
-        monkeypatch.setattr(loop, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest))
+        monkeypatch.setattr(base, "block_mask", lambda starts, *rest: plain_mask(starts * 0 + 10, *rest))
     else:
 
         def score(drafter, drafted, target, rows, blocks, features, config, plan):
