@@ -22,7 +22,7 @@ what stands here (dflash/model.py is the one to read):
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -495,21 +495,16 @@ def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> Dra
 
 
 def packed_states(
-    drafter: Drafter,
-    target: Target,
-    rows: Mapping[str, torch.Tensor],
-    anchors: torch.Tensor,
-    context: torch.Tensor,
-    run: Callable | None = None,
+    drafter: Drafter, target: Target, rows: dict, anchors: torch.Tensor, context: torch.Tensor, run: Callable
 ) -> torch.Tensor:
     """Return the states (B, N, L, D) of the drafted positions of all blocks behind anchors (B, N) of
     packed rows, in one pass, as `Drafter.for_head` returns them. rows: "ids", "positions" and
-    "documents", (B, T) each; context (B, T, F): the features; run: what calls the drafter, if it is
-    inside something else."""
+    "documents", (B, T) each; context (B, T, F): the features; run: the drafter, or the engine around
+    it."""
     inputs = drafter.inputs(target, rows["ids"], rows["positions"], anchors)
     starts = (anchors - drafter.anchor_offset).clamp(min=0)
     masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
-    hidden = (run or drafter)(context.to(drafter.norm.weight.dtype), rows["positions"], *inputs, *masks)  # (B, N*W, D)
+    hidden = run(context.to(drafter.norm.weight.dtype), rows["positions"], *inputs, *masks)  # (B, N*W, D)
     return hidden.unflatten(1, (-1, drafter.num_queries))[:, :, drafter.first_draft_slot :]
 
 

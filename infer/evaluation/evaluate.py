@@ -20,6 +20,7 @@ from infer.evaluation.acceptance import AnyPrompt, reference_of
 from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.measuring import Measured, Progress, PromptSet, measure, middle, variants
+from infer.evaluation.replay import replay_trees, study_of
 from infer.evaluation.results import (
     GENERATE,
     Evaluation,
@@ -29,7 +30,6 @@ from infer.evaluation.results import (
 )
 from infer.evaluation.ruler import figures, rate
 from infer.evaluation.showing import show_texts
-from infer.evaluation.siblings import replay_trees, study_of
 from infer.targets.target import Target
 from infer.utils.together import agreed
 

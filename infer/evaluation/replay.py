@@ -4,16 +4,16 @@ without decoding.
 A greedy text is what the target writes, whatever drafts. So one pass over the whole text has the
 target's features, one block is drafted behind every token of the answer, many at a time, and what a
 round would accept there is how far the text itself goes along the tree (`infer.engine.choices.walk`).
-Rounds are then steps over these counts.
+Rounds are then steps over these counts. `replay_trees` and `study_of` ask them whether trees pay.
 
-P places of an answer, T tokens of a text, L drafted positions, M candidates a position, F features of a
+n texts, P places of an answer, T tokens of a text, L drafted positions, M candidates a position, F features of a
 position, R tokens that the drafter knows.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ from torch.nn import functional as F
 
 from infer.config import EngineConfig
 from infer.drafters.base import DraftedBlock, Drafter, drafted_block, packed_states
-from infer.drafters.families import LOOKUP
 from infer.drafters.heads.draft import ConditionalDraft, behind
 from infer.engine.choices import walk
 from infer.engine.runner import candidates_of
+from infer.evaluation.results import FirstChoices, ReplayedOrder, TreeStudy
 from infer.evaluation.ruler import interval, pooled
 from infer.targets.target import Target
 from infer.trees.ddtree import Marginals
@@ -41,13 +41,12 @@ Text = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt, and of the 
 class Order(NamedTuple):
     """Which of the drafter's candidates a round verifies."""
 
-    method: str  # a row of TREES that asks no n-grams
+    method: str  # a row of TREES that drafts and asks no n-grams
     nodes: int  # the budget; of a chain block_size - 1
     by: str = "drafter"  # as it decodes; "marginals": without the conditional head; "ideal": see `ideal`
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """Blocks drafted behind P tokens of an answer."""
 
     bonus: torch.Tensor  # (P,)
@@ -56,22 +55,22 @@ class Drafts:
     steps: Callable[[int], ConditionalDraft | None]  # by the number of candidates; None: there is no head
 
 
-def features_of(target: Target, layers: Sequence[int], texts: Sequence[Text]) -> list[torch.Tensor]:
-    """Return the features (T, F) of `layers` at every token of each text, one pass a text."""
-    found = []
-    for prompt, answer in texts:
-        rows = _packed([*prompt, *answer], target.device)
-        found.append(target.packed_features(*rows.values(), tuple(layers)).context[0])
-    return found
-
-
-@dataclass(frozen=True)
-class ReplayedText:
+class ReplayedText(NamedTuple):
     """The rounds of one text."""
 
     commits: dict[Order, list[int]]  # tokens committed round by round, the prefill's one first
-    # (4, L) int64 by "marginals" and "head", of the reference's rounds: `first_choices`
-    choices: dict[str, np.ndarray]
+    choices: dict[str, np.ndarray]  # (4, L) int64 by "marginals" and "head", of the reference's rounds: `first_choices`
+
+
+def features_of(target: Target, layers: Sequence[int], text: Text) -> torch.Tensor:
+    """Return the features (T, F) of `layers` at every token of a text, by one pass."""
+    return target.packed_features(*packed(text, target.device).values(), tuple(layers)).context[0]
+
+
+def packed(text: Text, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a text as a packed row of one document, (1, T) each."""
+    row = torch.tensor([[*text[0], *text[1]]], device=device)
+    return {"ids": row, "positions": torch.arange(row.shape[1], device=device)[None], "documents": row * 0}
 
 
 @torch.no_grad()
@@ -88,25 +87,17 @@ def replay(
     the orders.
 
     texts: greedy ones, the answers with their end token if they have one; features: `features_of` the
-    drafter's `layer_ids`, where they are known. Raises ValueError for methods that ask n-grams or draft
-    nothing, and for drafters without a network."""
-    for order in orders:
-        row = TREES.get(order.method)
-        if row is None or row.ngrams or not row.drafts:
-            known = " or ".join(name for name, row in TREES.items() if row.drafts and not row.ngrams)
-            raise ValueError(f"method={order.method} cannot be replayed: use {known}")
-    if drafter.family is LOOKUP:
-        raise ValueError(f"a {LOOKUP.name} drafter has no features to replay with: give a trained one")
+    drafter's `layer_ids`, where they are known. The drafter is one that can be trained."""
     found = []
     for number, text in enumerate(texts):
-        context = features_of(target, drafter.layer_ids, [text])[0] if features is None else features[number]
-        counts, choices = defaultdict(list), defaultdict(list)
+        context = features[number] if features else features_of(target, drafter.layer_ids, text)
+        counts, choices = {order: [] for order in orders}, defaultdict(list)
         for drafts in drafted(target, drafter, text, context):
             lengths = {order: accepted(drafter, drafts, order) for order in orders}
             for order, length in lengths.items():
                 counts[order] += length.tolist()
-            for by, right in first_choices(target, drafter, drafts).items() if reference else ():
-                choices[by].append(count_choices(right, drafts.ahead[:, :-1] >= 0, lengths[reference]))
+            for by, places in first_choices(target, drafter, drafts, lengths[reference]) if reference else ():
+                choices[by].append(places)
         rounds = {order: commits(counts[order]) for order in orders}
         starts = np.cumsum([0, *rounds[reference][1:-1]]) if choices else []
         sums = {by: torch.cat(parts, 1)[:, starts].sum(1).cpu().numpy() for by, parts in choices.items()}
@@ -114,37 +105,14 @@ def replay(
     return found
 
 
-def first_choices(target: Target, drafter: Drafter, drafts: Drafts) -> dict[str, torch.Tensor]:
-    """Return whether the likeliest token of each position is the text's own, (P, L): by the marginals,
-    and by a conditional head behind the text's own tokens."""
-    known, ahead = drafter.vocabulary, drafts.ahead
-    found = {"marginals": drafts.block.marginals}
-    if drafter.head_row is not None:
-        before = torch.cat([drafts.bonus[:, None], ahead[:, :-2].clamp(min=0)], 1)  # (P, L)
-        found["head"] = behind(drafter, target, drafts.block, before)
-    return {by: known.ids(scores.argmax(-1)) == ahead[:, :-1] for by, scores in found.items()}
-
-
-def count_choices(right: torch.Tensor, there: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return which positions a round behind each place asks for, and at which the first choice is
-    right, (4, P, L): both where all tokens before were first choices (the spine), then both where an
-    accepted one was not (behind a sibling). right (P, L); there (P, L): the text has a token there;
-    lengths (P,): accepted drafts."""
-    spine = F.pad(right[:, :-1], (1, 0), value=True).long().cumprod(1).bool()
-    asked = there & (torch.arange(right.shape[1], device=right.device) <= lengths[:, None])
-    return torch.stack([asked & spine, asked & spine & right, asked & ~spine, asked & ~spine & right]).long()
-
-
 def drafted(target: Target, drafter: Drafter, text: Text, context: torch.Tensor) -> Iterator[Drafts]:
     """Yield the `Drafts` behind all tokens of an answer but the last, in turn, as many at a time as
     there is room for; context (T, F)."""
-    prompt, answer = text
-    length, known = drafter.block_size - 1, target.vocabulary
-    rows = _packed([*prompt, *answer], target.device)
-    ids, first, end = rows["ids"][0], len(prompt), len(prompt) + len(answer) - 1
-    ahead = F.pad(ids, (0, length + 1), value=-1).unfold(0, length + 1, 1)[1:]
-    for part in torch.arange(first, end, device=ids.device).split(max(1, min(AT_ONCE, ROOM // (length * known)))):
-        states = packed_states(drafter, target, rows, part[None], context[None])[0]  # (P, L, D)
+    rows, first, length = packed(text, target.device), len(text[0]), drafter.block_size - 1
+    ids, at_once = rows["ids"][0], max(1, min(AT_ONCE, ROOM // (length * target.vocabulary)))
+    ahead = F.pad(ids, (0, length + 1), value=-1).unfold(0, length + 1, 1)[1:]  # (T, L + 1)
+    for part in torch.arange(first, len(ids) - 1, device=ids.device).split(at_once) if len(text[1]) > 1 else ():
+        states = packed_states(drafter, target, rows, part[None], context[None], drafter)[0]  # (P, L, D)
         block = drafted_block(drafter, target, states)
 
         @cache
@@ -156,9 +124,8 @@ def drafted(target: Target, drafter: Drafter, text: Text, context: torch.Tensor)
 
 def accepted(drafter: Drafter, drafts: Drafts, order: Order) -> torch.Tensor:
     """Return how many drafts a round behind each place accepts, (P,)."""
-    row = TREES[order.method]
+    row, width, known = TREES[order.method], EngineConfig.width, drafter.vocabulary
     head = drafts.steps(candidates_of(row, order.nodes)) if order.by != "marginals" else None
-    known, width = drafter.vocabulary, EngineConfig.width
     proposal = Proposal(drafts.bonus, drafts.block.marginals, order.nodes, width=width, steps=head, vocabulary=known)
     if order.by == "ideal":
         return ideal(proposal, drafts.ahead)
@@ -173,6 +140,27 @@ def ideal(proposal: Proposal, ahead: torch.Tensor) -> torch.Tensor:
     steps = proposal.steps or Marginals(proposal.marginals, proposal.budget, proposal.vocabulary)
     found = (steps.tokens == ahead[:, :-1, None]).any(-1)  # (P, L)
     return found.long().cumprod(1).sum(1).clamp(max=proposal.budget)
+
+
+def first_choices(
+    target: Target, drafter: Drafter, drafts: Drafts, lengths: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield "marginals", and "head" where there is a conditional one, with what rounds behind each
+    place that accept `lengths` (P,) drafts say of its likeliest tokens, (4, P, L): at which positions
+    it was asked and at which it was right, where all tokens before were its first choices (the spine);
+    then both where one was not (behind an accepted sibling). A head is asked behind the text's own
+    tokens."""
+    ahead = drafts.ahead[:, :-1]  # (P, L)
+    scores = {"marginals": drafts.block.marginals}
+    if drafter.head_row is not None:
+        before = torch.cat([drafts.bonus[:, None], ahead[:, :-1].clamp(min=0)], 1)
+        scores["head"] = behind(drafter, target, drafts.block, before)
+    reached = (ahead >= 0) & (torch.arange(ahead.shape[1], device=ahead.device) <= lengths[:, None])
+    for by, log_q in scores.items():
+        right = drafter.vocabulary.ids(log_q.argmax(-1)) == ahead
+        spine = F.pad(right[:, :-1], (1, 0), value=True).cumprod(1).bool()
+        asked = torch.stack([reached & spine, reached & ~spine])  # (2, P, L)
+        yield by, torch.stack([asked, asked & right], 1).flatten(0, 1).long()
 
 
 def commits(accepted: Sequence[int]) -> list[int]:
@@ -191,7 +179,28 @@ def tau(texts: Sequence[Sequence[int]]) -> tuple[float, list[float] | None]:
     return float(pooled(gains, rounds)), interval(lambda drawn: pooled(gains[drawn], rounds[drawn]), len(gains))
 
 
-def _packed(ids: list[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return a text as a packed row of one document, (1, T) each."""
-    row = torch.tensor([ids], device=device)
-    return {"ids": row, "positions": torch.arange(len(ids), device=device)[None], "documents": torch.zeros_like(row)}
+def replay_trees(target: Target, drafter: Drafter, texts: Sequence[Text], budgets: Sequence[int]) -> list[ReplayedText]:
+    """Replay the chain and DDTrees of every budget: as the drafter decodes, by marginals alone, and in
+    the best order; look at first choices in the rounds of the largest."""
+    ways = ("drafter", "ideal") if drafter.head_row is None else ("drafter", "marginals", "ideal")
+    orders = [Order("chain", drafter.block_size - 1, by) for by in ways[:-1]]
+    orders += [Order("ddtree", budget, by) for budget, by in product(budgets, ways)]
+    return replay(target, drafter, texts, orders, reference=Order("ddtree", max(budgets)))
+
+
+def study_of(texts: Sequence[ReplayedText]) -> TreeStudy:
+    """Return the figures of replayed texts, with intervals over texts."""
+    orders, choices = texts[0].commits, []
+    for by in next((text.choices for text in texts if text.choices), ()):
+        counts = np.stack([text.choices[by] for text in texts if text.choices], 2)  # (4, L, n)
+        for place, asked, right in zip(("first choices", "a sibling"), counts[::2], counts[1::2], strict=True):
+            around = [share_interval(*pair) for pair in zip(asked, right, strict=True)]
+            sums, whole = (asked.sum(1).tolist(), right.sum(1).tolist()), share_interval(asked.sum(0), right.sum(0))
+            choices.append(FirstChoices(by, place, *sums, around, whole))
+    rows = [ReplayedOrder(*order, *tau([text.commits[order] for text in texts])) for order in orders]
+    return TreeStudy(max(order.nodes for order in orders if order.method == "ddtree"), choices, rows)
+
+
+def share_interval(asked: np.ndarray, right: np.ndarray) -> list[float] | None:
+    """Return the interval of a share over texts with these counts (n,)."""
+    return interval(lambda drawn: right[drawn].sum(-1) / np.maximum(asked[drawn].sum(-1), 1), len(asked))

@@ -13,18 +13,7 @@ from infer.evaluation.charts import budget_charts, choices_chart, drawn_tree, lo
 from infer.evaluation.pages import render
 from infer.evaluation.results import Evaluation
 from infer.evaluation.ruler import best_of
-from infer.evaluation.tables import (
-    COLUMNS,
-    STUDY,
-    beside,
-    headline,
-    kinds_of,
-    legend,
-    method_cells,
-    notes_of,
-    study_rows,
-    study_said,
-)
+from infer.evaluation.tables import COLUMNS, beside, headline, kinds_of, legend, method_cells, notes_of, study_table
 from infer.utils.files import atomic_write
 from infer.utils.progress import duration
 
@@ -69,9 +58,7 @@ def write_report(
         legend=lines + [f"{line[0].upper()}{line[1:]}." for line in notes_of(shown)],
         groups=list(groups),
         others=others,
-        study=study_rows(shown),
-        study_columns=STUDY,
-        study_said=study_said(shown),
+        study=study_table(shown),
         marks=legend((), [cell for row in others for cell in row[1:]]),
         charts=charts,
         settings=settings_of_run(shown, run),

@@ -68,48 +68,27 @@ def table(evaluation: Evaluation) -> str:
     if len(groups) > 1:
         rows = beside(evaluation, groups)
         parts += [markdown(["τ, speedup", *groups], rows), *legend((), [cell for row in rows for cell in row[1:]])]
-    if rows := study_rows(evaluation):
-        parts += [markdown(STUDY, rows), study_said(evaluation)]
+    if study := study_table(evaluation):
+        parts += [markdown(*study[:2]), study[2]]
     return "\n\n".join([*parts, "\n".join(notes_of(evaluation))]).rstrip()
 
 
-def study_rows(evaluation: Evaluation) -> list[list[str]]:
-    """Return a row under STUDY for the chain and every budget of DDTree that was replayed."""
-    rows = []
-    found = {(one.method, one.nodes, one.by): one for one in evaluation.trees.orders} if evaluation.trees else {}
-    for method in evaluation.methods:
-        ways = [found.get((method.name, method.budget, by)) for by in ("marginals", "drafter", "ideal")]
-        if any(ways):
-            cells = [DASH if one is None else f"{one.tau:.2f}{span(one.tau_interval)}" for one in ways]
-            rows.append([method.label, *cells, f"{method.tokens_per_second:.1f}"])
-    return rows
-
-
-def study_said(evaluation: Evaluation) -> str:
-    """Return what the replay says of trees, in words."""
-    trees = evaluation.trees
+def study_table(evaluation: Evaluation) -> tuple[tuple[str, ...], list[list[str]], str] | None:
+    """Return what was replayed of the chain and DDTrees: columns, a row each, and what it says of trees,
+    in words; None where nothing was."""
+    trees, rows, own = evaluation.trees, [], [one for one in evaluation.methods if one.name in ("chain", "ddtree")]
     if trees is None:
-        return ""
-    shares = ", ".join(
-        f"{one.share:.0%}{percent(one.interval)} behind {one.behind} by the {one.by}"
-        for one in trees.choices
-        if any(one.asked)
-    )
-    said = f"In rounds of {trees.nodes} nodes the first choice is the target's token: {shares}."
-    chain = next((method for method in evaluation.methods if method.name == "chain"), None)
-    own = [method for method in evaluation.methods if method.name == "ddtree" and method.prompts]
-    if chain is None or not chain.prompts or not own:
-        return said
-    over = [replace(method, **asdict(figures(method.prompts, chain.prompts))) for method in own]
-    best = surest(over)
-    pays = {"faster": "Trees pay", "slower": "Trees do not pay"}.get(best.finding, "Whether trees pay is undecided")
-    low = "" if best.speedup_interval is None else f" (95 %:{span(best.speedup_interval)})"
-    return f"{said} {pays} here: {best.label} is {best.speedup:.2f} times as fast as the chain{low}."
-
-
-def percent(interval: list[float] | None) -> str:
-    """Return an interval of shares in brackets, with a space before; nothing where there is none."""
-    return "" if interval is None else f" [{interval[0]:.0%}, {interval[1]:.0%}]"
+        return None
+    found = {(one.method, one.nodes, one.by): f"{one.tau:.2f}{span(one.tau_interval)}" for one in trees.orders}
+    for method in own:
+        cells = [found.get((method.name, method.budget, by), DASH) for by in ("marginals", "drafter", "ideal")]
+        rows.append([method.label, *cells, f"{method.tokens_per_second:.1f}"])
+    asked = [one for one in trees.choices if any(one.asked)]
+    shares = ", ".join(f"{one.share:.2f}{span(one.interval)} behind {one.behind} by the {one.by}" for one in asked)
+    chain, *larger = own
+    best = surest([replace(one, **asdict(figures(one.prompts, chain.prompts))) for one in larger])
+    said = f"How often the drafter's first choice is the target's token, in rounds of {trees.nodes} nodes: {shares}."
+    return STUDY, rows, f"{said} {best.label} is {gain(best, 'as the chain')}."
 
 
 def comparison(evaluations: dict[str, Evaluation]) -> str:

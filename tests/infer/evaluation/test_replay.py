@@ -1,5 +1,7 @@
 """Replays of greedy texts are what decoding does, round by round; what is counted in them adds up."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,10 +10,10 @@ from data.prompts import outside_prompts
 from infer import load_drafter
 from infer.api import decode
 from infer.config import DecodeOptions, HeadConfig
-from infer.drafters.lookup import Lookup
+from infer.drafters.base import DraftedBlock
 from infer.evaluation.acceptance import count_accepted
-from infer.evaluation.replay import Order, count_choices, features_of, replay, tau
-from infer.evaluation.siblings import study_of
+from infer.evaluation.replay import Drafts, Order, features_of, first_choices, replay, study_of, tau
+from infer.trees.vocabulary import ALL
 
 HEAD = HeadConfig("markov", rank=6)
 TINY = {
@@ -34,7 +36,7 @@ def test_any_drafter_is_replayed_as_it_decodes(make_tiny, name):
     prompts = [[7, 8, 9, 10], list(range(20, 41)), [3]]
     real = {order: decoded(target, drafter, prompts, order, 24) for order in orders}
     texts = [(text.prompt, text.ids) for text in real[orders[0]]]
-    found = replay(target, drafter, texts, orders, features_of(target, drafter.layer_ids, texts))
+    found = replay(target, drafter, texts, orders, [features_of(target, drafter.layer_ids, text) for text in texts])
     for order in orders:
         assert [text.commits[order] for text in found] == [text.commits for text in real[order]], order
     assert max(map(max, (text.commits[orders[2]] for text in found))) > 1
@@ -56,34 +58,23 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
         assert asked[0] == counted.rounds and not np.any(behind)
         assert (np.array(counted.accepted) <= right).all() and (right - counted.accepted).sum() <= 1  # cut at the end
     found = replay(embedded, drafter, texts, [tree, best], reference=tree)
-    assert [text.commits[tree] for text in found] == [
-        text.commits for text in decoded(embedded, drafter, prompts, tree, 40)
-    ]
+    own_rounds = [text.commits for text in decoded(embedded, drafter, prompts, tree, 40)]
+    assert [text.commits[tree] for text in found] == own_rounds
     study = study_of(found)
     gained = {one.by: one.tau for one in study.orders}
     assert gained["ideal"] > gained["drafter"] > tau([text.commits[chain] for text in by_chain])[0]
     spine, behind = [one for one in study.choices if one.by == own]
-    assert (
-        spine.asked[0] + behind.asked[0] == sum(len(text.commits[tree]) - 1 for text in found) and behind.asked[0] == 0
-    )
+    assert spine.asked[0] + behind.asked[0] == sum(len(rounds) - 1 for rounds in own_rounds) and not behind.asked[0]
     assert spine.interval[0] < spine.share < spine.interval[1] and sum(behind.asked) > 0
 
 
 def test_places_behind_an_accepted_sibling():
     """The second token was not the first choice, and was accepted: what follows it is behind a sibling."""
-    right, there = torch.tensor([[True, False, True, True]]), torch.tensor([[True, True, True, False]])
-    assert count_choices(right, there, torch.tensor([3]))[:, 0].tolist() == [
-        [1, 1, 0, 0],
-        [1, 0, 0, 0],
-        [0, 0, 1, 0],
-        [0, 0, 1, 0],
-    ]
-    assert count_choices(right, there, torch.tensor([1]))[2].sum() == 0
-
-
-def test_what_cannot_be_replayed_is_refused(make_tiny):
-    target, drafter = make_tiny()
-    with pytest.raises(ValueError, match="method=ddtree.ngrams cannot be replayed: use chain or ddtree or static"):
-        replay(target, drafter, [], [Order("ddtree+ngrams", 4)])
-    with pytest.raises(ValueError, match="lookup drafter has no features"):
-        replay(target, Lookup(), [], [Order("chain", 4)])
+    scores = torch.eye(9)[[[1, 8, 3, 4]]]  # (1, 4, 9): the first choice of every position
+    drafts = Drafts(torch.zeros(1).long(), DraftedBlock(scores), torch.tensor([[1, 2, 3, -1, -1]]), None)
+    drafter = SimpleNamespace(head_row=None, vocabulary=ALL)
+    ((by, places),) = first_choices(None, drafter, drafts, torch.tensor([3]))
+    assert by == "marginals"
+    assert places[:, 0].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
+    ((_, places),) = first_choices(None, drafter, drafts, torch.tensor([1]))
+    assert places[:, 0].sum(1).tolist() == [2, 1, 0, 0]

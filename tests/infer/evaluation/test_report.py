@@ -205,6 +205,11 @@ def test_evaluation_adds_up(shallow_target, temperature):
         assert sum(method.histogram) == method.rounds
         assert method.tau == pytest.approx(16 / method.rounds)
     assert result.methods[0].tau == result.methods[1].tau == 1
+    orders = result.trees.orders if result.trees else ()
+    replayed = {(one.method, one.nodes): one.tau for one in orders if one.by == "drafter"}
+    assert bool(replayed) == (temperature == 0)
+    assert all(one.tau == replayed.get((one.name, one.budget), one.tau) for one in result.methods)
+    assert ("| replayed" in table(result)) == (temperature == 0)
     sample, _ = result.samples
     assert "".join(text for text, kind in sample.pieces if kind != "rejected") == sample.completion
     assert any(kind == "rejected" for _, kind in sample.pieces)
