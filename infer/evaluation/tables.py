@@ -69,14 +69,14 @@ def table(evaluation: Evaluation) -> str:
         rows = beside(evaluation, groups)
         parts += [markdown(["τ, speedup", *groups], rows), *legend((), [cell for row in rows for cell in row[1:]])]
     if study := study_table(evaluation):
-        parts += [markdown(*study[:2]), study[2]]
+        parts += [markdown(study[0][0], study[0][1:]), study[1]]
     return "\n\n".join([*parts, "\n".join(notes_of(evaluation))]).rstrip()
 
 
-def study_table(evaluation: Evaluation) -> tuple[tuple[str, ...], list[list[str]], str] | None:
-    """Return what was replayed of the chain and DDTrees: columns, a row each, and what it says of trees,
-    in words; None where nothing was."""
-    trees, rows, own = evaluation.trees, [], [one for one in evaluation.methods if one.name in ("chain", "ddtree")]
+def study_table(evaluation: Evaluation) -> tuple[list[Sequence[str]], str] | None:
+    """Return what was replayed of the chain and DDTrees, STUDY and a row each, and what it says of
+    trees, in words; None where nothing was."""
+    trees, rows, own = evaluation.trees, [STUDY], [one for one in evaluation.methods if one.name in ("chain", "ddtree")]
     if trees is None:
         return None
     found = {(one.method, one.nodes, one.by): f"{one.tau:.2f}{span(one.tau_interval)}" for one in trees.orders}
@@ -88,7 +88,7 @@ def study_table(evaluation: Evaluation) -> tuple[tuple[str, ...], list[list[str]
     chain, *larger = own
     best = surest([replace(one, **asdict(figures(one.prompts, chain.prompts))) for one in larger])
     said = f"How often the drafter's first choice is the target's token, in rounds of {trees.nodes} nodes: {shares}."
-    return STUDY, rows, f"{said} {best.label} is {gain(best, 'as the chain')}."
+    return rows, f"{said} {best.label} is {gain(best, 'as the chain')}."
 
 
 def comparison(evaluations: dict[str, Evaluation]) -> str:
