@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from data.prompts import outside_prompts
 from infer import load_drafter
@@ -70,7 +71,7 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
 
 def test_places_behind_an_accepted_sibling():
     """The second token was not the first choice, and was accepted: what follows it is behind a sibling."""
-    scores = torch.eye(9)[[[1, 8, 3, 4]]]  # (1, 4, 9): the first choice of every position
+    scores = one_hot(torch.tensor([[1, 8, 3, 4]]), 9)  # (1, 4, 9): the first choice of every position
     drafts = Drafts(torch.zeros(1).long(), DraftedBlock(scores), torch.tensor([[1, 2, 3, -1, -1]]), None)
     drafter = SimpleNamespace(head_row=None, vocabulary=ALL)
     ((by, places),) = first_choices(None, drafter, drafts, torch.tensor([3]))
