@@ -182,7 +182,7 @@ class FirstChoices:
     asked: list[int]  # by depth, from 1
     right: list[int]
     intervals: list[list[float] | None]  # of the share at each depth
-    interval: list[float] | None  # of the share at all depths
+    interval: list[float] | None = None  # of the share at all depths
 
     @property
     def share(self) -> float:
@@ -198,7 +198,7 @@ class ReplayedOrder:
     nodes: int
     by: str  # of `infer.evaluation.replay.Order`
     tau: float
-    tau_interval: list[float] | None
+    tau_interval: list[float] | None = None
 
 
 @dataclass(frozen=True)
