@@ -65,6 +65,7 @@ def dependencies(config: FeaturesConfig | TrainConfig, target: Target, layers: t
             "path": config.target.path,
             "weights": weights_digest(config.target.path),
             "layers": target.config.num_hidden_layers,
+            "quantization": config.target.quantization,
         },
         "tokenizer": target.tokenizer_digest,
         "layers": list(layers),
@@ -185,6 +186,7 @@ class StoredRows:
         """Raise ValueError, naming what differs, unless the features are what `dependencies` says that
         a run needs."""
         known = {key: self.manifest[key] for key in expected}
+        known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]  # once not recorded
         refuse_other_settings(known, expected, f"{self.folder} has features of another {{keys}}")
 
     def column_parts(self, name: str) -> Iterator[np.ndarray]:

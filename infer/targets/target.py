@@ -94,6 +94,7 @@ class Target:
         self.config = self.model.config.get_text_config()
         self.scale, self.windows = logit_scale(self.config), windows(self.config)
         self.body, self.embedding = decoder_of(self.model), self.model.get_input_embeddings()
+        self.number = numbers(self.embedding)  # tells device and dtype
         head = self.model.get_output_embeddings()
         self.vocabulary = len(numbers(head))  # V
         self.quantised = type(head) is Int8Linear  # its products are of int8 codes
@@ -104,11 +105,11 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return numbers(self.embedding).device
+        return self.number.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return numbers(self.embedding).dtype
+        return self.number.dtype
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -143,6 +143,15 @@ def refuse_other_settings(known: dict, wanted: dict, message: str, free: tuple[s
         raise ValueError(message.replace("{keys}", ", ".join(changed)))
 
 
+def cache_folder(name: str, source: str) -> Path:
+    """Return the folder, in the hub's cache, of what is made of a source: files' names, sizes and times,
+    say."""
+    from huggingface_hub import constants
+
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    return Path(constants.HF_HOME) / "blockdraft" / f"{name}-{digest[:8]}"
+
+
 def kept_once(folder: Path, why: str, make: Callable[[Path], None]) -> Path:
     """Return the folder, made by the first process that asks, for which others wait; `why` is printed
     before."""

@@ -103,6 +103,14 @@ def test_random_ways_of_decoding_write_what_plain_decoding_writes(run_program, m
     assert "\n0 faults" in run_program("fuzz_trees", "--count", "150")
 
 
+def test_integers_write_what_plain_decoding_writes_without_ties(run_program):
+    assert "\n0 faults" in run_program("fuzz_trees", "--int8", "--count", "60")
+
+
+def test_logits_in_integers_are_the_same_to_the_last_bit(run_program):
+    assert "\n0 faults" in run_program("bits", "--positions", "400")
+
+
 def test_every_known_bug_still_fits(load_program):
     """Where code that a mutant changes was renamed, the list in mutants.py must follow."""
     program = load_program("mutants")

@@ -145,3 +145,6 @@ def test_features_of_something_else_are_refused(half, stored):
     options.data.length = 32
     with pytest.raises(ValueError, match="another data"):
         rows.check(dependencies(options, half, LAYERS))
+    options.target.quantization = "int8"
+    with pytest.raises(ValueError, match=r"another target\.quantization"):
+        rows.check(dependencies(options, half, LAYERS))

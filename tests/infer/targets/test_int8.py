@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infer.api import decode
-from infer.attention.attend import attend
+from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import tree_mask
 from infer.config import DecodeOptions, TargetConfig
 from infer.targets import int8, loops
+from infer.targets.layers import UnknownLayer, fuse
+from infer.targets.lean import attend_packed
 from infer.targets.loading import load_target
 from infer.targets.target import Target
 from infer.trees.tree import DraftTree
@@ -85,17 +88,18 @@ def test_codes_of_weights_stay_within_what_pairs_may_sum_to():
     assert ours < 0.8 * theirs, "inputs still to come do not make up for the error"
 
 
-@pytest.mark.parametrize(("rows", "width", "seen"), [(1, 1, 37), (2, 5, 21), (1, 40, 40)])
+@pytest.mark.parametrize(("rows", "width", "seen"), [(1, 1, 37), (2, 5, 21), (1, 40, 40), (2, 130, 300)])
 def test_attention_in_order_is_attention(rows, width, seen):
-    shared, groups, size, capacity = 2, 3, 16, 50
+    shared, groups, size, capacity = 2, 3, 16, seen + 10
     planes = normal(2, rows * capacity, shared * size)
     keys, values = (plane.view(rows, capacity, shared, size)[:, :seen].transpose(1, 2) for plane in planes)
     ends = torch.tensor([seen - width] * rows)
     inside = torch.eye(width, dtype=torch.bool).logical_or(normal(width, width) < 0).tril()[None]
     mask = tree_mask(ends, ends[:, None] + inside[0].sum(0), inside, seen)
     queries = normal(rows, shared, groups * width, size)
-    expected = attend(queries, keys, values, mask, 0.3)
-    torch.testing.assert_close(loops.attend_in_order(queries, keys, values, mask, 0.3), expected)
+    memory = LayerWindow(planes, 0, torch.empty(0), keys, values, width)
+    expected = attend_packed(queries, memory, mask, 0.3)
+    torch.testing.assert_close(loops.attend_in_order(queries, memory, mask, 0.3), expected)
 
 
 def test_gates_and_exponentials():
@@ -154,7 +158,7 @@ def test_texts_are_those_of_plain_decoding(pair, scripted_drafter):
 
 
 def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(int8.constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(int8, "LENGTH", 12)
     first = load_target(str(shallow), quantization="int8")
     monkeypatch.setattr(int8, "quantise", None)
@@ -165,6 +169,13 @@ def test_codes_are_written_once_and_loaded(shallow, tmp_path, monkeypatch, capsy
     assert torch.equal(states_of(first, ids, [9]), states_of(again, ids, [9])) and again.name == str(shallow)
     assert again.vocabulary == len(again.head_weight) == len(again.embedding.weight)
     assert load_target(str(shallow), quantization="int8", only_layers=(0,)).head_weight.is_floating_point()
+
+
+def test_layers_of_other_digits_are_not_joined():
+    layers = [int8.Int8Linear(4, 3, False, digits) for digits in (1, 2)]
+    layers[1].smooth = layers[0].smooth
+    with pytest.raises(UnknownLayer, match="factors or digits"):
+        fuse(layers)
 
 
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"shard": True}, {"quantization": "int4"}])
