@@ -45,8 +45,10 @@ def evaluation_prompts(config: DataConfig, tokenizer, count: int, tokens: int, o
     its last `tokens` tokens; plain text its first ones, and as many before one of its PLACES. Where
     that is not enough, windows from further on are taken round-robin from every text that is long
     enough, so that few texts still give many prompts; then first halves of short texts. Small data may
-    give fewer than `count`; raises ValueError where there are none.
+    give fewer than `count`; raises ValueError where there are none, or none are asked for.
     """
+    if not count:
+        raise ValueError("evaluation.prompts=0: how many are to be decoded?")
     found: dict[str, list[Prompt]] = {}
     windows: list[list[Prompt]] = []
     halves: list[Prompt] = []

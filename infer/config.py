@@ -336,7 +336,7 @@ class EvaluationConfig:
     """What is decoded, and how often. Training decodes all of it at its last checkpoint; at those
     before, a quarter of the prompts once, with neither texts from outside nor sampled ones.
 
-    prompts: held-out prompts, of several kinds
+    prompts: held-out prompts, of several kinds; 0: training evaluates nothing
     outside: texts from outside the data, which are reported beside those; at most as many as
         prompts, and the 24 of data/embedded/outside.jsonl
     prompt_tokens: tokens of a prompt at most
@@ -366,7 +366,7 @@ class EvaluationConfig:
 
     def check(self) -> None:
         """Raise ValueError for an evaluation that measures nothing."""
-        at_least(self, "evaluation.", prompts=1, outside=0, prompt_tokens=1, max_new_tokens=1)
+        at_least(self, "evaluation.", prompts=0, outside=0, prompt_tokens=1, max_new_tokens=1)
         temperature(self, "evaluation.")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"evaluation.minutes={self.minutes}: above 0, or null for no limit")

@@ -51,6 +51,7 @@ COMMANDS = {
     "plan": Command(
         "estimate what a training run takes", "train.config:TrainConfig", "train.plan:print_plan", conf="train"
     ),
+    "study": Command("train variants of a run and compare them", "train.study:StudyCommand", "train.study:study"),
     "pretrain": Command(
         "make the embedded target anew",
         "train.pretraining.config:PretrainConfig",

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -91,28 +91,28 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
 
 
 class Prefetch:
-    """The passes of steps `first` .. `last - 1`, in order; each step's are read and laid out by a
-    thread while the one before is computed."""
+    """The passes of steps from `first` on, in order; each step's are read and laid out by a thread
+    while the one before is computed."""
 
-    def __init__(self, dataset, config: TrainConfig, first: int, last: int, pinned: bool) -> None:
+    def __init__(self, dataset, config: TrainConfig, first: int, pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned
-        self.steps, self.thread = iter(range(first, last)), ThreadPoolExecutor(1)
+        self.steps, self.thread = count(first), ThreadPoolExecutor(1)
         self.ahead = self.thread.submit(self.read)
 
     def read(self) -> StepRows:
-        """Return the passes of the next step; none behind the last."""
+        """Return the passes of the next step."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        count, passes = micro_batch(self.config, world)
+        share, passes = micro_batch(self.config, world)
         options, read = self.config.objective, []
         weights = position_weights(options, self.config.drafter.block_size - 1)
-        for step in islice(self.steps, 1):
-            for i in range(passes):
-                draw = first_draw(self.config, step, i, rank, world)
-                rows = batch(self.dataset, draw, count, self.config.seed)
-                blocks = draw_blocks(rows, self.config, draw)
-                plan = plan_rows(blocks.teacher_rows, weights * blocks.supervised, options.chunk_rows)
-                laid = Pass(rows, blocks, plan)
-                read.append(laid.pinned() if self.pinned else laid)
+        step = next(self.steps)
+        for i in range(passes):
+            draw = first_draw(self.config, step, i, rank, world)
+            rows = batch(self.dataset, draw, share, self.config.seed)
+            blocks = draw_blocks(rows, self.config, draw)
+            plan = plan_rows(blocks.teacher_rows, weights * blocks.supervised, options.chunk_rows)
+            laid = Pass(rows, blocks, plan)
+            read.append(laid.pinned() if self.pinned else laid)
         return read
 
     def close(self) -> None:

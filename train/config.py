@@ -58,6 +58,8 @@ class OptimConfig:
         process's share of batch
     epochs: length of the run in passes over the data, unless steps is given
     steps: length of the run in steps; None: by epochs
+    minutes: length of the run in minutes of its steps, whatever steps and epochs say: evaluations and
+        saves do not count, nor on a CPU the time that other programs take
     precision: dtype of products: float32, bfloat16, or auto: bfloat16 on CUDA, on a CPU whichever is
         faster as the run begins; on a CPU the target's too while it teaches. Weights stay float32, and
         so do evaluations there
@@ -72,6 +74,7 @@ class OptimConfig:
     micro: int | None = None
     epochs: float = 6.0
     steps: int | None = None
+    minutes: float | None = None
     precision: str = "auto"
 
     def check(self) -> None:
@@ -83,6 +86,8 @@ class OptimConfig:
             raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: two numbers from 0 to below 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"optim.minutes={self.minutes}: above 0, or null for a run of optim.steps or optim.epochs")
 
 
 @dataclass

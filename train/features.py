@@ -181,12 +181,15 @@ class StoredRows:
                 raise ValueError(f"{file} is truncated or altered: {file.stat().st_size} bytes of {shard['bytes']}")
         self._places = [(n, i) for n, shard in enumerate(shards) for i in range(shard["rows"])]
         self._open: dict[int, object] = {}  # shards that were read from
+        self._chosen: list[int] | None = None  # of the stored layers, those that a run taps; None: all
 
     def check(self, expected: dict) -> None:
         """Raise ValueError, naming what differs, unless the features are what `dependencies` says that
-        a run needs."""
-        known = {key: self.manifest[key] for key in expected}
+        a run needs, or have more layers: rows then have the run's."""
+        known, layers = {key: self.manifest[key] for key in expected}, expected["layers"]
         known["target"] = {"quantization": expected["target"]["quantization"]} | known["target"]  # once not recorded
+        if {*layers} <= {*known["layers"]}:
+            self._chosen, known["layers"] = [known["layers"].index(layer) for layer in layers], layers
         refuse_other_settings(known, expected, f"{self.folder} has features of another {{keys}}")
 
     def column_parts(self, name: str) -> Iterator[np.ndarray]:
@@ -218,6 +221,8 @@ class StoredRows:
     def __getitem__(self, indices: list[int]) -> dict[str, torch.Tensor]:
         rows = [self._row(index) for index in indices]
         batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if self._chosen is not None:
+            batch |= {name: batch[name][:, :, self._chosen] for name in batch if name.startswith("context")}
         return {name: value.long() if value.dtype == torch.int32 else value for name, value in batch.items()}
 
 

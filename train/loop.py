@@ -30,15 +30,15 @@ from train.config import TrainConfig
 from train.engine import build_engine, micro_batch, restore, take_step, target_dtype
 from train.features import StoredRows, dependencies, stored_features
 from train.objective import Correction, RowLoss, RowPlan, divergence, position_weights
-from train.optim import learning_rate, set_rate
-from train.plan import total_steps
+from train.optim import set_rate
+from train.plan import length_of
 from train.processes import StallWatch, agreed, catch_signals, first_only, own_device, start_processes, stopped_at_once
 from train.run.checkpoints import checkpoint_folder, load, newest, save, step_of, tidy
 from train.run.evaluation import evaluate_best, evaluate_checkpoint, finish_report, note_few_prompts
 from train.run.folder import begin_run, count_rows, frequent_tokens, open_run, sources
 from train.run.initial import initial_drafter, named_mask, take_weights
 from train.run.log import METRICS, RunLog, StepMetrics, peak_memory, read_log, trim_log
-from train.run.state import RunState, completed, load_frozen, overview, settled
+from train.run.state import RunState, completed, course_of, load_frozen, overview, settled
 from train.selfcheck import SelfCheck
 
 MOST_SKIPPED = 5  # steps in a row with a loss or gradient that is not finite; that many end the run
@@ -217,7 +217,7 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
         restore(engine, state)
     notes.append(
         f"{config.name}: {parameters:,} trainable parameters, "
-        f"{len(dataset):,} packed rows of {config.data.length} tokens, {total_steps(config, len(dataset))} steps"
+        f"{len(dataset):,} packed rows of {config.data.length} tokens, {length_of(config, len(dataset))}"
         + named_mask(drafter.mask_token_id, target.tokenizer)
         + (f"; going on after step {done}" if done else "")
     )
@@ -227,34 +227,39 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
         first_only(lambda: count_rows(dataset, target, folder, drafter.ngrams))
     dist.barrier()  # every process has looked for checkpoints
     first_only(lambda: (trim_log(folder / METRICS, done), tidy(folder, done)))
-    return RunState(config, folder, device, target, dataset, engine, done, notes)
+    course = first_only(lambda: course_of(config, len(dataset), folder, done))
+    return RunState(config, folder, device, target, dataset, engine, course, notes)
 
 
 def run_steps(run: RunState) -> Path:
     """Take the remaining steps, with their log, checkpoints and evaluations; return the run's
     folder."""
-    log = RunLog(run.config, run.folder, run.done, run.total)
+    course = run.course
+    log = RunLog(run.config, run.folder, course.step, course.total)
     for line in run.notes:
         log.say(line)
-    if run.done in run.stops and not (checkpoint_folder(run.folder, run.done) / "evaluation/evaluation.json").exists():
-        evaluate(run, run.done, log)  # the run was stopped between saving and evaluating
+    here = checkpoint_folder(run.folder, course.step)
+    if here.exists() and not (here / "evaluation/evaluation.json").exists():
+        evaluate(run, log)  # the run was stopped between saving and evaluating
     stopping = catch_signals()  # until here Ctrl-C ends the run at once
-    ahead = Prefetch(run.dataset, run.config, run.done, run.total, pinned=run.device.type == "cuda")
+    ahead = Prefetch(run.dataset, run.config, course.step, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped = 0
     with closing(ahead) as prefetch:
-        for step in range(run.done + 1, run.total + 1):
-            metrics = take_one(run, step, prefetch, log)
+        while not course.over:
+            metrics = take_one(run, prefetch, log)
+            step = metrics["step"]
             skipped = count_skipped(run, step, metrics, skipped, log)
             minutes = (time.perf_counter() - saved_at) / 60
             due = run.config.save_minutes is not None and minutes > run.config.save_minutes
-            stop, save_due = agreed(stopping.number is not None, due, run.device)
-            if step in run.stops or stop or save_due:
+            stop, save_due, spent = agreed([stopping.number is not None, due, metrics["seconds"]], run.device)
+            whole = course.advance(spent)
+            if whole or stop or save_due:
                 HEARTBEAT.at(f"training: step {step}, saving")
-                saved = save(run.folder, step, run.engine, run.dtype if step in run.stops else None)
-                if step in run.stops and not stop:  # else the same command evaluates it
+                saved = save(run.folder, step, run.engine, run.dtype if whole else None)
+                if whole and not stop:  # else the same command evaluates it
                     with stopped_at_once(f"{saved} is whole, and the same command evaluates it and goes on from there"):
-                        evaluate(run, step, log)
+                        evaluate(run, log)
                 saved_at = time.perf_counter()
             if stop:
                 how = f"saved {saved}; the same command goes on from there"
@@ -266,17 +271,20 @@ def run_steps(run: RunState) -> Path:
     return run.folder
 
 
-def take_one(run: RunState, step: int, prefetch: Prefetch, log: RunLog) -> dict:
+def take_one(run: RunState, prefetch: Prefetch, log: RunLog) -> dict:
     """Take a step, counted from 1, and write its line; return that."""
-    began, config, engine = time.perf_counter(), run.config, run.engine
+    began, config, engine, course, step = time.perf_counter(), run.config, run.engine, run.course, run.course.step + 1
+    clock = time.thread_time if run.device.type == "cpu" else time.perf_counter
+    before = clock()
     HEARTBEAT.at(f"training: step {step}, reading its rows")
     rows = prefetch()
     HEARTBEAT.at(f"training: step {step}")
-    rate = set_rate(engine.optimizer, learning_rate(config.optim, step - 1, run.total))
+    rate = set_rate(engine.optimizer, course.rate)
     numbers = train_step(engine, run.target, rows, config).numbers()
     speed = config.optim.batch * config.data.length / (time.perf_counter() - began)
     cost = {"tokens_per_second": speed, "peak_gb": peak_memory(run.device) / 1e9}
-    line = {"step": step, "lr": rate, **cost, **numbers}
+    line = {"step": step, "seconds": course.seconds + clock() - before, "lr": rate, **cost, **numbers}
+    log.total = course.total
     log.step(line)
     return line
 
@@ -299,11 +307,14 @@ def count_skipped(run: RunState, step: int, line: dict, before: int, log: RunLog
     return before + 1
 
 
-def evaluate(run: RunState, step: int, log: RunLog) -> None:
-    """Decode held-out prompts with the checkpoint of a step, and update the report."""
+def evaluate(run: RunState, log: RunLog) -> None:
+    """Decode held-out prompts with the checkpoint of the step that was taken, and update the report."""
+    step, over = run.course.step, run.course.over
+    if not run.config.evaluation.prompts:
+        return
     HEARTBEAT.at(f"evaluating step {step}")
-    evaluate_checkpoint(run, checkpoint_folder(run.folder, step), log, last=step == run.total)
-    if step == run.total:
+    evaluate_checkpoint(run, checkpoint_folder(run.folder, step), log, last=over)
+    if over:
         evaluate_best(run, log)
 
 
@@ -312,6 +323,6 @@ def finish(run: RunState, log: RunLog) -> None:
     log.progress.close()
     lost = sum(line["grad_norm"] is None for line in read_log(run.folder)) if dist.get_rank() == 0 else 0
     if lost:
-        log.say(f"{lost} of {run.total} steps were skipped, as their loss or gradient was not finite")
+        log.say(f"{lost} of {run.course.step} steps were skipped, as their loss or gradient was not finite")
     first_only(lambda: finish_report(run.folder, log))
     dist.barrier()

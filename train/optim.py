@@ -89,8 +89,9 @@ def make_optimizer(model: nn.Module, config: OptimConfig, decay: float = 0.0) ->
     return torch.optim.AdamW([*matrices, *others], lr=config.lr, betas=tuple(config.betas), weight_decay=0, fused=fused)
 
 
-def learning_rate(optim: OptimConfig, step: int, total: int) -> float:
-    """Return the rate of a step, counted from 0: linear warm-up, then half a cosine to zero."""
+def learning_rate(optim: OptimConfig, step: float, total: float) -> float:
+    """Return the rate of a step, counted from 0, or of one that begins after so many of `total` seconds:
+    linear warm-up, then half a cosine to zero."""
     warmup = max(1, round(optim.warmup * total))
     if step < warmup:
         return optim.lr * (step + 1) / warmup

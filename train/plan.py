@@ -198,6 +198,12 @@ def total_steps(config: TrainConfig, rows: float) -> int:
     return max(1, round(config.optim.epochs * rows / config.optim.batch))
 
 
+def length_of(config: TrainConfig, rows: int) -> str:
+    """Say how long a run over a number of packed rows is."""
+    minutes = config.optim.minutes
+    return f"{total_steps(config, rows):,} steps" if minutes is None else f"{minutes:g} minutes of steps"
+
+
 def target_config(config: TrainConfig) -> "PretrainedConfig":
     """Return the target's config.json: from its folder, else made of the sizes in conf/target/, else
     from the hub."""
@@ -337,7 +343,9 @@ def print_plan(config: TrainConfig) -> None:
     known = f"{in_bytes(1e6 * stored)} of stored features a million tokens"
     if rows is not None:
         known, steps = f"{len(rows):,} rows, {known}", total_steps(config, len(rows))
-    print(f"data       {known}\ntime       {time_of(work, steps)}")
+    minutes = config.optim.minutes
+    spent = time_of(work, steps) if minutes is None else f"{minutes:g} minutes of steps, without evaluations"
+    print(f"data       {known}\ntime       {spent}")
     if tokenizer is not None and rows is not None:
         count, decoded = config.checkpoints, evaluated_tokens(config, tokenizer)
         print(f"           {count} evaluations of at most {decoded:,} tokens, every way of decoding counted")

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -117,12 +117,11 @@ def catch_signals() -> StopFlag:
     return flag
 
 
-def agreed(stop: bool, save: bool, device: torch.device) -> tuple[bool, bool]:
-    """Let all processes stop, and all save, where any of them has to."""
-    flags = torch.tensor([float(stop), float(save)], device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    stop, save = flags.bool().tolist()
-    return stop, save
+def agreed(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the largest of all processes' values, of each: what one has to do, all do."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
 
 
 @contextmanager

@@ -312,7 +312,7 @@ class TestEvaluations:
         with monkeypatch.context() as patch:
             patch.setattr(hooks, "decode_all", lambda *arguments: 1 / 0)
             run = run_here(config)
-        assert "No checkpoint could be evaluated" in capfd.readouterr().out
+        assert "No checkpoint was evaluated" in capfd.readouterr().out
         run_here(config)
         assert [evaluation.step for evaluation in hooks.evaluations_of(run)] == [1]
         assert not hooks.failures_of(run)
@@ -360,7 +360,7 @@ class TestRows:
 
     def test_a_file_that_cannot_be_read_stops_the_run_and_is_named(self, run_here):
         start_processes(torch.device("cpu"))
-        prefetch = Prefetch(self.Broken(), TrainConfig(), 0, 5, pinned=False)
+        prefetch = Prefetch(self.Broken(), TrainConfig(), 0, pinned=False)
         with pytest.raises(Stopped, match=r"cannot be read from cache-123\.arrow: OSError: Expected to read"):
             prefetch()
 

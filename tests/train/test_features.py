@@ -65,6 +65,12 @@ def test_bfloat16_features_give_the_bits_of_online_training(half, dataset, store
         assert results[0][0] > 0
 
 
+def test_a_run_takes_the_layers_that_it_taps(half, stored):
+    whole, part = StoredRows(stored), StoredRows(stored)
+    part.check(dependencies(config("unused"), half, LAYERS[1:]))
+    assert torch.equal(part[[3]]["context"], whole[[3]]["context"][:, :, 1:])
+
+
 def test_eight_bits_are_close(half, dataset, tmp_path):
     out = write_features(config(tmp_path / "i8", store="int8"), half, LAYERS, dataset, lambda done, total: None)
     columns = StoredRows(out)[[3, 4]]

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from infer.ngrams.model import NGram
 from infer.targets.loading import load_target
 from infer.utils.entry import composed
+from train import loop
 from train.config import OptimConfig, TrainConfig
 from train.optim import learning_rate
 from train.run.checkpoints import checkpoints, find_damage, newest, step_of
@@ -249,6 +251,30 @@ def test_finished_run_is_shown_again_and_never_overwritten(small, run_here, whol
     with pytest.raises(ValueError, match="optim.lr differ"):
         run_here(composed("train", TrainConfig, [*options, "optim.lr=0.1"]))
     assert (whole_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_of_minutes_goes_on_where_its_time_was(small, run_here, monkeypatch, tmp_path):
+    """By a clock that says a second more whenever it is asked, so that a step takes one."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr("train.loop.time.thread_time", lambda: next(seconds))
+    own = [*small, f"runs_dir={tmp_path}", "optim.minutes=0.1", "optim.steps=99", "checkpoints=2", "self_check=false"]
+    config = composed("train", TrainConfig, [*own, "evaluation.prompts=0"])
+    run_here(replace(config, name="whole"))
+    plain = loop.train_step
+
+    def ends(engine, target, drawn, config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(engine, target, drawn, config)
+
+    monkeypatch.setattr(loop, "train_step", ends)
+    stopped = replace(config, name="stopped")
+    run_here(stopped)
+    assert len(lines(tmp_path / "stopped")) == 1
+    monkeypatch.setattr(loop, "train_step", plain)
+    run_here(stopped)
+    whole, rejoined = ([[x["seconds"], x["lr"], x["loss"]] for x in lines(tmp_path / n)] for n in ("whole", "stopped"))
+    assert whole == rejoined and [x[0] for x in whole] == [1, 2, 3, 4, 5, 6]
+    assert [step_of(folder) for folder in checkpoints(tmp_path / "whole")] == [3, 6]
 
 
 def test_damaged_checkpoints_are_named_and_skipped(whole_run, tmp_path):

@@ -97,9 +97,9 @@ def best_checkpoint(run: Path) -> Path | None:
 def note_few_prompts(config: TrainConfig, target: Target) -> str | None:
     """Return a sentence where the user's own data give fewer held-out prompts than evaluations want.
     Raises ValueError, before the first step, where they give none."""
-    if config.data.source in ("embedded", "stdlib"):  # the library has thousands
-        return None
     wanted = config.evaluation.prompts
+    if not wanted or config.data.source in ("embedded", "stdlib"):  # the library has thousands
+        return None
     there = evaluation_prompts(config.data, target.tokenizer, wanted, config.evaluation.prompt_tokens)
     return few_prompts(len(there), wanted)
 
@@ -222,7 +222,7 @@ def finish_report(run: Path, log: RunLog) -> None:
         print(line)
     if page is None:
         for folder in checkpoints(run)[-1:]:
-            print(f"No checkpoint could be evaluated.\ndrafter     {folder / 'drafter'}", flush=True)
+            print(f"No checkpoint was evaluated.\ndrafter     {folder / 'drafter'}", flush=True)
         return
     evaluations = evaluations_of(run)
     best = best_of(evaluations)

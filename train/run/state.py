@@ -14,24 +14,64 @@ import torch.distributed as dist
 
 from data.rows import DataConfig
 from infer.config import DrafterConfig
-from infer.drafters.base import config_for, default_mask_token, fixed_options
+from infer.drafters.base import config_for, default_mask_token, fixed_options, tapped_layers
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
 from infer.targets.loading import load_config, load_target, resolve_dtype
 from infer.targets.target import Target
 from train.blocks import anchor_room
-from train.config import TrainConfig, check_head_training
+from train.config import OptimConfig, TrainConfig, check_head_training
 from train.engine import compute_dtype, measured_precision, micro_batch
 from train.features import StoredRows
-from train.plan import StepShape, device_memory, total_steps, with_recompute
+from train.optim import learning_rate
+from train.plan import StepShape, device_memory, length_of, total_steps, with_recompute
 from train.processes import first_only
 from train.run.checkpoints import checkpoints
 from train.run.folder import CONFIG, begun, column_parts, learnt_counts, run_folder, used_ids
 from train.run.initial import resolve_init
+from train.run.log import read_log
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+@dataclass
+class Course:
+    """How far a run has come, by its steps or by their seconds."""
+
+    optim: OptimConfig
+    length: float  # of the run, in steps, or with optim.minutes in seconds
+    checkpoints: int
+    step: int  # done
+    seconds: float  # that they took
+
+    @property
+    def at(self) -> float:
+        """The steps done, or the seconds spent."""
+        return self.step if self.optim.minutes is None else self.seconds
+
+    @property
+    def over(self) -> bool:
+        return self.at >= self.length
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run, as far as is known."""
+        return max(self.step, round(self.length / max(self.at, 1e-9) * self.step)) if self.step else round(self.length)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self.optim, self.at, self.length)
+
+    def advance(self, seconds: float) -> bool:
+        """Count a step, after which so many seconds are spent; return whether a checkpoint is due: they are
+        evenly spread, the last at the end."""
+        before, whole = self.at, self.optim.minutes is None
+        self.step, self.seconds = self.step + 1, seconds
+        places = (self.length * (i + 1) / self.checkpoints for i in range(self.checkpoints))
+        return any(before < (round(place) if whole else place) <= self.at for place in places)
 
 
 @dataclass(frozen=True)
@@ -44,24 +84,13 @@ class RunState:
     target: Target
     dataset: "StoredRows | Dataset"
     engine: object  # DeepSpeed's, around the drafter
-    done: int  # steps
+    course: Course
     notes: list[str]  # lines for the user
-
-    @property
-    def total(self) -> int:
-        """Steps of the whole run."""
-        return total_steps(self.config, len(self.dataset))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of decoding: the target's in evaluations, and the saved drafters'."""
         return resolve_dtype(self.config.target.dtype, self.device)
-
-    @property
-    def stops(self) -> set[int]:
-        """The steps after which a checkpoint is due: evenly spread, the last at the end."""
-        count = self.config.checkpoints
-        return {round(self.total * (i + 1) / count) for i in range(count)} - {0} | {self.total}
 
     def whole_target(self) -> Target:
         """Return the target to decode with: with stored features, or where it teaches in another dtype,
@@ -69,6 +98,15 @@ class RunState:
         if self.config.features is None and self.target.dtype == self.dtype:
             return self.target
         return load_frozen(self.config, self.device, self.dtype)
+
+
+def course_of(config: TrainConfig, rows: int, folder: Path, step: int) -> Course:
+    """Return the course of a run over so many rows that has done `step` steps; its log, which ends with
+    them, says how long they took."""
+    spent = max((line.get("seconds", 0.0) for line in read_log(folder)), default=0.0)
+    minutes = config.optim.minutes
+    length = total_steps(config, rows) if minutes is None else 60 * minutes
+    return Course(config.optim, length, config.checkpoints, step, spent)
 
 
 def load_frozen(
@@ -80,7 +118,7 @@ def load_frozen(
     if stored is not None:
         family = FAMILIES[config.drafter.family].load()
         theirs = load_config(options.path, options.trust_remote_code).get_text_config()
-        layers = family.warm_layers(stored.manifest["layers"], config.drafter.layers, theirs)
+        layers = family.warm_layers(tapped_layers(config.drafter, theirs), config.drafter.layers, theirs)
     kind, place = str(dtype).removeprefix("torch."), "cpu" if options.shard else str(device)
     told = options.chat_template_kwargs
     return load_target(options.path, kind, place, options.trust_remote_code, layers, told, options.quantization)
@@ -180,8 +218,7 @@ def overview(
         f"{str(target.dtype).removeprefix('torch.')}" + (f"; chat template told {told}" if told else ""),
         f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
         f"full; {learnt:,} tokens to learn from",
-        f"run        {total_steps(config, count):,} steps of {config.optim.batch} rows, {config.anchors} blocks a row"
-        + share,
+        f"run        {length_of(config, count)} of {config.optim.batch} rows, {config.anchors} blocks a row" + share,
         *part,
     ]
 

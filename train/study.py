@@ -1,0 +1,203 @@
+"""`study`: variants of a run, each trained as long as the others from the same base, and what each is
+worth on the same texts.
+
+A variant is the base with some options changed, and a run like any other. Texts are the target's greedy
+answers to held-out prompts; what a drafter commits along them is found by replay, exactly
+(infer/evaluation/replay.py).
+"""
+
+import json
+import re
+import shlex
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from infer.utils.checks import at_least
+from infer.utils.entry import Stopped, composed, fail, going_on
+from infer.utils.files import atomic_write, write_json
+from infer.utils.progress import HEARTBEAT
+from train.config import TrainConfig
+
+METHODS = {"chain": "#d55e00", "ddtree": "#0072b2"}  # with the colours of their lines
+NODES = 16  # of a tree
+COLUMNS = ("", "variant", "seeds", "steps", "chain τ", "tokens/s", f"{NODES} nodes τ", "tokens/s", "to the base")
+TEXTS = "texts.json"  # what drafters are measured on, and of which base
+TIMED = 24  # tokens of the text that is decoded for the time of a round
+
+
+@dataclass
+class StudyCommand:
+    """Train variants of one run, and say which drafts best. The same command goes on with a study that
+    was stopped, or has got more variants or seeds.
+
+    base: options of every run; its target, data and evaluation say on which texts drafters are compared
+    variants: what each run changes, several options separated by blanks; "" changes nothing
+    seeds: runs of each variant, with seeds from 0 on
+    out: folder of the runs, the table and the picture
+    """
+
+    base: list[str] = field(default_factory=list)
+    variants: list[str] = field(default_factory=lambda: [""])
+    seeds: int = 1
+    out: str = "runs/study"
+
+    def check(self) -> None:
+        """Raise ValueError for a variant that could not be trained, and for the folder of another study."""
+        at_least(self, seeds=1)
+        texts = Path(self.out, TEXTS)
+        if texts.exists() and (known := json.loads(texts.read_text())["base"]) != self.base:
+            raise ValueError(f"out={self.out} has a study of another base, {known}: choose another out=")
+        for variant in self.variants:
+            self.run_of(variant, 0)
+
+    def run_of(self, variant: str, seed: int) -> TrainConfig:
+        """Return the configuration of a variant's run, which decodes nothing. Raises ValueError, naming
+        the variant, for options that do not go together."""
+        name = re.sub(r"[^\w.,+-]+", "_", variant or "base")[:150]
+        own = [f"seed={seed}", f"name={name}-{seed}", f"runs_dir={self.out}", "checkpoints=1", "evaluation.prompts=0"]
+        try:
+            return composed("train", TrainConfig, [*self.base, *shlex.split(variant), *own])
+        except ValueError as error:
+            raise ValueError(f"variants: {variant or 'the base'}: {error}") from error
+
+
+def study(config: StudyCommand) -> None:
+    """Train and measure the runs that are new, and write table and picture."""
+    ruler, found = None, {}
+    with going_on("the same command goes on from there"):
+        for variant in config.variants:
+            for run in (config.run_of(variant, seed) for seed in range(config.seeds)):
+                folder = Path(run.runs_dir, run.name)
+                if not (folder / "study.json").exists():
+                    train_apart(run)
+                    ruler = ruler or Ruler(config)
+                    write_json(folder / "study.json", ruler.measure(folder))
+                found.setdefault(variant, []).append(json.loads((folder / "study.json").read_text()))
+    write_table(found, Path(config.out))
+
+
+def train_alone(run: TrainConfig) -> None:
+    """Train in this process, and end it."""
+    from train.main import run as train
+
+    try:
+        train(run)
+    except (ValueError, FileNotFoundError) as error:
+        fail(str(error))
+
+
+def train_apart(run: TrainConfig) -> None:
+    """Train in a process of its own, which ends with all that it took. Raises Stopped if it failed."""
+    from multiprocessing import get_context
+
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["train.loop"])
+    process = context.Process(target=train_alone, args=(run,))
+    process.start()
+    HEARTBEAT.at(None)  # that one speaks
+    try:
+        process.join()
+    finally:
+        process.join()  # behind Ctrl-C it saves
+    if process.exitcode:
+        raise Stopped(f"{run.name} ended with exit code {process.exitcode}, as it says above")
+
+
+class Ruler:
+    """The target's greedy answers to held-out prompts, with its features."""
+
+    def __init__(self, config: StudyCommand) -> None:
+        """Load the target, and let it write the answers unless the study has them."""
+        from data.prompts import evaluation_prompts
+        from infer.api import decode
+        from infer.cli.models import load
+        from infer.config import DecodeOptions
+        from infer.engine.loops import LONGEST_PERIOD
+
+        base, file = composed("train", TrainConfig, config.base), Path(config.out, TEXTS)
+        options, length = base.evaluation, base.evaluation.max_new_tokens
+        self.target, _ = load(base.target, None)
+        self.plain = DecodeOptions(max_new_tokens=length, method="plain", loop_period=LONGEST_PERIOD, positions=None)
+        if not file.exists():
+            prompts = evaluation_prompts(base.data, self.target.tokenizer, options.prompts, options.prompt_tokens)
+            answers = decode(self.target, None, [prompt.ids for prompt in prompts], self.plain)
+            texts = [(text.prompt, text.ids) for text in answers if len(text.ids) > 1]
+            write_json(file, {"base": list(config.base), "texts": texts})
+        self.texts, self.features = json.loads(file.read_text())["texts"], {}
+
+    def measure(self, run: Path) -> dict:
+        """Return what the drafter that a run ended with commits, text by text and round by round, by each
+        of METHODS, and what a round takes, in seconds."""
+        from infer.evaluation.replay import Order, features_of, replay
+        from infer.formats.checkpoint import load_drafter
+        from train.run.checkpoints import checkpoints, step_of
+
+        last = checkpoints(run)[-1]
+        drafter = load_drafter(last, dtype=self.target.dtype, device=self.target.device)
+        orders = [Order("chain", drafter.block_size - 1), Order("ddtree", NODES)]
+        layers = drafter.layer_ids
+        if layers not in self.features:
+            self.features[layers] = [features_of(self.target, layers, text) for text in self.texts]
+        texts = replay(self.target, drafter, self.texts, orders, self.features[layers])
+        commits = {order.method: [text.commits[order] for text in texts] for order in orders}
+        seconds = {order.method: self.seconds(drafter, order.method) for order in orders}
+        return {"steps": step_of(last), "commits": commits, "seconds": seconds}
+
+    def seconds(self, drafter, method: str) -> float:
+        """Return what a round takes, of the second time that a text is decoded."""
+        from infer.api import decode
+
+        clock = time.thread_time if self.target.device.type == "cpu" else time.perf_counter
+        options = replace(self.plain, method=method, budget=NODES, continuity="none", max_new_tokens=TIMED)
+        for _ in range(2):
+            began = clock()
+            (text,) = decode(self.target, drafter, [self.texts[0][0]], options)
+        return (clock() - began) / len(text.commits)
+
+
+def write_table(found: dict[str, list[dict]], out: Path) -> None:
+    """Print a row a variant, the best trees first, and write it beside a picture. found: what the runs
+    of each variant came to, the base's first."""
+    from infer.evaluation.charts import Chart, Line, picture
+    from infer.evaluation.tables import markdown, span
+
+    rows, points, base = [], {method: [] for method in METHODS}, next(iter(found.values()))
+    ranks = sorted(found.values(), key=lambda runs: -figure(runs, "ddtree")[0])
+    names = {id(runs): variant or "the base" for variant, runs in found.items()}
+    for number, runs in enumerate(ranks, 1):
+        cells = [str(number), names[id(runs)], str(len(runs)), str(sum(run["steps"] for run in runs) // len(runs))]
+        for method in METHODS:
+            tau, interval = figure(runs, method)
+            points[method].append((number, tau, interval))
+            rate = tau * len(runs) / sum(run["seconds"][method] for run in runs)
+            cells += [f"{tau:.3f}{span(interval)}", f"{rate:.1f}"]
+        ratio, interval = figure(runs, "ddtree", base)
+        rows.append([*cells, f"{ratio:.3f}{span(interval)}"])
+    lines = [
+        Line(method, [(x, y) for x, y, _ in dots], METHODS[method], [interval for *_, interval in dots])
+        for method, dots in points.items()
+    ]
+    text = markdown(COLUMNS, rows)
+    atomic_write(out / "study.md", f"{text}\n")
+    atomic_write(out / "study.svg", picture([Chart("τ by variant", "row of the table", "τ, tokens a round", lines)]))
+    print(f"{text}\n\ntable    {out / 'study.md'}\npicture  {out / 'study.svg'}")
+
+
+def figure(runs: list[dict], method: str, base: list[dict] | None = None) -> tuple[float, list[float] | None]:
+    """Return the acceptance length of a variant's runs together, or its ratio to the base's, and the
+    interval over texts."""
+    import numpy as np
+
+    from infer.evaluation.ruler import interval, pooled
+
+    def tau(drawn: np.ndarray, runs: list[dict]) -> np.ndarray:
+        counts = [[[sum(text) - 1, len(text) - 1] for text in run["commits"][method]] for run in runs]
+        gains, rounds = np.moveaxis(np.array(counts, float).sum(0)[drawn], -1, 0)
+        return pooled(gains, rounds)
+
+    def of(drawn: np.ndarray) -> np.ndarray:
+        return tau(drawn, runs) / (1 if base is None else tau(drawn, base))
+
+    texts = len(runs[0]["commits"][method])
+    return float(of(np.arange(texts))), interval(of, texts)
