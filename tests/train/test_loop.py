@@ -240,7 +240,7 @@ def test_run_folder_explains_itself(whole_run):
     taus = {name: max(m["tau"] for m in evaluations[name]["methods"]) for name in evaluations}
     assert taus[(whole_run / "checkpoints" / "best").readlink().name] == taus[best]
     assert all(method["identical"] for result in evaluations.values() for method in result["methods"])
-    assert (whole_run / "report" / "report.html").read_text().count("<figcaption>") == 4
+    assert (whole_run / "report" / "report.html").read_text().count("<figcaption>") == 5
 
 
 def test_finished_run_is_shown_again_and_never_overwritten(small, run_here, whole_run, capsys):
