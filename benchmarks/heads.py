@@ -198,8 +198,9 @@ def places(drafter, target, text: Text) -> Places:
     rows = {"ids": ids, "positions": torch.arange(ids.shape[1])[None], "documents": torch.zeros_like(ids)}
     blocks = lay_out(rows | {"loss": torch.ones_like(ids, dtype=torch.bool)}, anchors, anchors >= 0, drafter.block_size)
     features = Features(text.context[None], text.context[None])
-    states = draft_states(drafter, target, rows, blocks, features).unflatten(0, (-1, drafter.block_size - 1))
-    normed = drafter.last_norm(states) if drafter.raw_states else states
+    states = draft_states(drafter, target, rows, blocks, features)  # (places, W, D)
+    normed = states[:, drafter.first_draft_slot :]
+    normed = drafter.last_norm(normed) if drafter.raw_states else normed
     block, bonus = DraftedBlock(drafter.logits(target, normed).log_softmax(-1), states), ids[0, anchors[0]]
     steps = None
     if drafter.head_row is not None:

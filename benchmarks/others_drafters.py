@@ -2,13 +2,14 @@
 
     python benchmarks/others_drafters.py --authors model.py --jetspec draft_head.py --nemo draft_qwen3.py
     python benchmarks/others_drafters.py --deepspec DeepSpec --specforge SpecForge --treeflash tree_flash.py
+    python benchmarks/others_drafters.py --angelslim AngelSlim --angelspec AngelSpec
     <an environment with speculators>/bin/python benchmarks/others_drafters.py --speculators
 
 The files are those of the projects that define the drafter's class: the DFlash authors' `dflash/model.py`, JetSpec's
-`models/draft_head.py`, NeMo Automodel's `dflash/draft_qwen3.py`, TreeFlash's `tree_flash.py`; DeepSpec and SpecForge
-are folders. Each class makes a drafter, saves it as it does, and drafts a block behind random features, with a
-conditional head behind random tokens; we load that folder and draft the same. Printed is the largest difference of
-log-probabilities, or why we refuse the folder.
+`models/draft_head.py`, NeMo Automodel's `dflash/draft_qwen3.py`, TreeFlash's `tree_flash.py`; the others are folders.
+Each class makes a drafter, saves it as it does, and drafts a block behind random features, with a conditional head
+behind random tokens; we load that folder and draft the same. Printed is the largest difference of log-probabilities,
+or why we refuse the folder.
 """
 
 import argparse
@@ -16,9 +17,11 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -45,6 +48,7 @@ MIXED = WINDOW | {"layer_types": ["full_attention", "sliding_attention"], "slidi
 MARKOV = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": 5}
 DOMINO = {"projector_type": "domino", "emb_dim": 5, "gru_hidden_dim": 12}
 SELECTOR = {"selector_rank": 5, "selector_top_k": 7}
+REFINER = {"xpress_rank": 5, "xpress_mlp_ratio": 3}
 CASES = {  # by project: name and what its config.json says beside the sizes, at the top and in its own part
     "authors": [
         ("full", {}, {}),
@@ -66,6 +70,8 @@ CASES = {  # by project: name and what its config.json says beside the sizes, at
         ("Domino, unshifted", {}, DOMINO | {"pure_draft_prefix_len": 0, "shift_label": False}),
     ],
     "treeflash": [("swiglu", {}, {})],
+    "angelslim": [("DFlash", {}, {}), ("DFlare", {}, {})],
+    "angelspec": [("DFlash", {"model_arch": "dflash"}, {}), ("DFlare", {"model_arch": "dflare"}, {})],
     "speculators": [
         ("dflash, full", {}, {}),
         ("dflash, mixed", MIXED, {}),
@@ -74,6 +80,8 @@ CASES = {  # by project: name and what its config.json says beside the sizes, at
         ("dflash2", {}, SELECTOR),
         ("dflash2, mixed", MIXED, SELECTOR),
         ("dflash2, from anchor", {}, SELECTOR | {"sample_from_anchor": True}),
+        ("xpress", {}, REFINER),
+        ("xpress, from anchor", {}, REFINER | {"sample_from_anchor": True}),
     ],
 }
 
@@ -105,6 +113,16 @@ def load_class(file: str, name: str) -> type:
     return getattr(module, name)
 
 
+def load_bare(path: str, name: str) -> ModuleType:
+    """Return a module of a project's folder, without running the packages around it, which ask for much."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        package = ModuleType(".".join(parts[:i]))
+        package.__path__ = [str(Path(path, *parts[:i]))]
+        sys.modules.setdefault(package.__name__, package)
+    return import_module(name)
+
+
 def randomise(model: torch.nn.Module) -> None:
     """Draw weights that say something: matrices of deviation 0.2, norms around one."""
     generator = torch.Generator().manual_seed(1)
@@ -126,17 +144,40 @@ def qwen3(more: dict, own: dict | None) -> Qwen3Config:
 POSITIONS = torch.arange(CONTEXT + BLOCK)[None]
 
 
-def public(file: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
+def public(file: str, case: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """Save a drafter of a class in the public layout; return its logits of a block, (BLOCK, V)."""
-    name = "Qwen3DFlashDraftModel" if project == "nemo" else "DFlashDraftModel"
-    model = load_class(file, name)(qwen3(more, own)).eval()
+    if project == "angelslim":
+        place = "angelslim.compressor.speculative.train.models.draft.qwen_"
+        kind = vars(load_bare(file, place + case.lower()))[f"Qwen{case}DraftModel"]
+    else:
+        kind = load_class(file, "Qwen3DFlashDraftModel" if project == "nemo" else "DFlashDraftModel")
+    model = kind(qwen3(more, own)).eval()
     randomise(model)
     model.save_pretrained(folder)
     states = model(position_ids=POSITIONS, noise_embedding=given.blocks, target_hidden=given.features)[0]
     return given.target.head(states)
 
 
-def treeflash(file: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
+def angelspec(path: str, case: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
+    """The same for the classes of AngelSpec, a fork of TorchSpec; its converter writes the one name for both."""
+    load_bare(path, "angelspec.models.draft.dflash")
+    module = load_bare(path, f"angelspec.models.draft.{case.lower()}")
+    sizes = {key: value for key, value in SIZES.items() if key != "rope_parameters"} | {"rope_theta": 5e4}
+    taps = {"target_layer_ids": TAPS, "num_target_layers": len(TAPS), "target_num_hidden_layers": LAYERS}
+    config = module.DFlashConfig(
+        **sizes, **taps, **more, num_hidden_layers=2, target_hidden_size=32, mask_token_id=MASK
+    )
+    model = vars(module)[f"{case}DraftModel"](config).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    file = Path(folder, "config.json")
+    named = {"architectures": ["DFlashDraftModel"], "block_size": BLOCK}  # which its user has to add
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    context = model.extract_context_feature(list(given.features.chunk(len(TAPS), -1)))
+    return given.target.head(model(given.ids, context, POSITIONS[:, CONTEXT:], POSITIONS[:, :CONTEXT])[0])
+
+
+def treeflash(file: str, case: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """The same for TreeFlash's class."""
     config = qwen3(more, own)
     config.treeflash_config = {"ar_approximation": "swiglu", "candidate_tokens": 16}
@@ -148,7 +189,7 @@ def treeflash(file: str, project: str, more: dict, own: dict, folder: str, given
     return given.target.head(states[0])
 
 
-def deepspec(path: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
+def deepspec(path: str, case: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """The same for DeepSpec's class, which has an embedding and a head of its own."""
     sys.path.insert(0, path)
     config = qwen3(more, None)
@@ -166,7 +207,7 @@ def deepspec(path: str, project: str, more: dict, own: dict, folder: str, given:
     return model.markov_head.apply_block_logits(logits[None], **inputs)[0, 0]
 
 
-def specforge(path: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
+def specforge(path: str, case: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """The same for SpecForge's classes."""
     sys.path.insert(0, path)
     name = "Domino" if own.get("projector_type") == "domino" else "DSpark"
@@ -196,12 +237,13 @@ def speculators_config(kind: str, tokens: int):
     )
 
 
-def speculators(path: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
+def speculators(path: str, case: str, project: str, more: dict, own: dict, folder: str, given: Given) -> torch.Tensor:
     """The same for speculators' classes, whose layers are run one by one under their own mask."""
     from speculators.model import SpeculatorModel
 
-    kind = "dspark" if "markov_rank" in own else "dflash2" if own else "dflash"
-    names = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
+    kinds = {"markov_rank": "dspark", "selector_rank": "dflash2", "xpress_rank": "xpress"}
+    kind = next((kinds[key] for key in own if key in kinds), "dflash")
+    names = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2", "xpress": "XPress"}
     config_of = getattr(import_module(f"speculators.models.{kind}"), f"{names[kind]}SpeculatorConfig")
     inner = qwen3(more, None)
     inner._attn_implementation = "eager"
@@ -235,6 +277,8 @@ def speculators(path: str, project: str, more: dict, own: dict, folder: str, giv
         return torch.full_like(logits, -torch.inf).scatter(2, ids, scores)[0]
     if kind == "dspark":  # a recurrent head begins at the bonus token's slot, whatever that drafts
         return (logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=states))[0]
+    if kind == "xpress":
+        return (logits + model.refiner_head.block_bias(before, states))[0]
     return logits[0]
 
 
@@ -242,11 +286,19 @@ PROJECTS = {
     "authors": public,
     "jetspec": public,
     "nemo": public,
+    "angelslim": public,
+    "angelspec": angelspec,
     "deepspec": deepspec,
     "specforge": specforge,
     "treeflash": treeflash,
     "speculators": speculators,
 }
+
+
+def logits_of(project: str, place: str, case: tuple[str, dict, dict], folder: str):
+    """Return the function of what is given that makes a case's drafter, saves it, and returns its logits."""
+    name, more, own = case
+    return partial(PROJECTS[project], place, name, project, more, dict(own), folder)
 
 
 @torch.no_grad()
@@ -281,22 +333,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("authors", "jetspec", "nemo", "treeflash"):
         parser.add_argument(f"--{name}", help="the file of the class")
-    for name in ("deepspec", "specforge"):
+    for name in ("deepspec", "specforge", "angelslim", "angelspec"):
         parser.add_argument(f"--{name}", help="the project's folder")
     parser.add_argument("--speculators", action="store_true")
     args = parser.parse_args()
     for project, cases in CASES.items():
         if not getattr(args, project):
             continue
-        for case, more, own in cases:
+        for case in cases:
             with tempfile.TemporaryDirectory() as folder:
-
-                def logits_of(given: Given, folder=folder, project=project, more=more, own=own) -> torch.Tensor:
-                    return PROJECTS[project](getattr(args, project), project, more, dict(own), folder, given)
-
-                found = compare(logits_of, folder)
+                found = compare(logits_of(project, getattr(args, project), case, folder), folder)
                 named = json.loads((Path(folder) / "config.json").read_text())["architectures"]
-                print(f"{project:<12} {case:<20} {named[0]:<24} {found}")
+                print(f"{project:<12} {case[0]:<20} {named[0]:<24} {found}")
 
 
 if __name__ == "__main__":

@@ -90,11 +90,11 @@ class LoadedConfig:
 class HeadConfig:
     """A conditional head: it makes a drafted token's score depend on the tokens before it.
 
-    name: none: positions are independent; markov, selector, swiglu or gru: rows of
+    name: none: positions are independent; markov, selector, swiglu, gru or xpress: rows of
         infer/drafters/heads/table.py
     kind: markov only: vanilla, a table of pairs; gated by the slot's state; rnn, with a state of the
         block
-    rank: markov, selector and gru: rank of the correction
+    rank: markov, selector, gru and xpress: rank of the correction
     top_k: selector only: it chooses among so many of a slot's likeliest tokens; 0: among all
     hidden: swiglu and gru: entries of its hidden layer or state; None: the drafter's intermediate size,
         or 1024
@@ -134,6 +134,8 @@ class DrafterConfig:
         init has it
     window: dflash only: its layers see the last so many positions, their own included, and decoding
         keeps no more of a text (speculators: 2048); None: all, or as init has it
+    layer_fusion: dflash only: each layer reads its own mix of the tapped layers, by projections of its
+        own (DFlare); None: no, or as init has it
     convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
         published: 2; None: none, or as init has them
     vocabulary: it proposes so many tokens only, the most frequent of its training data (EAGLE-3,
@@ -153,6 +155,7 @@ class DrafterConfig:
     sample_from_anchor: bool | None = None
     causal: bool | None = None
     window: int | None = None
+    layer_fusion: bool | None = None
     convolutions: int | None = None
     vocabulary: int | None = None
     init: str | None = None

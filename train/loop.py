@@ -69,11 +69,11 @@ def block_loss(
 def draft_states(
     drafter, target: Target, rows: dict[str, torch.Tensor], blocks: Blocks, features: Features
 ) -> torch.Tensor:
-    """Return the drafter's states at all drafted positions of a batch, (B*N*L, D) in the target's
+    """Return the drafter's states at all slots of a batch's blocks, (B*N, W, D) in the target's
     dtype."""
     module: Drafter = getattr(drafter, "module", drafter)
-    drafted = packed_states(module, target, rows, blocks.anchors, features.context, drafter)  # (B, N, L, D)
-    return drafted.flatten(0, 2).to(target.dtype)
+    states = packed_states(module, target, rows, blocks.anchors, features.context, drafter)  # (B, N, W, D)
+    return states.flatten(0, 1).to(target.dtype)
 
 
 def score(
@@ -86,7 +86,7 @@ def score(
     config: TrainConfig,
     plan: RowPlan | None = None,
 ) -> RowLoss:
-    """Compute the objective on drafted states (B*N*L, D), block by block; a conditional head sees the
+    """Compute the objective on drafted states (B*N, W, D), block by block; a conditional head sees the
     true tokens.
 
     A drafter of a part of the vocabulary learns the target's distribution among its tokens, normalised,
@@ -101,10 +101,11 @@ def score(
     if drafter.d2t is not None:  # other rows than were planned
         weights, plan = weights * (labels >= 0), None
     head, confidence = drafter.conditional_head, drafter.confidence_head
-    correction = None
-    if head is not None:
-        states = drafted.unflatten(0, (-1, length))  # (G, L, D)
-        answer = teach(drafter, target, states, blocks.tokens_before(rows["ids"]).flatten(0, 1))
+    correction, states = None, drafted[:, drafter.first_draft_slot :]  # (G, L, D)
+    if head is None:
+        drafted = states.flatten(0, 1)
+    else:
+        answer = teach(drafter, target, drafted, blocks.tokens_before(rows["ids"]).flatten(0, 1))
         drafted = answer.read.flatten(0, 1).to(target.dtype)
         if answer.correction is not None:
             correction = Correction(answer.correction.flatten(0, 1).to(target.dtype), head.out, head.top_k)

@@ -11,7 +11,7 @@ from torch import nn
 from infer.drafters.heads import table as heads
 from train.config import OptimConfig
 
-TABLES = ("embed_tokens.weight", "lm_head.weight", *heads.TABLES)
+TABLES = ("embed_tokens.weight", "lm_head.weight", "layer_fusion_weights", *heads.TABLES)
 
 
 def has_bfloat16() -> bool:

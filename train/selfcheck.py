@@ -72,7 +72,7 @@ class SelfCheck:
         ]
         masks = [additive(mask.to(target.device), kind) for mask in masks]
         inputs = drafter.inputs(target, ids, positions, torch.tensor([[anchor]], device=target.device))
-        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0, drafter.first_draft_slot :]  # (L, D)
+        hidden = drafter(features.context.to(kind), positions, *inputs, *masks)[0]  # (W, D)
         return self.divergences(hidden.to(target.dtype), features, ids[0], anchor, b, n, drafter, target, config)
 
     @staticmethod
@@ -87,21 +87,22 @@ class SelfCheck:
         return (seen if window is None else seen & (distance < window))[None, None]
 
     def divergences(self, hidden, features: Features, ids, anchor, b, n, drafter, target, config) -> torch.Tensor:
-        """Return the divergences (L,) of a block's states (L, D); its document has `ids` (T,) and
+        """Return the divergences (L,) of a block's states (W, D); its document has `ids` (T,) and
         `features`."""
+        whole, hidden = hidden[None], hidden[drafter.first_draft_slot :]  # (1, W, D), (L, D)
         head, out = head_weight(drafter, target).to(target.dtype), torch.zeros(len(hidden), device=target.device)
         before = ids[(anchor + torch.arange(len(hidden), device=ids.device)).clamp(max=len(ids) - 1)]
         answer = Conditioned(hidden)
         if drafter.conditional_head is not None:
-            answer = teach(drafter, target, hidden[None], before[None])
+            answer = teach(drafter, target, whole, before[None])
             answer = Conditioned(*(part if part is None else part[0] for part in answer))
         formula, known = DIVERGENCES[config.objective.divergence].formula, drafter.vocabulary
         for t in range(len(hidden)):
             label = known.columns(ids[anchor + t + 1]) if self.blocks.supervised[b, n, t] else -1
             if label < 0:
                 continue
-            whole = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float())
-            log_p = known.part(whole).log_softmax(-1)
+            theirs = target.scale(F.linear(features.last[0, anchor + t], target.head_weight).float())
+            log_p = known.part(theirs).log_softmax(-1)
             alone = target.scale(F.linear(answer.read[t].to(target.dtype), head).float())
             scores, outside = alone, torch.zeros_like(alone, dtype=torch.bool)
             if answer.correction is not None:

@@ -17,8 +17,8 @@ what stands here (dflash/model.py is the one to read):
   whose state is read;
 - `make_state`, `update_context` and `block_states` for decoding: memory for texts; features and tokens
   of newly committed positions in; states of a block out, which `draft_block` turns into marginals;
-- `warm_layers`, `warm_tap`, `finish_warm_start`: which of the target's layers its own can start as,
-  which of the tapped layers they then read, and what else a warm start sets.
+- `warm_layers`, `finish_warm_start`: which of the target's layers its own can start as, which of the
+  tapped layers they then read, and what else a warm start sets.
 """
 
 import re
@@ -44,7 +44,6 @@ from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.drafters.int8 import rounded
 from infer.drafters.warm import can_start_as
-from infer.targets.int8 import Int8Linear
 from infer.targets.layers import read_norm, some_outputs
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
@@ -166,11 +165,15 @@ class Attention(nn.Module):
     def heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim))  # (B, T, H, E)
 
-    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T,
-        E)."""
-        keys = self.k_norm(self.heads(self.k_proj(states))).transpose(1, 2)
-        return rotate(keys, cos, sin), self.heads(self.v_proj(states)).transpose(1, 2)
+    def key_value_projections(self, of: str = "") -> list[nn.Linear]:
+        """Return the projections to keys and to values; `of`: the ending of their names."""
+        return [self.get_submodule(f"{part}_proj{of}") for part in "kv"]
+
+    def keys_values(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, of: str = ""):
+        """States (B, T, inputs) at the positions of cos, sin (B, T, E) to keys and values (B, H, T, E),
+        by `key_value_projections`."""
+        keys, values = (self.heads(project(states)) for project in self.key_value_projections(of))
+        return rotate(self.k_norm(keys).transpose(1, 2), cos, sin), values.transpose(1, 2)
 
     def queries(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return rotate(self.q_norm(self.heads(self.q_proj(states))).transpose(1, 2), cos, sin)
@@ -295,7 +298,7 @@ class DraftedBlock(NamedTuple):
     """A drafted block."""
 
     marginals: torch.Tensor  # (B, L, R) log space, float32
-    states: torch.Tensor | None = None  # (B, L, D) what a conditional head reads
+    states: torch.Tensor | None = None  # (B, W, D) of all slots: what a conditional head reads
 
 
 class Drafter(nn.Module):
@@ -304,7 +307,6 @@ class Drafter(nn.Module):
     family: Family
     writers: dict[str, Callable] = {}  # by export format (dflash/writers.py says what they are given and return)
     anchor_offset = 0
-    warm_tap = 0
     attention_patterns: list[tuple[bool, int | None]]  # its layers' kinds: causal within the block?, sliding window
     num_queries: int  # W
     first_draft_slot: int  # of the W slots
@@ -320,6 +322,7 @@ class Drafter(nn.Module):
         self.confidence_head: Confidence | None = None
         self.raw_states = False  # the conditional head reads states before the last norm
         self.ngrams: Path | None = None  # an n-gram file that came with the weights, for trees
+        self.quantised = False  # are its products of int8 codes?
         self.recompute = False  # training: compute the layers again in the backward pass instead of keeping them
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: nn.Linear | None = None
@@ -330,11 +333,6 @@ class Drafter(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
-
-    @property
-    def quantised(self) -> bool:
-        """Return whether its products are of int8 codes."""
-        return type(self.fc) is Int8Linear
 
     @property
     def own(self) -> dict:
@@ -445,9 +443,6 @@ class Drafter(nn.Module):
             return False
         for ours, weights in zip(layers, theirs, strict=True):
             ours.load_state_dict(weights, strict=False)  # convolutions stay the identity
-        size = self.config.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight.view(size, -1, size)[:, self.warm_tap] = torch.eye(size)
         self.norm.weight.copy_(read_norm(target.body.norm).weight)
         self.finish_warm_start(theirs, target, generator)
         return True
@@ -484,12 +479,13 @@ class Drafter(nn.Module):
         cache, rows, width = state.cache, len(bonus), self.num_queries
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
-        return drafted_block(self, target, self.for_head(states[:, self.first_draft_slot :]))
+        return drafted_block(self, target, self.for_head(states))
 
 
 def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> DraftedBlock:
-    """Return what is drafted by the states (B, L, D) of blocks, as `Drafter.for_head` returns them."""
-    read = drafter.last_norm(states) if drafter.raw_states else states
+    """Return what is drafted by the states (B, W, D) of blocks, as `Drafter.for_head` returns them."""
+    drafted = states[:, drafter.first_draft_slot :].contiguous()
+    read = drafter.last_norm(drafted) if drafter.raw_states else drafted
     marginals = drafter.logits(target, read).log_softmax(-1)
     return DraftedBlock(marginals, None if drafter.head_row is None else states)
 
@@ -497,15 +493,21 @@ def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> Dra
 def packed_states(
     drafter: Drafter, target: Target, rows: dict, anchors: torch.Tensor, context: torch.Tensor, run: Callable
 ) -> torch.Tensor:
-    """Return the states (B, N, L, D) of the drafted positions of all blocks behind anchors (B, N) of
-    packed rows, in one pass, as `Drafter.for_head` returns them. rows: "ids", "positions" and
-    "documents", (B, T) each; context (B, T, F): the features; run: the drafter, or the engine around
-    it."""
+    """Return the states (B, N, W, D) of all slots of the blocks behind anchors (B, N) of packed rows, in
+    one pass, as `Drafter.for_head` returns them. rows: "ids", "positions" and "documents", (B, T) each;
+    context (B, T, F): the features; run: the drafter, or the engine around it."""
     inputs = drafter.inputs(target, rows["ids"], rows["positions"], anchors)
     starts = (anchors - drafter.anchor_offset).clamp(min=0)
     masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
     hidden = run(context.to(drafter.norm.weight.dtype), rows["positions"], *inputs, *masks)  # (B, N*W, D)
-    return hidden.unflatten(1, (-1, drafter.num_queries))[:, :, drafter.first_draft_slot :]
+    return hidden.unflatten(1, (-1, drafter.num_queries))
+
+
+def read_one_tap(fc: nn.Linear, tap: int) -> None:
+    """Let a projection of features (D, K * D) begin with those of one tapped layer."""
+    size = fc.out_features
+    fc.weight.zero_()
+    fc.weight.view(size, -1, size)[:, tap] = torch.eye(size)
 
 
 def target_head(drafter: Drafter, target: Target) -> nn.Module:
@@ -629,5 +631,5 @@ def fixed_options(drafter: Drafter) -> dict:
         "vocabulary": 0 if drafter.d2t is None else len(drafter.d2t),
     }
     known |= {"mask_token_id": own["mask_token_id"]} if "mask_token_id" in own else {}
-    known |= {key: bool(own.get(key)) for key in ("sample_from_anchor", "causal") if key in row.options}
+    known |= {key: bool(own.get(key)) for key in ("sample_from_anchor", "causal", "layer_fusion") if key in row.options}
     return known | ({"convolutions": own.get("conv_kernel_size", 0)} if "convolutions" in row.options else {})

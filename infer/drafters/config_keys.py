@@ -52,12 +52,13 @@ class KeyRule(NamedTuple):
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 WHOLES = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
-    *("draft_vocab_size", "num_target_layers", "target_hidden_size", "conv_group_size"),
+    *("draft_vocab_size", "num_target_layers", "target_num_hidden_layers", "target_hidden_size"),
+    *("conv_group_size", "xpress_mlp_hidden"),
 )
 CAUSAL = ("is_causal", "causal", "causal_head")  # vLLM's and the authors', vLLM's, JetSpec's
 FLAGS = (
     *("sliding_window_non_causal", "use_sliding_window", "sample_from_anchor", "shift_label"),
-    *("shifted", "qk_norm", "norm_twice"),
+    *("shifted", "qk_norm", "norm_twice", "layer_fusion"),
 )
 KEYS = {
     **dict.fromkeys((*SIZES, *WHOLES), KeyRule()),
@@ -91,6 +92,7 @@ PLAIN = {
     "rope_is_neox_style": True,
     "use_aux_hidden_state": True,
     "use_swa": False,  # a window of all layers without causality
+    "fusion_type": "concat_fc",
     "quantization_config": None,
 }
 ROPES = {  # kinds of rotary positions, and the keys that each needs
@@ -104,7 +106,8 @@ ROPES = {  # kinds of rotary positions, and the keys that each needs
 HARMLESS = {
     *("auto_map", "attention_mode", "attention_backend", "candidate_tokens", "num_anchors", "max_anchors"),
     *("loss_decay_gamma", "torch_dtype", "confidence_head_alpha", "selector_loss_weight"),
-    *("speculators_config", "speculators_model_type", "speculators_version"),
+    *("speculators_config", "speculators_model_type", "speculators_version", "_torchspec_version"),
+    *("model_arch", "gate_temperature", "xpress_block_size"),
 } | Qwen3Config().to_dict().keys()
 
 
@@ -138,7 +141,7 @@ WRITTEN = (  # keys of the public layout, in this order
 class ConfigReading:
     """A config.json in our terms."""
 
-    layout: str  # dflash, dflash2, DeepSpec, SpecForge, treeflash, speculators, transformers, DART; none: unknown
+    layout: str  # `Layout.name` of dflash/layouts.py, or DART; none: unknown
     family: Family | None
     options: dict[str, Any]  # of the Qwen3Config; none where a key is missing or wrong
     problems: list[str]

@@ -53,7 +53,7 @@ class Family:
         return {"architectures": [self.architecture], self.config_key: own}
 
 
-_DSPARK = ("not from anchor", "causal", "sliding", "normed", "part")
+_DSPARK = ("not from anchor", "causal", "sliding", "normed", "part", "fusion")
 _ROWS = (
     Family(
         name="dflash",
@@ -62,27 +62,31 @@ _ROWS = (
         architecture="DFlashDraftModel",
         config_key="dflash_config",
         formats={
-            "dflash": ExportFormat(refuses=("from anchor", "part")),
+            "dflash": ExportFormat(refuses=("from anchor", "part", "fusion")),
+            "angelslim": ExportFormat(refuses=("from anchor", "causal", "sliding", "raw", "part")),
             "dflash2": ExportFormat(
-                heads=("selector",), headless=False, convolutions=True, refuses=("from anchor", "choice", "part")
+                heads=("selector",),
+                headless=False,
+                convolutions=True,
+                refuses=("from anchor", "choice", "part", "fusion"),
             ),
             "dspark": ExportFormat(target=True, heads=("markov",), refuses=_DSPARK),
             "specforge": ExportFormat(heads=("markov", "gru"), headless=False, refuses=_DSPARK),
             "speculators": ExportFormat(
                 target=True,
-                heads=("markov", "selector"),
+                heads=("markov", "selector", "xpress"),
                 convolutions=True,
-                refuses=("full and causal", "recurrent", "normed", "choice", "part of the choice"),
+                refuses=("full and causal", "recurrent", "normed", "choice", "part of the choice", "fusion"),
             ),
-            "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1", "part")),
+            "transformers": ExportFormat(refuses=("from anchor", "causal", "raw", "window of 1", "part", "fusion")),
             "gguf": ExportFormat(
                 target=True,
                 heads=("selector", "markov"),
                 convolutions=True,
-                refuses=("room", "choice from anchor", "llama3", "part"),
+                refuses=("room", "choice from anchor", "llama3", "part", "fusion"),
             ),
         },
-        options=("sample_from_anchor", "causal", "window", "convolutions", "head"),
+        options=("sample_from_anchor", "causal", "window", "layer_fusion", "convolutions", "head"),
     ),
     Family(
         name="dart",
@@ -112,7 +116,8 @@ def check_options(family: str, layers: int) -> None:
         raise ValueError(f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)")
 
 
-OWN_OPTIONS = ("sample_from_anchor", "causal", "window", "convolutions", "head")  # of `infer.config.DrafterConfig`
+# of `infer.config.DrafterConfig`
+OWN_OPTIONS = ("sample_from_anchor", "causal", "window", "layer_fusion", "convolutions", "head")
 
 
 def check_blocks(options) -> None:

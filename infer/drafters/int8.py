@@ -27,4 +27,5 @@ def quantise(drafter: nn.Module) -> None:
     kept = {part for module in head if module is not None for part in module.modules()}
     for name, module in list(drafter.named_modules()):
         if type(module) is nn.Linear and module not in kept:
-            drafter.set_submodule(name, rounded(module, 2 if module is drafter.fc else 1))
+            drafter.set_submodule(name, rounded(module, 2 if name == "fc" else 1))
+    drafter.quantised = True

@@ -21,13 +21,15 @@ BLOCKS = ("dflash", "dflash2")
 FLAT = ("DeepSpec", "SpecForge")  # layouts of DSpark, where the first slot drafts
 VLLM, SGLANG, SPECULATORS = "vLLM (method dflash)", "SGLang (DFLASH)", "speculators, and vLLM through it"
 AUTHORS, NATIVE = "the DFlash authors' code", "transformers (speculation_type=dflash)"
-EVERY = (VLLM, SGLANG, SPECULATORS, AUTHORS)
+ANGELSLIM = "AngelSlim (dflash_benchmark.py)"
+EVERY = (VLLM, SGLANG, SPECULATORS, AUTHORS, ANGELSLIM)
 READS = {  # by engine: its layouts
     VLLM: (*BLOCKS, *FLAT),
     SGLANG: (*BLOCKS, *FLAT),
     SPECULATORS: ("speculators",),
     AUTHORS: BLOCKS,
     NATIVE: ("transformers",),
+    ANGELSLIM: ("AngelSlim",),
 }
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "DeepSpec": "Qwen3DSparkModel"}
 # by layout: keys of what it has words for, beside a plain drafter whose second slot is the first to
@@ -38,6 +40,8 @@ WORDS = {
     "SpecForge": ("markov_rank", "gru_hidden_dim", "sample_from_anchor"),
     "speculators dspark": ("markov_rank", "sample_from_anchor"),
     "speculators dflash2": ("selector_rank", "conv_kernel_size", "sample_from_anchor"),
+    "speculators xpress": ("xpress_rank", "sample_from_anchor"),
+    "AngelSlim": ("layer_fusion",),
 }
 
 
@@ -118,6 +122,8 @@ def misread(raw: dict, reading: ConfigReading) -> Faults:
         yield EVERY, f"{row.key} is {own[row.key]!r}: the engine would draft without the conditional head"
     if own.get("conv_kernel_size") and "conv_kernel_size" not in words:
         yield EVERY, f"conv_kernel_size is {own['conv_kernel_size']}: the engine has no convolutions there"
+    if own.get("layer_fusion") and "layer_fusion" not in words:
+        yield EVERY, "layer_fusion is true: the engine has one mix of the tapped layers for all of its own"
     if own.get("sample_from_anchor") and "sample_from_anchor" not in words:
         yield EVERY, "sample_from_anchor is true: the engine drafts from the second slot on"
     if reading.layout in FLAT and row is None:

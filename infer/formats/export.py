@@ -39,6 +39,7 @@ def faults(drafter: Drafter) -> dict[str, str]:
             drafter.config.rope_parameters["rope_type"] == "llama3",
             "its rotary positions are scaled as Llama 3's, which llama.cpp has no word for in a drafter",
         ),
+        "fusion": (own.get("layer_fusion"), "each of its layers reads its own mix of the tapped ones (layer_fusion)"),
         "raw": (tap == "raw", "it taps the last layer before the target's last norm (last_tap=raw)"),
         "normed": (tap == "normed", "it taps the last layer behind the target's last norm (last_tap=normed)"),
         "recurrent": (

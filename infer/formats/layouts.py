@@ -9,6 +9,10 @@ from infer.drafters.config_keys import ConfigReading
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import CODED, Folder
 
+REFUSED = {  # by a word of `architectures` or `speculators_model_type`: methods that no family here has
+    "dfly": "a DFly drafter (a shared context and a mix for each layer, with TreeFlash's step)",
+    "peagle": "a P-EAGLE drafter (EAGLE-3's layers over mask tokens; vLLM runs it)",
+}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -18,6 +22,11 @@ def read(folder: Folder, target_layers: int | None = None) -> ConfigReading:
     raw = folder.config
     if not raw:
         return ConfigReading("none", None, {}, [])
+    named = f"{raw.get('architectures')} {raw.get('speculators_model_type')}".lower()
+    if raw.get("parallel_drafting") and "eagle" in named:
+        named = "peagle"
+    for word in [word for word in REFUSED if word in named]:
+        return ConfigReading("none", None, {}, [f"config.json: this is {REFUSED[word]}, which is not read here"])
     for family in FAMILIES.values():
         reading = family.load().read(family, raw, folder.tensors, target_layers)
         if reading is not None:

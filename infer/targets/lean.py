@@ -74,6 +74,11 @@ class Product:
         (N, outputs)."""
         return torch.addmm(before, states, self.weight, alpha=factor)
 
+    @staticmethod
+    def fuse(modules: list[nn.Linear]) -> "Product":
+        """Join layers without biases that read the same states."""
+        return Product(torch.cat([module.weight for module in modules]).detach().t())
+
 
 def attend_packed(queries: torch.Tensor, memory: LayerWindow | PackedLayer, mask: Mask, scale: float) -> torch.Tensor:
     """Return the attention (B Q, H E) of packed queries (B, K, G Q, E) over a layer of a cache."""

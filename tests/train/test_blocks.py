@@ -23,7 +23,11 @@ from train.loop import block_loss, draft_states
 from train.run.state import most_anchors
 
 K = 4  # block size
-FAMILIES = pytest.mark.parametrize("family", [{"family": "dflash"}, {"family": "dart"}], ids=["dflash", "dart"])
+FAMILIES = pytest.mark.parametrize(
+    "family",
+    [{"family": "dflash"}, {"family": "dart"}, {"family": "dflash", "layer_fusion": True}],
+    ids=["dflash", "dart", "dflare"],
+)
 
 
 def packed(lengths: list[list[int]], total: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -406,7 +410,7 @@ def test_training_sees_the_logits_that_decoding_sees(random_target, family):
     blocks, settings = some_blocks(rows, 5), config()
     loss = block_loss(drafter, target, rows, blocks, settings).loss
     features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
-    states = draft_states(drafter, target, rows, blocks, features)
+    states = draft_states(drafter, target, rows, blocks, features)[:, drafter.first_draft_slot :].flatten(0, 1)
     products = states @ head_weight(drafter, target).T
     log_q = (3 * torch.tanh(products / 3)).log_softmax(-1).unflatten(0, blocks.labels.shape)
     rows_of_teacher, begin = [], 0

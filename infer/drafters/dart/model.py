@@ -38,6 +38,7 @@ from infer.drafters.base import (
     attend_cached,
     block_sight,
     masked_attention_behind,
+    read_one_tap,
     taps,
 )
 from infer.drafters.dart import layouts
@@ -111,7 +112,6 @@ class DART(Drafter):
     """The drafter. Parameters carry the names of the published checkpoints."""
 
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
-    warm_tap = -1
     family = FAMILIES["dart"]
     read = staticmethod(layouts.read)
     attention_patterns = [(True, None)]
@@ -157,6 +157,7 @@ class DART(Drafter):
     def finish_warm_start(self, theirs: list[dict], target: Target, generator: torch.Generator | None) -> None:
         """Set the mask to the average item of a random text, unless the target has no weights to run
         with: a random mask drowns what attention adds to it (LOG.md)."""
+        read_one_tap(self.fc, -1)
         if any(weight.is_meta for weight in target.body.parameters()):
             return
         ids = torch.randint(target.config.vocab_size, (1, 128), generator=generator).to(target.device)

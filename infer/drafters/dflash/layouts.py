@@ -23,12 +23,30 @@ class Layout(NamedTuple):
     needs: tuple[str, ...] = ()  # the key of its conditional head
     defaults: Mapping[str, Any] = NOTHING  # what its classes take for keys that are missing, where ours differ
     tensors: Mapping[str, str] = NOTHING  # beginnings of names: theirs to ours
+    renames: Mapping[str, str] = NOTHING  # keys: theirs to ours
     first: int = 0  # tapped layers are counted from it
     last_tap: str = "normed"  # where its own code reads a tap of the target's last layer
 
 
 PUBLIC = Layout("dflash")
+TORCHSPEC = Layout(  # and its fork AngelSpec: flat, and never with a block size
+    "TorchSpec",
+    tensors={"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."},
+    last_tap="raw",
+)
 NATIVE_TYPE, NATIVE = "muse_glimmer_assistant", "MuseGlimmerAssistantModel"
+MODEL_TYPES = {  # by `model_type`
+    "dflash": TORCHSPEC,
+    "dspark": TORCHSPEC._replace(anchor=True, needs=("markov_rank",)),
+}
+REFINER = {  # of XPress' authors, ours
+    "w1.": "token_embed.",
+    "w2.": "readout.",
+    "mix.L": "mix_l",
+    "down_": "down_",
+    "in_proj.": "in_proj.",
+    **{f"mlp.{part}_proj.": f"mlp_{part}." for part in ("gate", "up", "down")},
+}
 PROJECTORS = {  # by `projector_type`
     "dspark": Layout("SpecForge", anchor=True, needs=("markov_rank",)),
     "domino": Layout(
@@ -39,6 +57,14 @@ PROJECTORS = {  # by `projector_type`
 }
 LAYOUTS = {  # by the first name in `architectures`, beside the family's own
     "Qwen3DFlashDraftModel": PUBLIC,  # NeMo Automodel's
+    "QwenDFlashDraftModel": Layout("AngelSlim"),
+    "QwenDFlareDraftModel": Layout("AngelSlim", defaults={"layer_fusion": True}),
+    "Qwen3XPressModel": Layout(
+        "XPress",
+        needs=("xpress_rank",),
+        renames={"xpress_num_passes": "num_jacobi_passes"},
+        tensors={f"xpress_head.{theirs}": f"refiner_head.{ours}" for theirs, ours in REFINER.items()},
+    ),
     "Qwen3DSparkModel": Layout("DeepSpec", anchor=True),  # flat, with embedding and head
     "DSparkDraftModel": PROJECTORS["dspark"],
     "DominoDraftModel": PROJECTORS["domino"],
@@ -65,18 +91,21 @@ SPECULATORS = {  # by `speculators_model_type`: the Qwen3 part in `transformer_l
         "selector_rank": 256,
         "selector_top_k": 16,
     },
+    "xpress": {"xpress_rank": 256},
 }
+TAPS = {"aux_hidden_state_layer_ids": "target_layer_ids"}
 
 
 def find_layout(family: Family, raw: dict) -> Layout | None:
     """Return the row of a config.json; None where there is none."""
     named, kind = named_class(raw), str(raw.get("speculators_model_type"))
     if kind in SPECULATORS:
-        return Layout("speculators", defaults=SPECULATORS[kind], first=1, last_tap="raw")
+        return Layout("speculators", defaults=SPECULATORS[kind], renames=TAPS, first=1, last_tap="raw")
     if raw.get("model_type") == NATIVE_TYPE:
         return LAYOUTS[NATIVE]
-    if named == family.architecture and raw.get(family.config_key) is None and "target_layer_ids" in raw:
-        return LAYOUTS["Qwen3DSparkModel"]
+    if raw.get(family.config_key) is None and "target_layer_ids" in raw and named in (family.architecture, *LAYOUTS):
+        flat = LAYOUTS["Qwen3DSparkModel"] if named == family.architecture else LAYOUTS[named]
+        return MODEL_TYPES.get(raw.get("model_type"), flat)
     return PUBLIC if named == family.architecture else LAYOUTS.get(named)
 
 
@@ -89,9 +118,8 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
         return ConfigReading("none", None, {}, [f"config.json: speculators_model_type {said}"])
     if row is None:
         return None
-    renames = {"aux_hidden_state_layer_ids": "target_layer_ids"} if row.first else NOTHING
-    keys = Keys(raw, (family.config_key, "treeflash_config", "transformer_layer_config"), row.defaults, renames)
-    if row.name not in ("speculators", "transformers"):
+    keys = Keys(raw, (family.config_key, "treeflash_config", "transformer_layer_config"), row.defaults, row.renames)
+    if row.name not in ("speculators", "transformers", "TorchSpec"):
         row = PROJECTORS.get(keys.get("projector_type"), row)
     if row is LAYOUTS[NATIVE]:  # it has no vocabulary: the least one that has the mask token
         keys.setdefault("vocab_size", keys.get("mask_token_id", 0) + 1)
@@ -102,8 +130,8 @@ def read(family: Family, raw: dict, tensors: Collection[str], target_layers: int
         for theirs, ours in row.tensors.items():
             reading.renamed |= {name: ours + name[len(theirs) :] for name in tensors if name.startswith(theirs)}
         layers, ids = keys.get("num_target_layers", target_layers), keys["target_layer_ids"]
-        if layers == len(ids) <= max(ids) - row.first:  # TorchSpec's and AngelSpec's count taps
-            layers = target_layers
+        if row.name == "TorchSpec" or layers == len(ids) <= max(ids) - row.first:  # it counts taps
+            layers = keys.get("target_num_hidden_layers", target_layers)
         complete(reading, keys, row, tensors, layers)
     return reading
 
@@ -116,12 +144,20 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
         keys.note("block_size", "is 1, expected 2 or more")
     own = {key: keys[key] for key in ("block_size", "mask_token_id")} | keys.tapped(layers, row.first, row.last_tap)
     own |= causality(keys, row, options) | head
+    if keys.get("layer_fusion", "layer_fusion_weights" in tensors):  # AngelSlim's own template names another class
+        own["layer_fusion"] = True
     if keys.get("conv_kernel_size"):
         group = keys.get("conv_group_size", 16)
         own |= {"conv_kernel_size": keys["conv_kernel_size"], "conv_group_size": group}
         if options["hidden_size"] % group:
             keys.note("conv_group_size", f"is {group}, which does not divide hidden_size, {options['hidden_size']}")
-    if row.name not in ("speculators", "transformers") and "last_tap" in own and "last_tap" not in keys and layers:
+    if (
+        row.last_tap == "normed"
+        and row.name != "transformers"
+        and "last_tap" in own
+        and "last_tap" not in keys
+        and layers
+    ):
         reading.doubts.append(
             "it taps the target's last layer and does not say where: behind the last norm, as the authors' code does; "
             'vLLM taps before it, as "last_tap": "raw" beside target_layer_ids would say'
@@ -140,7 +176,9 @@ def complete(reading: ConfigReading, keys: Keys, row: Layout, tensors: Collectio
 def conditional_head(keys: Keys, row: Layout, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of the conditional head, none where there is none, and `sample_from_anchor` where
     the first slot drafts."""
-    own = read_head(keys)
+    own, inner = read_head(keys), keys.get("xpress_mlp_hidden")
+    if inner and "xpress_rank" in own:
+        own["xpress_mlp_ratio"] = inner // own["xpress_rank"]
     if "markov_rank" in own and "enable_confidence_head" not in keys and "confidence_head.proj.weight" in tensors:
         own["enable_confidence_head"] = True
     if "markov_rank" not in own and keys.get("enable_confidence_head"):

@@ -6,13 +6,15 @@ positions), D hidden size, H heads, E head size, V vocabulary.
 The architecture is that of the public DFlash checkpoints: a few Qwen3 layers whose queries are the
 block `[bonus, mask x L]` and whose keys and values come from the normalised, projected context features
 (the same for every layer) and from the block itself, at absolute positions. Embedding and head are the
-target's. Training (`forward`, many blocks of a packed row under one mask) and decoding (`draft`, one
+target's. DFlare's (`layer_fusion`; arXiv 2606.02091 and AngelSlim's class) do without the projection:
+each layer reads its own learnt mix of the tapped layers, by projections that only the context has.
+Training (`forward`, many blocks of a packed row under one mask) and decoding (`draft`, one
 block of every row against a cache) share each line of the layer; DDTree section 3 has the marginals it
 yields.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,7 @@ from infer.drafters.base import (
     block_sight,
     default_mask_token,
     masked_attention_behind,
+    read_one_tap,
     taps,
 )
 from infer.drafters.dflash import layouts, writers
@@ -58,10 +61,13 @@ def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
 class DFlashLayer(DrafterLayer):
     """Its attention and its MLP stand between two convolutions each, if the config says so."""
 
-    own_weights = ("attention_conv.", "mlp_conv.")
+    own_weights = ("attention_conv.", "mlp_conv.", "self_attn.k_proj_target.", "self_attn.v_proj_target.")
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.hidden_size)
+        if config.dflash_config.get("layer_fusion"):
+            self.self_attn.k_proj_target = deepcopy(self.self_attn.k_proj)
+            self.self_attn.v_proj_target = deepcopy(self.self_attn.v_proj)
         self.convolves = bool(config.dflash_config.get("conv_kernel_size"))
         if self.convolves:
             self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
@@ -80,9 +86,7 @@ class DFlashState(DraftState):
     training goes on with its own."""
 
     layers: list[lean.Layer]
-    norm: lean.Norm  # of the context
-    fc: lean.Product | Int8Linear  # of the features
-    projection: lean.Product | Int8Linear  # D to (layers * 2 * H * E): keys and values of all layers
+    project: Callable[[torch.Tensor], torch.Tensor]  # features (N, F) to all keys and values (N, layers * 2 * H * E)
     key_norm: lean.Norm  # weight (layers, H, E)
 
     def pass_inputs(self, rows: int) -> tuple[list[lean.Layer]]:
@@ -96,6 +100,7 @@ class DFlash(Drafter):
 
     family = FAMILIES["dflash"]
     writers = {
+        "angelslim": writers.write_angelslim,
         "dflash": writers.write_public,
         "dflash2": writers.write_dflash2,
         "dspark": writers.write_dspark,
@@ -114,7 +119,12 @@ class DFlash(Drafter):
         of_layers = layer_patterns(config)
         self.attention_patterns = list(dict.fromkeys(of_layers))
         self.pattern_of_layer = [self.attention_patterns.index(pattern) for pattern in of_layers]
-        self.fc = nn.Linear(len(self.layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fusion, taps = bool(self.own.get("layer_fusion")), len(self.layer_ids)
+        self.context_projections = "_target" if self.fusion else ""
+        if self.fusion:  # logits of each layer's mix
+            self.layer_fusion_weights = nn.Parameter(torch.empty(config.num_hidden_layers, taps))
+        else:
+            self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -155,12 +165,16 @@ class DFlash(Drafter):
         own = {"block_size": queries, "mask_token_id": mask} | taps(options, theirs)
         if options.convolutions:
             own |= {"conv_kernel_size": options.convolutions, "conv_group_size": math.gcd(theirs.hidden_size, 16)}
-        flags = {"sample_from_anchor": options.sample_from_anchor, "causal": options.causal}
+        flags = {name: vars(options)[name] for name in ("sample_from_anchor", "causal", "layer_fusion")}
         own |= {"causal": False} if options.window else {}  # readers take sliding layers for causal ones
         return own | {key: True for key, value in flags.items() if value}
 
     def init_weights(self, generator: torch.Generator) -> None:
         super().init_weights(generator)
+        if self.fusion:  # as AngelSlim's: the deeper a layer, the deeper the layer that it prefers
+            nn.init.zeros_(self.layer_fusion_weights)
+            for i, logits in enumerate(self.layer_fusion_weights):
+                logits.data[i * len(logits) // len(self.layers)] = 2.0
         for layer in self.layers:
             if layer.convolves:
                 layer.attention_conv.init_weights()
@@ -170,10 +184,22 @@ class DFlash(Drafter):
         """Norm the context as the first layer's states were: its K/V are then exactly the target's
         own."""
         self.hidden_norm.weight.copy_(theirs[0]["input_layernorm.weight"])
+        if not self.fusion:
+            return read_one_tap(self.fc, 0)
+        for layer in self.layers:
+            layer.self_attn.k_proj_target.weight.copy_(layer.self_attn.k_proj.weight)
+            layer.self_attn.v_proj_target.weight.copy_(layer.self_attn.v_proj.weight)
 
-    def context(self, features: torch.Tensor) -> torch.Tensor:
-        """Context features (B, T, len(layer_ids) * D) to what every layer's K/V see: (B, T, D)."""
-        return self.hidden_norm(self.fc(features))
+    def mixes(self, features: torch.Tensor) -> torch.Tensor:
+        """Context features (..., len(layer_ids) * D) to each layer's mix of them, (..., layers, D)."""
+        taps = features.unflatten(-1, (-1, self.config.hidden_size))
+        return self.layer_fusion_weights.softmax(-1) @ taps
+
+    def contexts(self, features: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Context features (B, T, len(layer_ids) * D) to what each layer's K/V see: (B, T, D)."""
+        if self.fusion:
+            return self.hidden_norm(self.mixes(features)).unbind(-2)
+        return [self.hidden_norm(self.fc(features))] * len(self.layers)
 
     def block_ids(self, bonus: torch.Tensor) -> torch.Tensor:
         """Bonus tokens (...,) to blocks `[bonus, mask x L]` (..., K)."""
@@ -203,14 +229,14 @@ class DFlash(Drafter):
         from queries of the blocks to keys [context | blocks]. Returns hidden states before the head,
         (B, N*K, D).
         """
-        context, block = self.context(features), blocks
+        contexts, block = self.contexts(features), blocks
         rotary, context_rotary = self.angles(block_positions), self.angles(positions)
 
         def through(layer: DFlashLayer, block: torch.Tensor, context: torch.Tensor, mask) -> torch.Tensor:
-            before = layer.self_attn.keys_values(context, *context_rotary)
+            before = layer.self_attn.keys_values(context, *context_rotary, of=self.context_projections)
             return layer(block, rotary, partial(masked_attention_behind, before, mask))
 
-        for layer, pattern in zip(self.layers, self.pattern_of_layer, strict=True):
+        for layer, context, pattern in zip(self.layers, contexts, self.pattern_of_layer, strict=True):
             if self.recompute:  # only `block` and `context` are kept for the backward pass
                 block = checkpoint(through, layer, block, context, masks[pattern], use_reentrant=False)
             else:
@@ -219,19 +245,26 @@ class DFlash(Drafter):
 
     def make_state(self, cache: KVCache, angles: tuple[torch.Tensor, torch.Tensor]) -> DFlashState:
         attentions, eps = [layer.self_attn for layer in self.layers], self.config.rms_norm_eps
-        both = [part for each in attentions for part in (each.k_proj, each.v_proj)]
         key_weights = torch.stack([each.k_norm.weight.detach().expand(cache.heads, -1) for each in attentions])
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         frozen = not any(parameter.requires_grad for parameter in self.parameters())
         layers = [] if self.layers[0].convolves else [layer if frozen else deepcopy(layer) for layer in self.layers]
         layers = [read_layer(layer, "", *heads) for layer in layers]
-        norm = lean.Norm(self.hidden_norm.weight.detach(), eps)
-        if self.quantised:
-            fc, projection = self.fc, Int8Linear.fuse(both)
-        else:
-            weights = self.fc.weight, torch.cat([part.weight for part in both])
-            fc, projection = (lean.Product(weight.detach().t()) for weight in weights)
-        return DFlashState(cache, angles, layers, norm, fc, projection, lean.Norm(key_weights, eps))
+        return DFlashState(cache, angles, layers, self.projection(), lean.Norm(key_weights, eps))
+
+    def projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes all layers' keys and values, (N, layers * 2 * H * E), of features (N, F),
+        not yet normed and rotated; where all see the same context, in one product."""
+        norm = lean.Norm(self.hidden_norm.weight.detach(), self.config.rms_norm_eps)
+        pairs = [layer.self_attn.key_value_projections(self.context_projections) for layer in self.layers]
+        fuse = Int8Linear.fuse if self.quantised else lean.Product.fuse
+        if self.fusion:
+            each = [fuse(pair) for pair in pairs]
+            return lambda features: torch.cat(
+                [project(mix) for project, mix in zip(each, norm(self.mixes(features)).unbind(1), strict=True)], 1
+            )
+        fc, projection = self.fc if self.quantised else fuse([self.fc]), fuse([part for pair in pairs for part in pair])
+        return lambda features: projection(norm(fc(features)))
 
     @torch.no_grad()
     def update_context(
@@ -246,8 +279,8 @@ class DFlash(Drafter):
         """Add the context features (B, C, len(layer_ids) * D) of newly committed positions to the
         memory; their tokens (B, C) do not matter here. `counts[b]` positions of row b are real, the
         rest is padding; `on_device` (B,) is `counts` where that is on the device already, and alone
-        where the host does not know them. One projection serves all layers: it computes what
-        `Attention.keys_values` does in training, layer by layer."""
+        where the host does not know them. It computes what `Attention.keys_values` does in training,
+        layer by layer."""
         cache, layers = state.cache, len(self.layers)
         rows, width, _ = features.shape
         if cache.widest is not None and width > cache.widest:
@@ -257,7 +290,7 @@ class DFlash(Drafter):
                 real = None if on_device is None else (on_device - begin).clamp(0, cache.widest)
                 self.update_context(target, features[:, part], tokens[:, part], some, state, real)
             return
-        both = state.projection(state.norm(state.fc(features.flatten(0, 1))))
+        both = state.project(features.flatten(0, 1))
         parts = both.view(rows * width, layers, 2 * cache.heads, -1)  # (B * C, layers, 2 * H, E)
         keys, window = parts[:, :, : cache.heads], cache.window(width)
         rotation = tuple(angle.flatten(0, 1)[:, None] for angle in state.rotary(rows, width))  # (B * C, 1, E)

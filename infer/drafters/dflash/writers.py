@@ -48,6 +48,12 @@ def convolved(drafter: Drafter) -> tuple[dict, Weights]:
     return own | {"conv_kernel_size": 2, "conv_group_size": channels}, weights
 
 
+def write_angelslim(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
+    """AngelSlim's layout of DFlash and DFlare."""
+    fusion = config["dflash_config"].pop("layer_fusion", False)
+    return config | {"architectures": ["QwenDFlareDraftModel" if fusion else "QwenDFlashDraftModel"]}, weights
+
+
 def write_dspark(drafter: Drafter, target: Target | None, config: dict, weights: Weights) -> tuple[dict, Weights]:
     """DeepSpec's flat form: DSpark, or DeepSpec's DFlash where it has no conditional head."""
     own = config.pop("dflash_config")
@@ -112,7 +118,8 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
     """Return config.json in speculators' layout, of the kind that the conditional head asks for.
     verifier: the target's name or path."""
     config, own = drafter.config, drafter.own
-    kind = {"markov": "dspark", "selector": "dflash2"}[drafter.head_row.name] if drafter.head_row else "dflash"
+    kinds = {"markov": "dspark", "selector": "dflash2", "xpress": "xpress"}
+    kind = kinds[drafter.head_row.name] if drafter.head_row else "dflash"
     part = config_dict(config)
     for key in ("architectures", "block_size", drafter.family.config_key, "num_target_layers", "draft_vocab_size"):
         part.pop(key, None)
@@ -122,10 +129,11 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    classes = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
-    more = {key: value for key, value in own.items() if key.startswith(("markov_", "selector_", "conv_"))}
+    classes = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2", "xpress": "XPress"}
+    parts = ("markov_", "selector_", "conv_", "xpress_", "num_jacobi_")
+    more = {key: value for key, value in own.items() if key.startswith(parts)}
     return {
-        "architectures": [classes[kind]],
+        "architectures": [f"{classes[kind]}DraftModel"],
         "speculators_model_type": kind,
         "speculators_config": {
             "algorithm": kind,

@@ -1,9 +1,10 @@
 """What every conditional head answers: what the target's head reads behind a token, and a correction of
 its logits.
 
-B rows, L drafted positions, G blocks, D hidden size, R tokens that the drafter knows, r rank, S entries
-of a memory; `...` any shape. Tokens before a slot are ids, and may be any: they may be a prompt's, or
-n-grams drafted them. So tables of them have all tokens, as in DSpark's layout, and `out` R rows.
+B rows, L drafted positions, W slots of a block, G blocks, D hidden size, R tokens that the drafter
+knows, r rank, S entries of a memory; `...` any shape. Tokens before a slot are ids, and may be any:
+they may be a prompt's, or n-grams drafted them. So tables of them have all tokens, as in DSpark's
+layout, and `out` R rows.
 
 All heads score token v at slot k behind token x as `logits = lm_head @ read + out @ correction`, with
 `read` (D,) and `correction` (r,) made of the slot's state h_k and of x, or of all tokens before it
@@ -56,9 +57,9 @@ class Head(nn.Module):
         """The matrix (R, r) that turns corrections into logits; None where there are no corrections."""
         return None
 
-    def memory(self, bonus: torch.Tensor) -> torch.Tensor | None:
-        """Return a recurrent head's memory (B, 1, S) before the first slot, behind bonus tokens
-        (B,)."""
+    def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
+        """Return a recurrent head's memory (B, 1, S) before the first slot that drafts, behind bonus
+        tokens (B,); states (B, W, D) are those of all slots."""
         return None
 
     def condition(
@@ -69,12 +70,13 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-        """Return the answers of whole blocks (G, L, D) behind the true tokens (G, L): teacher
-        forcing."""
+        """Return the answers of whole blocks (G, W, D), at the last L slots, behind the true tokens (G,
+        L): teacher forcing."""
         slots = torch.arange(before.shape[1], device=before.device)
+        memory, states = self.memory(before[:, 0], states), states[:, -before.shape[1] :]
         if not self.recurrent:
             return self.condition(ends, states, before, slots, None)
-        memory, answers = self.memory(before[:, 0]), []
+        answers = []
         for k in range(before.shape[1]):
             answers.append(self.condition(ends, states[:, k : k + 1], before[:, k : k + 1], slots[k], memory))
             memory = answers[-1].memory

@@ -53,10 +53,11 @@ class ConditionalDraft:
         judge: Judge | None = None,
         candidates: int = 32,
     ) -> None:
-        marginals, states = block
+        marginals, self.all_states = block
         self.drafter, self.target, self.bonus, self.judge = drafter, target, bonus, judge
         self.head, self.ends = drafter.conditional_head, ends_of(drafter, target)
         self.recurrent = self.head.recurrent
+        states = self.all_states[:, -marginals.shape[1] :]  # (B, L, D)
         self.states, self.unary = states, marginals
         self.vocabulary = drafter.vocabulary
         self.choices: torch.Tensor | None = None  # (B, L, k) columns that the head chooses among, likeliest first
@@ -141,7 +142,7 @@ class ConditionalDraft:
         if not self.recurrent:
             return self.table.first[:, None], None
         slots = torch.zeros(1, dtype=torch.long, device=self.bonus.device)
-        return self.among_candidates(slots, self.bonus[:, None], self.head.memory(self.bonus))
+        return self.among_candidates(slots, self.bonus[:, None], self.head.memory(self.bonus, self.all_states))
 
     def extend(
         self, slot: int, which: torch.Tensor, memory: torch.Tensor | None
@@ -160,7 +161,8 @@ class ConditionalDraft:
         whole vocabulary, and the log-probability of each behind the tokens before it."""
         if self.choices is not None and not self.recurrent and self.tokens.shape[2] == self.head.top_k:
             return self._chain_of_table(length)
-        before, memory, along, best = self.bonus[:, None], self.head.memory(self.bonus), [], []
+        before, along, best = self.bonus[:, None], [], []
+        memory = self.head.memory(self.bonus, self.all_states)
         for slot in range(length):
             scores, memory = self.scores(torch.full_like(before[0], slot), before, memory)  # (B, 1, R)
             highest, column = scores.max(-1)  # (B, 1)
@@ -196,8 +198,8 @@ def ends_of(drafter: Drafter, target: Target) -> Ends:
 
 
 def teach(drafter: Drafter, target: Target, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
-    """Return what the conditional head answers for states (G, L, D) behind the true tokens before them
-    (G, L)."""
+    """Return what the conditional head answers for blocks with states (G, W, D) behind the true tokens
+    before their last L slots (G, L)."""
     return drafter.conditional_head.teach(ends_of(drafter, target), states, before)
 
 

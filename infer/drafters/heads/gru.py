@@ -31,7 +31,7 @@ class GRU(Head):
     def out(self) -> torch.Tensor:
         return self.embed_proj[2].weight
 
-    def memory(self, bonus: torch.Tensor) -> torch.Tensor:
+    def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self.out.new_zeros(len(bonus), 1, self.prefix_gru.hidden_size)
 
     def condition(
@@ -46,8 +46,8 @@ class GRU(Head):
     def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
         """Return the answers of whole blocks in one pass."""
         after = self.prefix_gru(ends.embed(before).to(self.out.dtype))[0]  # (G, L, S)
+        states, slots = states[:, -before.shape[1] :], torch.arange(before.shape[1], device=before.device)
         correction = self._correction(states, after)
-        slots = torch.arange(before.shape[1], device=before.device)
         return Conditioned(states, correction * (slots >= self.first).to(correction)[:, None], after)
 
     def _correction(self, states: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

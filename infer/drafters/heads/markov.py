@@ -33,7 +33,7 @@ class Markov(Head):
     def out(self) -> torch.Tensor:
         return self.markov_w2.weight
 
-    def memory(self, bonus: torch.Tensor) -> torch.Tensor | None:
+    def memory(self, bonus: torch.Tensor, states: torch.Tensor) -> torch.Tensor | None:
         if not self.recurrent:
             return None
         return self.markov_w1.weight.new_zeros(len(bonus), 1, self.markov_w1.embedding_dim)

@@ -99,6 +99,19 @@ _ROWS = (
         ),
         tables=("embed_proj.2.weight",),
     ),
+    HeadRow(
+        "xpress",
+        "causal refiner (XPress)",
+        "infer.drafters.heads.xpress:XPress",
+        attribute="refiner_head",
+        key="xpress_rank",
+        keys=(
+            HeadKey("xpress_rank", "rank", 256, least=0),
+            HeadKey("xpress_mlp_ratio", default=2, new=2),
+            HeadKey("num_jacobi_passes", default=6, new=6, least=0),  # of engines: what they approach is our chain
+        ),
+        tables=("token_embed.weight", "readout.weight"),
+    ),
 )
 HEADS = {row.name: row for row in _ROWS}
 TABLES = tuple(name for row in _ROWS for name in row.tables)

@@ -27,6 +27,7 @@ KINDS = {
     "selector": HeadConfig("selector", rank=6, top_k=9),
     "swiglu": HeadConfig("swiglu", hidden=10),
     "gru": HeadConfig("gru", rank=6, hidden=10),
+    "xpress": HeadConfig("xpress", rank=6),
 }
 
 
@@ -152,7 +153,8 @@ def test_no_more_scores_are_made_at_a_time_than_there_is_room_for(with_head, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_with_every_tree_writes_what_plain_decoding_writes(with_head, ngrams, kind):
-    target, drafter = with_head(kind, depth=3, sample_from_anchor=kind in ("gated", "gru", "selector"))
+    anchor, fusion = kind in ("gated", "gru", "selector"), kind in ("vanilla", "xpress")
+    target, drafter = with_head(kind, depth=3, sample_from_anchor=anchor, layer_fusion=fusion)
     prompts = [[3, 8, 1], [60, 2, 2, 9, 41]]
     for sampled in ({}, {"temperature": 0.8, "seed": 4, "repetition_penalty": 1.2}):
         wanted = [text.ids for text in decode(target, None, prompts, DecodeOptions(12, method="plain", **sampled))]
@@ -172,7 +174,7 @@ def test_a_fresh_head_leaves_the_drafter_as_it_is_and_is_read_back(with_head, ma
     bonus, block = drafted(target, drafter)
     other, theirs = drafted(target, without.eval())
     assert torch.equal(bonus, other) and torch.equal(block.marginals, theirs.marginals)
-    before = torch.randint(97, block.states.shape[:2], generator=torch.Generator().manual_seed(8))
+    before = torch.randint(97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8))
     known = block.marginals > -torch.inf
     if KINDS[kind].top_k:
         known = block.marginals >= block.marginals.topk(KINDS[kind].top_k).values[..., -1:]
@@ -226,6 +228,8 @@ EXPORTS = [  # kind, format, what the drafter has besides, and the engines that 
     ("rnn", "speculators", {"sample_from_anchor": True}, {SPECULATORS}),
     ("selector", "speculators", {"convolutions": 2}, {SPECULATORS}),
     ("selector of all", "speculators", {}, {SPECULATORS}),
+    ("xpress", "speculators", {}, {SPECULATORS}),
+    ("xpress", "speculators", {"sample_from_anchor": True}, {SPECULATORS}),
     ("selector", "dflash2", {"convolutions": 2}, {VLLM, SGLANG, AUTHORS}),
     ("selector of all", "dflash2", {}, {VLLM, SGLANG, AUTHORS}),
 ]
@@ -237,7 +241,7 @@ def test_heads_are_exported_for_their_engines_and_read_back_bit_for_bit(
 ):
     target, drafter = with_head(kind, **options)
     bonus, block = drafted(target, drafter)
-    before = torch.randint(97, block.states.shape[:2], generator=torch.Generator().manual_seed(8))
+    before = torch.randint(97, block.marginals.shape[:2], generator=torch.Generator().manual_seed(8))
     expected = behind(drafter, target, block, before)
     export_drafter(drafter, format, target, tmp_path / "out")
     verdicts = check_folder(tmp_path / "out")

@@ -12,6 +12,7 @@ from infer.targets.int8 import Int8Linear
 
 KINDS = {
     "convolutions": {"convolutions": 2},
+    "fusion": {"layer_fusion": True},
     "window": {"window": 6, "block_size": 4},
     "part": {"vocabulary": 40, "head": HeadConfig("selector", rank=6)},
     "dart": {"family": "dart", "head": HeadConfig("gru", rank=6, hidden=10)},

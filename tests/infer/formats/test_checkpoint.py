@@ -91,10 +91,11 @@ def test_the_mask_token_is_one_that_the_data_do_not_use(special, named, padded, 
     assert (tokenizer.convert_ids_to_tokens(mask) if mask < len(tokenizer) else "beyond") == expected
 
 
-def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny):
+@pytest.mark.parametrize("fusion", [None, True])
+def test_warm_start_makes_the_first_layer_the_targets_own(make_tiny, fusion):
     """A drafter of one layer, tapped below the target's last one and fed that layer's inputs in blocks of one token,
     then is the target's last layer: its logits are the target's."""
-    target, drafter = make_tiny(depth=4, layers=1, target_layer_ids=[2])
+    target, drafter = make_tiny(depth=4, layers=1, target_layer_ids=[2], layer_fusion=fusion)
     assert drafter.warm_start(target)
     ids = torch.randint(97, (1, 20))
     positions = torch.arange(20)[None]

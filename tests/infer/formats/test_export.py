@@ -20,7 +20,7 @@ from infer.formats.export import export_drafter
 from infer.targets.loading import EMBEDDED
 from infer.utils.entry import entry
 
-VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, OURS = range(6)
+VLLM, SGLANG, SPECULATORS, AUTHORS, NATIVE, ANGELSLIM, OURS = range(7)
 
 
 def marginals(target, drafter) -> torch.Tensor:
@@ -34,7 +34,7 @@ def marginals(target, drafter) -> torch.Tensor:
 
 
 def engines(path, **options) -> list[bool]:
-    """Which of the engines would load it: vLLM, SGLang, speculators, the DFlash authors' code, transformers, ours."""
+    """Which of the engines would load it, in the order of the names above."""
     return [not verdict.problems for verdict in check_folder(path, **options)]
 
 
@@ -58,13 +58,13 @@ def test_what_is_exported_is_read_back_bit_for_bit(make_tiny, tmp_path, dtype, s
     expected = marginals(target, drafter)
     export_drafter(drafter, "dflash", None, tmp_path / "dflash")
     assert torch.equal(marginals(target, load_drafter(tmp_path / "dflash")), expected)
-    assert engines(tmp_path / "dflash") == [True, True, False, True, False, True]
+    assert engines(tmp_path / "dflash") == [True, True, False, True, False, False, True]
     export_drafter(drafter, "speculators", target, tmp_path / "speculators")
     again = load_drafter(tmp_path / "speculators")
     assert torch.equal(marginals(target, again), expected)
     assert torch.equal(again.embed_tokens.weight, target.embedding.weight)
     # of sliding layers beside full ones, vLLM makes all causal
-    assert engines(tmp_path / "speculators") == [False, False, not sliding, False, False, True]
+    assert engines(tmp_path / "speculators") == [False, False, not sliding, False, False, False, True]
     with pytest.raises(ValueError, match="give target.path"):
         export_drafter(again, "dflash", None, tmp_path / "back")
     export_drafter(again, "dflash", target, tmp_path / "back")  # and back, without the copies
@@ -104,9 +104,9 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
     expected = marginals(target, drafter)
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "ours")
     assert torch.equal(marginals(target, load_drafter(tmp_path / "ours")), expected)
-    assert engines(tmp_path / "ours") == [False, False, False, False, False, True]
+    assert engines(tmp_path / "ours") == [False, False, False, False, False, False, True]
     export_drafter(load_drafter(tmp_path / "ours"), "speculators", target, tmp_path / "out")
-    assert engines(tmp_path / "out") == [False, False, True, False, False, True]
+    assert engines(tmp_path / "out") == [False, False, True, False, False, False, True]
     again, stored = load_drafter(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(marginals(target, again), expected)
     assert torch.equal(stored["lm_head.weight"], target.head_weight[stored["t2d"]]) and stored["t2d"].sum() == 30
@@ -247,7 +247,7 @@ def test_check_reads_no_tensor_and_ends_with_1_where_no_engine_would_load_it(exp
         run_check(CheckCommand(str(tmp_path / "dflash")))
     assert end.value.code == 1
     out = capsys.readouterr().out
-    assert out.count("would not") == out.count("config.json is missing") == 6
+    assert out.count("would not") == out.count("config.json is missing") == 7
     with pytest.raises(FileNotFoundError, match="is no folder"):
         run_check(CheckCommand(str(tmp_path / "gone")))
 
@@ -322,7 +322,7 @@ def test_export_and_check_as_commands(repo, checkpoint, tmp_path, capsys, monkey
     (out / "model.safetensors").unlink()
     with pytest.raises(SystemExit) as end:
         entry("check", CheckCommand, run_check, [f"path={out}"])
-    assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 6
+    assert end.value.code == 1 and capsys.readouterr().out.count("model.safetensors is missing") == 7
 
 
 def test_export_options_are_checked():
@@ -363,6 +363,22 @@ def test_a_format_is_refused_before_anything_loads_and_those_that_fit_are_named(
         run_export(ExportCommand(**wrong, target=TargetConfig(path="nobody/no-such-model")))
 
 
+def test_angelslim_reads_its_two_classes_and_nobody_else_dflares_mixes(make_tiny, tmp_path):
+    for fusion, name in ((None, "QwenDFlashDraftModel"), (True, "QwenDFlareDraftModel")):
+        target, drafter = make_tiny(layer_fusion=fusion)
+        export_drafter(drafter, "angelslim", target, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["architectures"] == [name] and "layer_fusion" not in config["dflash_config"]
+        assert torch.equal(marginals(target, load_drafter(tmp_path / name)), marginals(target, drafter))
+        assert [i for i, fits in enumerate(engines(tmp_path / name)) if fits] == [ANGELSLIM, OURS]
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path / "ours")
+    assert engines(tmp_path / "ours") == [False, False, False, False, False, False, True]
+    assert torch.equal(marginals(target, load_drafter(tmp_path / "ours")), marginals(target, drafter))
+    for format in ("dflash", "speculators", "transformers"):
+        with pytest.raises(ValueError, match="each of its layers reads its own mix"):
+            export_drafter(drafter, format, target, tmp_path / format)
+
+
 def test_gguf_refuses_what_llama_cpp_has_no_room_for(tmp_path):
     with pytest.raises(ValueError, match="chooses among 512 tokens, and llama.cpp has room for 13"):
         export_drafter(load_drafter("embedded"), "gguf", None, tmp_path)
@@ -378,7 +394,7 @@ def test_a_drafter_with_a_window_goes_out_to_whom_its_block_is_what_it_is_here(m
         assert torch.equal(marginals(target, load_drafter(tmp_path / format)), expected)
     causal = make_tiny(window=8, causal=True)[1]
     export_drafter(causal, "dflash", target, tmp_path / "causal")
-    assert engines(tmp_path / "causal") == [True, True, False, True, False, True]
+    assert engines(tmp_path / "causal") == [True, True, False, True, False, False, True]
     causal.config.rope_parameters["rope_type"] = "llama3"
     with pytest.raises(ValueError, match="format=gguf: .* scaled as Llama 3's"):
         export_drafter(causal, "gguf", target, tmp_path / "gguf")

@@ -133,10 +133,18 @@ def dart(rows: int, **changes: object) -> dict:
 
 
 def test_a_layer_count_that_counts_taps_is_not_believed(tmp_path):
-    """TorchSpec's and AngelSpec's folders."""
+    """TorchSpec's and AngelSpec's folders, whose first slot drafts nothing, but DSpark's."""
     for said in (len(TAPPED), LAYERS):
         reading = read(Folder(tmp_path, public(num_target_layers=said), {}, []), LAYERS)
         assert reading.options["num_target_layers"] == LAYERS and not reading.problems
+    counts = {"num_target_layers": len(TAPPED), "target_num_hidden_layers": LAYERS}
+    for name, kind, more in (("DFlash", "dflash", {"model_arch": "dflash"}), ("DSpark", "dspark", {"markov_rank": 4})):
+        config = flat(model_type=kind, **counts) | {"architectures": [f"{name}DraftModel"]} | more
+        reading = read(Folder(tmp_path, config, {"context_proj.weight": None}, []))
+        assert (reading.layout, reading.problems, reading.doubts) == ("TorchSpec", [], [])
+        assert reading.renamed == {"context_proj.weight": "fc.weight"}
+        assert reading.options["num_target_layers"] == LAYERS
+        assert bool(reading.own.get("sample_from_anchor")) == (name == "DSpark")
 
 
 def written(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
@@ -621,6 +629,7 @@ def test_shards_with_an_index(target, tmp_path):
             load_drafter(folder)
 
 
+TORCHSPEC = flat(model_type="dflash") | {"architectures": ["DFlashDraftModel"]}
 WRONG = [
     (public(hidden_size=None), ["drafter: config.json: hidden_size is missing$"]),
     (public(block_size=None), ["block_size is missing"]),
@@ -654,7 +663,14 @@ WRONG = [
     (flat(markov_rank=-1), ["markov_rank is -1"]),
     (flat(markov_rank=4), ["missing tensors: markov_head.markov_w1.weight, markov_head.markov_w2.weight"]),
     (speculators(markov_rank=256), ["missing tensors: markov_head.markov_w1.weight"]),
-    (speculators(speculators_model_type="peagle"), ["'peagle', expected dflash or dspark or dflash2"]),
+    (speculators(speculators_model_type="peagle"), ["this is a P-EAGLE drafter .*, which is not read here$"]),
+    (public(architectures=["LlamaForCausalLMEagle3"], parallel_drafting=True), ["this is a P-EAGLE drafter"]),
+    (public(architectures=["Qwen3DFlyModel"]), ["this is a DFly drafter .*, which is not read here$"]),
+    (TORCHSPEC | {"block_size": None}, ["block_size is missing$"]),
+    (
+        public(architectures=["QwenDFlareDraftModel"]),
+        ["missing tensors: layer_fusion_weights, .*unknown tensors: fc.w"],
+    ),
     (speculators(speculators_model_type="eagle3"), ["'eagle3', expected .* token by token are not read"]),
     (speculators(transformer_layer_config=None), ["config.json: hidden_size is missing"]),
     (speculators(aux_hidden_state_layer_ids=[0, 2]), [r"\[0, 2\]: the target has layers 1 on"]),
@@ -691,6 +707,10 @@ TENSORS = {"lm_head.weight": None, "d2t": None}
 LAYOUTS = {
     "public": public(rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "deepspec": flat(),
+    "torchspec": TORCHSPEC,
+    "angelslim": public(architectures=["QwenDFlashDraftModel"]),
+    "xpress": public(architectures=["Qwen3XPressModel"], xpress_rank=4, xpress_mlp_hidden=8, xpress_num_passes=6),
+    "speculators xpress": speculators(speculators_model_type="xpress"),
     "dspark": flat(markov_rank=4, markov_head_type="rnn", enable_confidence_head=True),
     "domino": public(dflash_config=public()["dflash_config"] | {"projector_type": "domino", "gru_hidden_dim": 4}),
     "treeflash": public(architectures=["TreeFlashDraftModel"], treeflash_config={"ar_approximation": "swiglu"}),
