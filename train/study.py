@@ -19,7 +19,7 @@ from infer.utils.files import atomic_write, write_json
 from infer.utils.progress import HEARTBEAT
 from train.config import TrainConfig
 
-METHODS = {"chain": "#d55e00", "ddtree": "#0072b2"}  # with the colours of their lines
+METHODS = ("chain", "ddtree")  # rows of TREES
 NODES = 16  # of a tree
 COLUMNS = ("", "variant", "seeds", "steps", "chain τ", "tokens/s", f"{NODES} nodes τ", "tokens/s", "to the base")
 TEXTS = "texts.json"  # what drafters are measured on, and of which base
@@ -161,6 +161,7 @@ def write_table(found: dict[str, list[dict]], out: Path) -> None:
     of each variant came to, the base's first."""
     from infer.evaluation.charts import Chart, Line, picture
     from infer.evaluation.tables import markdown, span
+    from infer.trees.methods import TREES
 
     rows, points, base = [], {method: [] for method in METHODS}, next(iter(found.values()))
     ranks = sorted(found.values(), key=lambda runs: -figure(runs, "ddtree")[0])
@@ -175,7 +176,7 @@ def write_table(found: dict[str, list[dict]], out: Path) -> None:
         ratio, interval = figure(runs, "ddtree", base)
         rows.append([*cells, f"{ratio:.3f}{span(interval)}"])
     lines = [
-        Line(method, [(x, y) for x, y, _ in dots], METHODS[method], [interval for *_, interval in dots])
+        Line(method, [(x, y) for x, y, _ in dots], TREES[method].colour, [interval for *_, interval in dots])
         for method, dots in points.items()
     ]
     text = markdown(COLUMNS, rows)

@@ -10,7 +10,7 @@ from infer.utils.progress import HEARTBEAT, doing
 class DoctorCommand(OfTarget):
     """Find out why drafts are accepted less often than a drafter's card says.
 
-    checkpoint: a drafter's folder, a training checkpoint, a hub id, or "embedded"
+    checkpoint: a drafter's folder, a training checkpoint, a hub id, or a target that has one here
     url: a running engine that serves target and drafter, vLLM or ours; None: look at the folder alone
     target: see TargetConfig in infer/config.py
     """

@@ -17,8 +17,8 @@ class EvalCommand(OfData):
     """Evaluate a drafter as training does at a checkpoint, or on a suite of question sets. Of a masked
     diffusion model, which has no drafter, measure what drafting for itself saves.
 
-    checkpoint: a drafter folder, a training checkpoint, "embedded": the embedded target's own, or "lookup":
-        the text's own n-grams; by default what lies in the target's folder
+    checkpoint: a drafter folder, a training checkpoint, the name of a target that has one here (embedded,
+        smollm2), or "lookup": the text's own n-grams; by default what lies in the target's folder
     out: where numbers and the report go
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py

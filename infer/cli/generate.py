@@ -13,8 +13,8 @@ from infer.utils.checks import FREE_TEXT, check_parts
 class GenerateCommand(OfDrafter):
     """Answer or continue a prompt and print the rounds and tokens a second.
 
-    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own; by default
-        what lies in the target's folder
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
+        smollm2); by default what lies in the target's folder
     prompt: the question, or the text to continue, as it is typed; @file: what the file holds; -:
         standard input
     chat: ask through the target's chat template; false: continue the text; None: ask where there is a

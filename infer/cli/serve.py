@@ -16,8 +16,8 @@ from infer.utils.progress import HEARTBEAT
 class ServeCommand(OfDrafter):
     """Serve a target and its drafter over HTTP.
 
-    checkpoint: a drafter folder, a training checkpoint, or "embedded": the embedded target's own; by default
-        what lies in the target's folder
+    checkpoint: a drafter folder, a training checkpoint, or the name of a target that has one here (embedded,
+        smollm2); by default what lies in the target's folder
     target: see TargetConfig in infer/config.py
     drafter: see LoadedConfig in infer/config.py
     decoding: see EngineConfig in infer/config.py

@@ -104,6 +104,7 @@ FAMILIES = {row.name: row for row in _ROWS}
 # without a network, and so without a config.json
 LOOKUP = Family("lookup", "prompt lookup", "infer.drafters.lookup:Lookup", on_device=False)
 FORMATS = {name: format for row in _ROWS for name, format in row.formats.items()}
+OWN_OPTIONS = tuple(dict.fromkeys(option for row in _ROWS for option in row.options))  # of any family
 
 
 def check_options(family: str, layers: int) -> None:
@@ -114,10 +115,6 @@ def check_options(family: str, layers: int) -> None:
     if row.layers not in (None, layers):
         allowed = f"{row.layers} layer" + "s" * (row.layers > 1)
         raise ValueError(f"drafter.layers={layers}: a {row.title} drafter has {allowed} (drafter={family} sets it)")
-
-
-# of `infer.config.DrafterConfig`
-OWN_OPTIONS = ("sample_from_anchor", "causal", "window", "layer_fusion", "convolutions", "head")
 
 
 def check_blocks(options) -> None:

@@ -88,9 +88,8 @@ def export_drafter(drafter: Drafter, format: str, target: Target | None, out: Pa
     weights = with_ends(drafter, target, format) if row.target else without_ends(drafter, target, format)
     config, causal = config_dict(drafter.config), drafter.own.get("causal")
     if "part" in row.refuses:  # they read the target's whole head, of whose rows its own are some
-        config, weights = (
-            {k: v for k, v in of.items() if k not in ("draft_vocab_size", "d2t")} for of in (config, weights)
-        )
+        config.pop("draft_vocab_size", None)
+        weights.pop("d2t", None)
     if causal is not None and not row.target:  # in the words of every reader
         config["is_causal"] = causal
         config[drafter.family.config_key] |= {"causal_head": causal}
