@@ -111,7 +111,7 @@ def third_step(sizes: dict, config: TrainConfig) -> Asked:
     torch._dynamo.utils.counters.clear()
     target, engine = build(sizes, config)
     rows = RandomRows(4 * config.optim.batch, sizes["length"], sizes["vocab_size"], documents=3)
-    prefetch = Prefetch(rows, config, 0, pinned=True)
+    prefetch = Prefetch(rows, config, range(3), pinned=True)
     for step in range(3):
         drawn = prefetch()
         if step < 2:

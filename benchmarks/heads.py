@@ -32,7 +32,7 @@ from infer.config import DecodeOptions, DrafterConfig, HeadConfig
 from infer.drafters.base import DraftedBlock
 from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.loops import LONGEST_PERIOD
-from infer.evaluation.ruler import interval, pooled
+from infer.evaluation.ruler import acceptance_length
 from infer.formats.checkpoint import load_drafter, save_drafter
 from infer.targets.target import Features
 from infer.trees.chain import chain
@@ -302,15 +302,13 @@ def report(arguments: argparse.Namespace) -> None:
 
 def cell(runs: list[dict], base: list[dict] | None, budget: str) -> str:
     """Return τ, and its gain over no head with the interval that it would have over other prompts."""
-    tokens = np.array(runs[0]["tokens"], float)
-    rounds = np.mean([run["rounds"][budget] for run in runs], 0)
-    tau = f"{tokens.sum() / rounds.sum():.3f}"
+    sides = [(runs[0]["tokens"], np.mean([run["rounds"][budget] for run in side], 0)) for side in (runs, base or runs)]
+    own, others = (np.stack(side, -1) for side in sides)  # (n, 2) tokens and rounds of every prompt
+    tau, (low, high) = acceptance_length(own)
     if base is None or base is runs:
-        low, high = interval(lambda drawn: pooled(tokens[drawn], rounds[drawn]), len(tokens))
-        return f"{tau} ({low:.2f} to {high:.2f})"
-    others = np.mean([run["rounds"][budget] for run in base], 0)
-    low, high = interval(lambda drawn: 100 * (others[drawn].sum(-1) / rounds[drawn].sum(-1) - 1), len(tokens))
-    return f"{tau} +{100 * (others.sum() / rounds.sum() - 1):.1f} % ({low:.0f} to {high:.0f})"
+        return f"{tau:.3f} ({low:.2f} to {high:.2f})"
+    gain, (low, high) = acceptance_length(own, others)
+    return f"{tau:.3f} +{100 * (gain - 1):.1f} % ({100 * (low - 1):.0f} to {100 * (high - 1):.0f})"
 
 
 def main() -> None:

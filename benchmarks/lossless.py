@@ -16,8 +16,8 @@ from inputs import add_prompts, prompts_of
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode
 from infer.config import EngineConfig
-from infer.evaluation.evaluate import tau
 from infer.evaluation.lossless import find_difference
+from infer.evaluation.ruler import acceptance_length, counted
 
 
 def engines(args: argparse.Namespace) -> list[EngineConfig]:
@@ -88,7 +88,7 @@ def main() -> None:
                         report(
                             f"{kind} {engine.method}{guided}{nodes}, rows {rows}",
                             [text.ids for text in texts],
-                            tau(texts),
+                            acceptance_length(counted(text.commits for text in texts))[0],
                         )
     raise SystemExit(1 if failed else 0)
 

@@ -89,6 +89,16 @@ class DataConfig:
                 raise ValueError(f"data.{name}={value}: at least {least}")
 
 
+def check_source(config: DataConfig, target: str, instead: str = "") -> None:
+    """Raise ValueError where another target would read what the embedded one wrote. `instead`: what a
+    command takes besides."""
+    if config.source == "embedded" and target != "embedded":
+        raise ValueError(
+            "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
+            f"data=stdlib{instead}, for target.path={target}"
+        )
+
+
 def single(config: DataConfig) -> list[tuple[DataConfig, float]]:
     """Return the data sets that a configuration stands for, none of them a mixture, with their
     weights."""

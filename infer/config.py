@@ -125,7 +125,8 @@ class DrafterConfig:
     target_layer_ids: tapped decoder layers, from 0; None: spread by the public formula
     last_tap: where a tap of the last layer reads: raw, what the layer puts out, as vLLM does; or
         normed, behind the target's last norm, as transformers and the DFlash authors' code do
-    warm_start: begin with the target's own layers where the shapes agree, else from noise
+    warm_start: begin with the target's own layers where they compute what the drafter's would (DFlash's
+        norm queries and keys, as Qwen 3's do and Llama's do not); else from noise, as a warning says
     mask_token_id: dflash only, the token at drafted positions; None: the tokenizer's mask token, the
         first id past its own, or a special token that the data do not use
     sample_from_anchor: dflash only: the bonus token's slot drafts too, so that a block has one slot
@@ -139,8 +140,7 @@ class DrafterConfig:
     convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
         published: 2; None: none, or as init has them
     vocabulary: it proposes so many tokens only, the most frequent of its training data (EAGLE-3,
-        FR-Spec), by so many rows of the head; 0: all; None: all, or as init has it; with init another
-        number chooses them anew, where the drafter has no conditional head
+        FR-Spec), by so many rows of the head; 0: all; None: all, or as init has it
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
     head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one is
         added to a drafter that has none
@@ -349,9 +349,10 @@ class EvaluationConfig:
     temperature: 0 is greedy
     sampled: beside greedy texts, every second of the prompts at this temperature, once; None: no
         sampled texts
-    minutes: about so long it may take on this machine, by a few rounds of every method; answers are
-        shortened to 64 tokens, then prompts left out; at checkpoints before the last a quarter of it.
-        null: no limit
+    minutes: about so long it may take on this machine, replays included, by a few rounds of every
+        method; answers are shortened to 64 tokens, then prompts left out; at checkpoints before the last
+        a quarter of it. A suite's sets share it, and ask no more questions then; so do masked models. The
+        report says what was cut. null: no limit, as suite= has it
     continuity: n-gram file (./launch.sh ngram): with the middle budget, trees that ask it are measured
         too, and the n-grams alone, without a drafter. null: the file that lies beside the drafter's
         weights, if there is one, else the texts' own n-grams alone; text: the texts' own; none: no

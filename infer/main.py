@@ -7,7 +7,7 @@ its `run`.
 
 import sys
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 
 from infer.utils.entry import entry, fail
 
@@ -24,7 +24,11 @@ class Command:
 
     def options_class(self) -> type:
         """Import the dataclass of the options."""
-        return find(self.options)
+        return resolve_name(self.options)
+
+    def start(self, options: object) -> None:
+        """Import the function, and call it."""
+        resolve_name(self.run)(options)
 
 
 def own(name: str, help: str) -> Command:
@@ -65,12 +69,6 @@ COMMANDS = {
 }
 
 
-def find(place: str) -> object:
-    """Import what "module:name" says."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command that the arguments name, those of the process by default. What the user got wrong
     is one sentence on stderr and exit code 2, a missing extra of the installation among it."""
@@ -82,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"unknown command '{name}': there is {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     try:
-        entry(command.conf or name, command.options_class(), lambda options: find(command.run)(options), overrides)
+        entry(command.conf or name, command.options_class(), command.start, overrides)
     except ModuleNotFoundError as error:
         fail(f"{name} needs {error.name}, which is not installed: pip install 'blockdraft[train,serve]'")
 

@@ -111,6 +111,18 @@ def test_model_bundles_differ_in_name_and_target_only():
         composed("train", ["+model=hf"])
 
 
+@pytest.mark.parametrize("model", ["qwen3-4b", "smollm2"])
+def test_every_objective_composes_with_every_bundle(model):
+    """`gamma` is the objective's: what a bundle says of one is nothing to another."""
+    for objective in options_of("objective"):
+        head = ["head=selector"] * (objective == "dflash2")
+        given = ["data=stdlib", f"objective={objective}", *head]
+        found, alone = composed("train", [f"+model={model}", *given]), composed("train", given)
+        assert found.objective == alone.objective
+    assert composed("train", ["+model=smollm2", "+recipe=dart", "data=stdlib"]).objective.gamma == 0.6
+    assert composed("train", ["+model=smollm2", "data=stdlib"]).objective.gamma == 4.0  # blocks of 8
+
+
 def test_a_recipe_changes_what_a_models_bundle_says():
     """In any order; an override of one's own counts more."""
 

@@ -72,7 +72,7 @@ def test_commands_for_users_need_neither_data_nor_train(repo, command):
     """A folder with a package `data` of its own is where many people stand."""
     code = (
         "import sys; sys.modules.update(data=None, train=None)\n"
-        f"from infer.main import COMMANDS, find; command = COMMANDS[{command!r}]\n"
+        f"from pkgutil import resolve_name as find; from infer.main import COMMANDS; command = COMMANDS[{command!r}]\n"
         "command.options_class()().check; find(command.run)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)

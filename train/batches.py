@@ -2,8 +2,8 @@
 
 import hashlib
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -91,22 +91,22 @@ def draw_blocks(rows: dict[str, torch.Tensor], config: TrainConfig, first: int) 
 
 
 class Prefetch:
-    """The passes of steps from `first` on, in order; each step's are read and laid out by a thread
+    """The passes of steps, by their numbers, in order; each step's are read and laid out by a thread
     while the one before is computed."""
 
-    def __init__(self, dataset, config: TrainConfig, first: int, pinned: bool) -> None:
+    def __init__(self, dataset, config: TrainConfig, steps: Iterable[int], pinned: bool) -> None:
         self.dataset, self.config, self.pinned = dataset, config, pinned
-        self.steps, self.thread = count(first), ThreadPoolExecutor(1)
+        self.steps, self.thread = iter(steps), ThreadPoolExecutor(1)
         self.ahead = self.thread.submit(self.read)
 
     def read(self) -> StepRows:
-        """Return the passes of the next step."""
+        """Return the passes of the next step; none behind the last."""
         rank, world = dist.get_rank(), dist.get_world_size()
         share, passes = micro_batch(self.config, world)
         options, read = self.config.objective, []
         weights = position_weights(options, self.config.drafter.block_size - 1)
-        step = next(self.steps)
-        for i in range(passes):
+        step = next(self.steps, None)
+        for i in range(passes if step is not None else 0):
             draw = first_draw(self.config, step, i, rank, world)
             rows = batch(self.dataset, draw, share, self.config.seed)
             blocks = draw_blocks(rows, self.config, draw)

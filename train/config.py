@@ -7,7 +7,7 @@ differ.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.rows import DataConfig
+from data.rows import DataConfig, check_source
 from infer.config import DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.families import check_stage
 from infer.drafters.heads.table import HEADS
@@ -129,16 +129,7 @@ class FeaturesConfig:
         """Raise ValueError, one sentence, for what cannot be stored."""
         check_parts(self)
         one_of(self, store=("bfloat16", "int8"))
-        check_source(self.data, self.target)
-
-
-def check_source(data: DataConfig, target: TargetConfig) -> None:
-    """Raise ValueError where a foreign target would learn from what the embedded one wrote."""
-    if data.source == "embedded" and target.path != "embedded":
-        raise ValueError(
-            "data.source=embedded is what the embedded target wrote: use data=jsonl with data.path=<your files>, "
-            f"or data=stdlib, for target.path={target.path}"
-        )
+        check_source(self.data, self.target.path)
 
 
 @dataclass
@@ -215,7 +206,7 @@ class TrainConfig:
         plain = self.name.isprintable() and len(self.name.encode()) <= 200
         if not self.name or "/" in self.name or self.name.startswith(".") or not plain:
             raise ValueError(f"name={self.name}: a plain folder name")
-        check_source(self.data, self.target)
+        check_source(self.data, self.target.path)
         if self.features and not (Path(self.features) / "manifest.json").is_file():
             raise ValueError(f"features={self.features}: no stored features there; ./launch.sh features makes them")
         if self.features and self.target.shard:

@@ -229,13 +229,12 @@ class StoredRows:
 def store_features(config: FeaturesConfig) -> None:
     """`./launch.sh features`: packs the data and runs the target. Says how much it will be first."""
     from infer.drafters.base import tapped_layers
-    from infer.targets.loading import load_target
+    from infer.targets.loading import open_target
     from infer.utils.progress import Progress
     from train.run.initial import resolve_init
 
-    place, told = config.target, config.target.chat_template_kwargs
-    config = replace(config, drafter=resolve_init(config.drafter, place))
-    target = load_target(place.path, place.dtype, place.device, place.trust_remote_code, None, told, place.quantization)
+    config = replace(config, drafter=resolve_init(config.drafter, config.target))
+    target = open_target(config.target)
     layers = tapped_layers(config.drafter, target.config)
     dataset = packed_rows(config.data, target.tokenizer, target.tokenizer_digest, Progress("tokenising", "texts"))
     size = len(dataset) * row_bytes(config.data.length, len(layers), target.config.hidden_size, config.store)

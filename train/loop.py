@@ -243,7 +243,7 @@ def run_steps(run: RunState) -> Path:
     if here.exists() and not (here / "evaluation/evaluation.json").exists():
         evaluate(run, log)  # the run was stopped between saving and evaluating
     stopping = catch_signals()  # until here Ctrl-C ends the run at once
-    ahead = Prefetch(run.dataset, run.config, course.step, pinned=run.device.type == "cuda")
+    ahead = Prefetch(run.dataset, run.config, course.coming, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped = 0
     with closing(ahead) as prefetch:

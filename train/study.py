@@ -105,7 +105,7 @@ def train_apart(run: TrainConfig) -> None:
 
 
 class Ruler:
-    """The target's greedy answers to held-out prompts, with its features."""
+    """The target's greedy answers to held-out prompts."""
 
     def __init__(self, config: StudyCommand) -> None:
         """Load the target, and let it write the answers unless the study has them."""
@@ -124,22 +124,19 @@ class Ruler:
             answers = decode(self.target, None, [prompt.ids for prompt in prompts], self.plain)
             texts = [(text.prompt, text.ids) for text in answers if len(text.ids) > 1]
             write_json(file, {"base": list(config.base), "texts": texts})
-        self.texts, self.features = json.loads(file.read_text())["texts"], {}
+        self.texts = json.loads(file.read_text())["texts"]
 
     def measure(self, run: Path) -> dict:
         """Return what the drafter that a run ended with commits, text by text and round by round, by each
         of METHODS, and what a round takes, in seconds."""
-        from infer.evaluation.replay import Order, features_of, replay
+        from infer.evaluation.replay import Order, replay
         from infer.formats.checkpoint import load_drafter
         from train.run.checkpoints import checkpoints, step_of
 
         last = checkpoints(run)[-1]
         drafter = load_drafter(last, dtype=self.target.dtype, device=self.target.device)
         orders = [Order("chain", drafter.block_size - 1), Order("ddtree", NODES)]
-        layers = drafter.layer_ids
-        if layers not in self.features:
-            self.features[layers] = [features_of(self.target, layers, text) for text in self.texts]
-        texts = replay(self.target, drafter, self.texts, orders, self.features[layers])
+        texts = replay(self.target, drafter, self.texts, orders)
         commits = {order.method: [text.commits[order] for text in texts] for order in orders}
         seconds = {order.method: self.seconds(drafter, order.method) for order in orders}
         return {"steps": step_of(last), "commits": commits, "seconds": seconds}
@@ -190,15 +187,7 @@ def figure(runs: list[dict], method: str, base: list[dict] | None = None) -> tup
     interval over texts."""
     import numpy as np
 
-    from infer.evaluation.ruler import interval, pooled
+    from infer.evaluation.ruler import acceptance_length, counted
 
-    def tau(drawn: np.ndarray, runs: list[dict]) -> np.ndarray:
-        counts = [[[sum(text) - 1, len(text) - 1] for text in run["commits"][method]] for run in runs]
-        gains, rounds = np.moveaxis(np.array(counts, float).sum(0)[drawn], -1, 0)
-        return pooled(gains, rounds)
-
-    def of(drawn: np.ndarray) -> np.ndarray:
-        return tau(drawn, runs) / (1 if base is None else tau(drawn, base))
-
-    texts = len(runs[0]["commits"][method])
-    return float(of(np.arange(texts))), interval(of, texts)
+    sides = ([counted(run["commits"][method]) for run in side] for side in (runs, base) if side is not None)
+    return acceptance_length(*(np.sum(side, 0) for side in sides))

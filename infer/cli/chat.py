@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
@@ -56,21 +57,22 @@ class ChatCommand(ServeCommand):
 
 @contextmanager
 def serving(config: ChatCommand) -> Iterator[str]:
-    """Serve the target while the block lasts, and give the address."""
+    """Serve the target while the block lasts, and give the address. Raises Stopped where nobody can be
+    served there."""
     from infer.serving.server import make_server
 
     bound, (engine, _) = threading.Event(), opened(config)
     server = make_server(engine, config.server, bound.set)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        while not bound.wait(0.1):
-            if not thread.is_alive():
-                raise ValueError(f"server.port={config.server.port} is taken: choose another, or url= of who has it")
-        yield config.server.url
-    finally:
-        server.should_exit = True
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(server.run)
+        running.add_done_callback(lambda _: bound.set())
+        try:
+            bound.wait()
+            if running.done():
+                running.result()
+            yield config.server.url
+        finally:
+            server.should_exit = True
 
 
 def chunks(client: httpx.Client, messages: list[dict[str, str]], config: ChatCommand) -> Iterator[dict]:

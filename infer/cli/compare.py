@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.rows import check_source
 from infer.cli.measured import OfData
 from infer.cli.models import load_all
 from infer.utils.checks import check_parts
@@ -49,6 +50,7 @@ def run(config: CompareCommand) -> None:
     from infer.evaluation.tables import comparison
     from infer.utils.files import atomic_write, write_json
 
+    check_source(config.data, config.target.path)
     options, evaluations = config.evaluation, {}
     target, drafters = load_all(config.target, config.checkpoints, config.drafter.quantization)
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)

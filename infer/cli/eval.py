@@ -5,6 +5,7 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from data.rows import check_source
 from data.suites import SuiteConfig
 from infer.cli.measured import OfData
 from infer.cli.models import load
@@ -38,9 +39,29 @@ class EvalCommand(OfData):
 def run(config: EvalCommand) -> None:
     if config.suite.name is not None:
         return run_suite(config)
+    from infer.evaluation.evaluate import evaluate
+    from infer.evaluation.report import write_report
+    from infer.evaluation.results import write_result
+    from infer.evaluation.tables import headline, table
+    from infer.masked.evaluation import evaluate_masked, evaluation_options
     from infer.masked.model import is_masked
 
-    (run_masked if is_masked(config.target.path) else run_drafter)(config)
+    options, out, progress = config.evaluation, Path(config.out), Progress("evaluating", "prompts")
+    if not (masked := is_masked(config.target.path)):
+        check_source(config.data, config.target.path, ", or suite=files with suite.folder=<question sets>")
+    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
+    prompts = prompts_of(config, target, 0 if masked else options.outside)
+    if masked:
+        way, ids = evaluation_options(options, config.masked), [prompt.ids for prompt in prompts]
+        result = evaluate_masked(target, ids, way, progress, options.minutes)
+    else:
+        result = evaluate(target, drafter, prompts, options, progress, say=progress.say)
+        result = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint)
+    out.mkdir(parents=True, exist_ok=True)
+    write_result(out / "evaluation.json", result)
+    print(table(result))
+    if not masked:
+        print(f"\n{headline(result)}\n\nreport      {write_report(out, [result], run=run_of(config))}")
 
 
 def prompts_of(config: EvalCommand, target, outside: int) -> list:
@@ -52,36 +73,6 @@ def prompts_of(config: EvalCommand, target, outside: int) -> list:
     if few := few_prompts(sum(prompt.beside is None for prompt in prompts), most):
         print(few, file=sys.stderr)
     return prompts
-
-
-def run_masked(config: EvalCommand) -> None:
-    from infer.evaluation.results import write_result
-    from infer.evaluation.tables import table
-    from infer.masked.evaluation import evaluate_masked, evaluation_options
-
-    model, _ = load(config.target, None)
-    prompts = [prompt.ids for prompt in prompts_of(config, model, 0)]
-    options = evaluation_options(config.evaluation, config.masked)
-    result, out = evaluate_masked(model, prompts, options, Progress("evaluating", "prompts")), Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_result(out / "evaluation.json", result)
-    print(table(result))
-
-
-def run_drafter(config: EvalCommand) -> None:
-    from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.report import write_report
-    from infer.evaluation.results import write_result
-    from infer.evaluation.tables import headline, table
-
-    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
-    prompts, progress = prompts_of(config, target, config.evaluation.outside), Progress("evaluating", "prompts")
-    result = evaluate(target, drafter, prompts, config.evaluation, progress, say=progress.say)
-    result, out = replace(result, checkpoint=config.checkpoint, drafter=config.checkpoint), Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_result(out / "evaluation.json", result)
-    print(f"{table(result)}\n\n{headline(result)}")
-    print(f"\nreport      {write_report(out, [result], run=run_of(config))}")
 
 
 def run_of(config: EvalCommand):

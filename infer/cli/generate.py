@@ -51,7 +51,8 @@ def run(config: GenerateCommand) -> None:
     from infer import generate
 
     options = text_options(config.target, config.decoding, config.masked)
-    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
+    checkpoint = config.checkpoint if config.decoding.drafts else None
+    target, drafter = load(config.target, checkpoint, config.drafter.quantization)
     chat = has_chat_template(target) if config.chat is None else config.chat
     prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
     answer = generate(target, drafter, prompt, options)

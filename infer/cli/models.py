@@ -1,9 +1,10 @@
 """What several commands need: options, and loading target and drafter."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from infer.config import LoadedConfig, TargetConfig, TextOptions
+from infer.drafters.families import LOOKUP
 from infer.masked.config import MaskedConfig, masked_options
 from infer.utils.checks import check_parts
 
@@ -60,14 +61,17 @@ def load_all(place: TargetConfig, checkpoints: list[str], quantization: str = "n
     mistake in one costs less time; how their target was asked in training (`chat_template_kwargs`) is
     how it is asked here, unless the target's options say otherwise: as for the first that says so.
     Raises ValueError for a drafter that does not fit or that this target's dtype or device has no int8
-    products for, and for a masked diffusion model."""
-    from infer import load_target
+    products for, for a quantization that changes nothing, and for a masked diffusion model."""
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
-    from infer.targets.loading import load_config, resolve_device, resolve_dtype
+    from infer.targets.loading import load_config, open_target, resolve_device, resolve_dtype
 
     if is_masked(place.path):
         raise ValueError(f"target.path={place.path}: a masked diffusion model has no drafter")
+    if quantization != "none" and not {*checkpoints} - {LOOKUP.name}:
+        raise ValueError(
+            f"drafter.quantization={quantization}: leave it out, plain decoding and lookup have no use for it"
+        )
     drafters = []
     if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
@@ -76,15 +80,7 @@ def load_all(place: TargetConfig, checkpoints: list[str], quantization: str = "n
         drafters = [open_drafter(checkpoint, layers, kind, device, quantization) for checkpoint in checkpoints]
     configs = [drafter.config for drafter in drafters if drafter.config is not None]
     ways = [place.chat_template_kwargs, *(getattr(config, "chat_template_kwargs", None) for config in configs)]
-    model = load_target(
-        place.path,
-        place.dtype,
-        place.device,
-        place.trust_remote_code,
-        None,
-        next(filter(None, ways), None),
-        place.quantization,
-    )
+    model = open_target(replace(place, chat_template_kwargs=next(filter(None, ways), {})))
     for drafter in drafters:
         drafter.check_target(model)
     return model, [drafter.to(model.device, model.dtype) for drafter in drafters]

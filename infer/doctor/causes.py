@@ -14,9 +14,8 @@ from itertools import zip_longest
 
 from infer.api import encode
 from infer.doctor.replay import Material, Tap, compute, next_norm
-from infer.drafters.base import Drafter, DraftState
+from infer.drafters.base import Drafter
 from infer.evaluation.results import Acceptance, KnownText, Reference
-from infer.targets.lean import Norm
 from infer.targets.support import rope
 from infer.targets.target import Target
 
@@ -153,15 +152,13 @@ def one_key_norm(target: Target, drafter: Drafter) -> Iterator[Variation]:
     (0.32: its `rms_norm` of all layers' keys at once reads the first row of their weights)."""
     if drafter.config.num_hidden_layers > 1 and "block_size" in drafter.own:
         other = altered(drafter)
-        make = other.make_state
-
-        def make_state(*place: object) -> DraftState:
-            state = make(*place)
-            weight = state.key_norm.weight  # (layers, 1, E)
-            state.key_norm = Norm(weight[:1].expand_as(weight), state.key_norm.eps)
-            return state
-
-        other.make_state = make_state
+        for layer in other.layers[1:]:
+            own, theirs = layer.self_attn, deepcopy(layer.self_attn)
+            theirs.k_norm = other.layers[0].self_attn.k_norm
+            # the context's projections have a word, `of`
+            own.keys_values = lambda *states, own=own, theirs=theirs, **of: type(own).keys_values(
+                theirs if of else own, *states, **of
+            )
         yield Variation("the first layer's norm for all context keys", other, taps_of(drafter))
 
 

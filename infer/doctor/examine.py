@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from infer.doctor.causes import CAUSES, Case, Cause, Served, Variation, difference, taps_of
-from infer.doctor.replay import compute, replay
+from infer.doctor.replay import chains, compute
 from infer.drafters.base import Drafter
 from infer.evaluation.results import Acceptance, Reference
 from infer.targets.target import Target
@@ -53,14 +53,14 @@ def examine(
     taps = dict.fromkeys([*taps_of(drafter), *(tap for _, trial in trials for tap in trial.taps)])
     prompts, answers = [text.prompt for text in reference.texts], [text.ids for text in reference.texts]
     material, margin = compute(target, prompts, answers, list(taps)), reference.block_size - 1
-    ours = replay(target, drafter, material, taps_of(drafter), margin)
+    ours = chains(target, drafter, material, taps_of(drafter), margin)
     here, names, cases = Acceptance.of_all(ours), {"checkpoint": checkpoint, "target": target.name}, {}
     rows = [("here, as the folder says", here)]
 
     @cache
     def tried() -> list[Tried]:
         return [
-            Tried(cause, trial, replay(target, trial.drafter, material, trial.taps, margin)) for cause, trial in trials
+            Tried(cause, trial, chains(target, trial.drafter, material, trial.taps, margin)) for cause, trial in trials
         ]
 
     if carded:

@@ -420,15 +420,14 @@ class Drafter(nn.Module):
         init_head(self, generator)
 
     @torch.no_grad()
-    def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> None:
+    def initialize(self, target: Target, generator: torch.Generator, warm: bool) -> bool:
         """Draw fresh weights, or copy the target's head; then take over the target's own layers, if
-        `warm` and they compute what ours do."""
+        `warm` and they compute what ours do; return whether it did."""
         self.init_weights(generator)
         init_last_norm(self, target)
         if self.family.own_head:
             self.lm_head.weight.copy_(rows_of(self, target))
-        if warm:
-            self.warm_start(target, generator)
+        return warm and self.warm_start(target, generator)
 
     @torch.no_grad()
     def warm_start(self, target: Target, generator: torch.Generator | None = None) -> bool:

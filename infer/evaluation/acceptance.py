@@ -38,7 +38,8 @@ def reference_of(
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if prompt.said]
     if not pairs:
         return None
-    counts = [count_accepted(text.commits, len(text.ids), drafter.block_size - 1) for _, text in pairs]
+    length = drafter.block_size - 1
+    counts = [count_accepted(text.commits, len(text.ids) - length, length) for _, text in pairs]
     return Reference(
         dtype=str(target.dtype).removeprefix("torch."),
         block_size=drafter.block_size,
@@ -50,13 +51,13 @@ def reference_of(
     )
 
 
-def count_accepted(commits: Iterable[int], length: int, drafted: int) -> Acceptance:
-    """Count the accepted drafts of a text of so many tokens, given what was committed round by round
-    (the prefill's first), by the rule of `Reference`."""
+def count_accepted(commits: Iterable[int], until: int, drafted: int) -> Acceptance:
+    """Count the accepted drafts of a text's rounds that begin before `until` tokens are written, given
+    what was committed round by round (the prefill's first)."""
     written, *later = commits
     rounds, accepted = 0, [0] * drafted
     for commit in later:
-        if written >= length - drafted:
+        if written >= until:
             break
         rounds, written = rounds + 1, written + commit
         for k in range(commit - 1):

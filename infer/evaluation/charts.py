@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from infer.evaluation.pages import render
 from infer.evaluation.results import Evaluation, ExampleRound, MethodResult, TreeStudy
+from infer.trees.methods import TREES
 
 HEIGHT, ROW = 240, 16  # of a chart, and of a line of the legend below it: CSS pixels
 STEP_X, STEP_Y = 74, 62  # between tokens of a tree
 POINTS = 120  # of the loss curve: averages of so many stretches
 SHADES = ("", "7 3", "2 3", "9 3 2 3", "4 2")  # dash patterns, so that lines differ without colour
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#9b4f96")  # that colour-blind readers can tell apart
+COLOURS = [row.colour for row in TREES.values() if row.drafts and row.evaluated]
 CURVES = {  # a figure of a method with its interval, by what a chart calls it
     "τ, tokens a round": lambda method: (method.tau, method.tau_interval),
     "speed, plain decoding = 1": lambda method: (method.speedup, method.speedup_interval),
@@ -167,7 +168,7 @@ def loss_chart(losses: Sequence[tuple[int, float]]) -> Chart:
     size = max(1, -(-len(losses) // POINTS))
     parts = [losses[first : first + size] for first in range(0, len(losses), size)]
     points = [tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts]
-    return Chart("Loss during training", "training step", "loss", [Line("loss", points, "#0072b2")])
+    return Chart("Loss during training", "training step", "loss", [Line("loss", points, COLOURS[0])])
 
 
 class TokenBox(NamedTuple):

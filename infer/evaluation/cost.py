@@ -1,11 +1,15 @@
 """What an evaluation will cost, measured from a few rounds of every method, and its limit:
-`evaluation.minutes`."""
+`evaluation.minutes`. Question sets and masked models, whose answers are not shortened, are asked until
+it is over."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from infer.drafters.base import Drafter
-from infer.evaluation.measuring import PromptSet, measure, variants
+from infer.evaluation.measuring import PromptSet, measure, synchronised_clock, variants
+from infer.evaluation.replay import replay_trees
 from infer.targets.target import Target
 from infer.utils.progress import duration
 
@@ -26,7 +30,7 @@ class Limits:
 def limits_of(target: Target, drafter: Drafter, parts: Sequence[PromptSet], processes: int = 1) -> Limits | None:
     """Return what fits into `evaluation.minutes`, shorter answers rather than fewer prompts; None for
     an evaluation so small that it is not worth asking. `processes` share the prompts."""
-    config, methods = parts[0].config, variants(drafter, parts[0].config)
+    config, methods, clock = parts[0].config, variants(drafter, parts[0].config), synchronised_clock(target.device)
     # transformers' plain decoding is mostly too slow to be measured behind the first part
     counts = [len(variants(drafter, part.config)) - (part is not parts[0]) for part in parts]
     answers = sum(len(part.prompts) * count for part, count in zip(parts, counts, strict=True))
@@ -36,7 +40,11 @@ def limits_of(target: Target, drafter: Drafter, parts: Sequence[PromptSet], proc
     def seconds(tokens: int) -> float:
         options = {"max_new_tokens": tokens, "ignore_eos": True, "loop_period": 0}
         short = [replace(one, options=replace(one.options, **options)) for one in methods]
-        return sum(one.seconds for one in measure(target, drafter, short, [parts[0].prompts[0].ids]))
+        measured = measure(target, drafter, short, [parts[0].prompts[0].ids])
+        began = clock()
+        replay_trees(target, drafter, measured[0].texts, config)
+        replayed = (clock() - began) * len(parts[0].prompts) * len(methods) / answers  # of the first part alone
+        return sum(one.seconds for one in measured) + replayed
 
     first, later = seconds(FIRST), seconds(LATER)
     token = max((later - first) / (LATER - FIRST), later / LATER / 8)  # some, whatever the clock says
@@ -69,8 +77,19 @@ def fit(parts: Sequence[PromptSet], limits: Limits | None, say: Callable[[str], 
         few = slice(max(1, int(limits.share * len(part.prompts))))
         own = replace(part.config, max_new_tokens=limits.tokens)
         cut.append(replace(part, prompts=part.prompts[few], numbers=part.numbers[few], config=own))
-    say(
-        f"evaluation: {asked} would take about {duration(limits.seconds)}, more than evaluation.minutes="
-        f"{config.minutes:g}: {sum(len(part.prompts) for part in cut)} prompts, answers of {limits.tokens} tokens"
+    told = (
+        f"{asked} would take about {duration(limits.seconds)}, more than evaluation.minutes={config.minutes:g}: "
+        f"{sum(len(part.prompts) for part in cut)} prompts, answers of {limits.tokens} tokens"
     )
-    return cut
+    say(f"evaluation: {told}")
+    return [replace(part, cut=told) for part in cut]
+
+
+def deadline(minutes: float | None) -> float:
+    """Return until when `measure` may begin with another prompt; minutes None: there is no limit."""
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+
+def cut_at(minutes: float | None, done: int, asked: int) -> str | None:
+    """Return the sentence about prompts that a deadline left out, None where there are none."""
+    return f"evaluation.minutes={minutes:.3g} had time for {done} of {asked} prompts" if done < asked else None

@@ -12,10 +12,9 @@ from types import MappingProxyType
 
 import torch
 
+from infer.api import AnyTarget
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
-from infer.drafters.families import LOOKUP
-from infer.engine.sequence import Sequence
 from infer.evaluation.acceptance import AnyPrompt, reference_of
 from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
@@ -28,7 +27,7 @@ from infer.evaluation.results import (
     Reference,
     tree_of,
 )
-from infer.evaluation.ruler import figures, rate
+from infer.evaluation.ruler import acceptance_length, counted, figures, rate
 from infer.evaluation.showing import show_texts
 from infer.targets.target import Target
 from infer.utils.together import agreed
@@ -116,11 +115,9 @@ def decode_all(
         done += len(prompts)
     plain, *trees = results[0]
     own = [one for one in trees if tree_of(one.variant.name).by_budget and not tree_of(one.variant.name).ngrams]
-    best = max(own, key=lambda one: tau(one.texts))
+    best = max(own, key=lambda one: acceptance_length(counted(text.commits for text in one.texts))[0])
     plain.shown = show_texts(target, drafter, best.texts, best.variant.options)
-    if parts[0].config.temperature == 0 and drafter.family is not LOOKUP:
-        texts = [(text.prompt, text.ids) for text in plain.texts]
-        plain.replayed = replay_trees(target, drafter, texts, parts[0].config.budgets)
+    plain.replayed = replay_trees(target, drafter, plain.texts, parts[0].config)
     return results
 
 
@@ -151,8 +148,8 @@ def reference_among(
     return None
 
 
-def summarise_part(target: Target, drafter: Drafter, part: PromptSet, measured: list[Measured]) -> Evaluation:
-    """Return the figures of one part."""
+def summarise_part(target: AnyTarget, drafter: Drafter | None, part: PromptSet, measured: list[Measured]) -> Evaluation:
+    """Return the figures of one part; of a masked model without a drafter."""
     plain, config = measured[0], part.config
     kinds = {number: prompt.kind for number, prompt in zip(part.numbers, part.prompts, strict=True)}
     fastest, (samples, example) = fastest_plain(measured), plain.shown or ([], None)
@@ -163,13 +160,14 @@ def summarise_part(target: Target, drafter: Drafter, part: PromptSet, measured: 
         prompts=len(plain.texts),
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
-        block_size=drafter.block_size,
+        block_size=drafter and drafter.block_size,
         methods=[method_result(one, plain, fastest, kinds) for one in measured],
         samples=samples,
         example=example,
         baseline=fastest.variant.name,
         what=part.what,
         trees=study_of(plain.replayed) if plain.replayed else None,
+        cut=part.cut,
     )
 
 
@@ -203,12 +201,6 @@ def method_result(
         again=measured.again or None,
         **asdict(found),
     )
-
-
-def tau(texts: abc.Sequence[Sequence]) -> float:
-    """Return the acceptance length pooled over rounds."""
-    rounds = sum(text.stats.rounds for text in texts)
-    return sum(text.stats.tokens - 1 for text in texts) / rounds if rounds else 1.0
 
 
 def describe_device(device: torch.device) -> str:

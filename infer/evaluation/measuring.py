@@ -1,5 +1,6 @@
 """Ways of decoding, measured on the same prompts in turn: what each wrote, and how long it took."""
 
+import math
 import statistics
 import time
 from collections import abc
@@ -92,6 +93,7 @@ class PromptSet:
     prompts: list[AnyPrompt]
     numbers: list[int]  # of the prompts among all
     config: EvaluationConfig
+    cut: str | None = None  # what was left out for want of time
 
 
 def variants(drafter: Drafter, config: EvaluationConfig) -> list[Variant]:
@@ -136,11 +138,13 @@ def measure(
     prompts: abc.Sequence[abc.Sequence[int]],
     progress: Progress = lambda done, total: None,
     numbers: abc.Sequence[int] | None = None,
+    until: float = math.inf,
 ) -> list[Measured]:
     """Decode every prompt with every variant, one at a time. The variants take turns on the same
     prompts, each beginning as often as the others, so that a noisy machine is equally noisy for all;
     what was disturbed is measured again. `numbers` are the prompts' own among all that are sampled with
-    one seed, by default 0, 1, 2, ...: each has a seed derived from its number."""
+    one seed, by default 0, 1, 2, ...: each has a seed derived from its number. None but the first begins
+    after `until`, by time.monotonic."""
     clock = synchronised_clock(model.device)
     capacity = max(map(len, prompts), default=0) + max(variant.options.max_new_tokens for variant in variants)
     numbers = list(range(len(prompts)) if numbers is None else numbers)
@@ -171,6 +175,8 @@ def measure(
         run(short, numbers[0], list(prompts[0]))
     measured = [Measured(variant) for variant in variants]
     for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
+        if i and time.monotonic() > until:
+            break
         for turn in range(len(variants)):
             one = measured[(turn + i) % len(variants)]
             one.add(run(one.variant, number, list(prompt)))

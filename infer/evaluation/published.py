@@ -58,6 +58,7 @@ def suite_table(suite: SuiteResult) -> str:
     notes = f"{first.device}, {first.dtype}, {asked} answers of at most {first.max_new_tokens} new tokens"
     if left_out:
         notes += f"; {left_out} questions were left out: too long for the target"
+    notes += "".join(f"; {one.title}: {one.result.cut}" for one in suite.sets if one.result.cut)
     parts.append(
         f"{notes}. τ: tokens a round, bonus token included; like speedups, averaged over answers, without the prefill. "
         "Same: answers that are plain decoding's, token by token, of the method that has the fewest."

@@ -11,7 +11,7 @@ position, R tokens that the drafter knows.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from infer.config import EngineConfig
+from infer.config import EngineConfig, EvaluationConfig
 from infer.drafters.base import DraftedBlock, Drafter, drafted_block, packed_states
+from infer.drafters.families import LOOKUP
 from infer.drafters.heads.draft import ConditionalDraft, behind
 from infer.engine.choices import walk
 from infer.engine.runner import candidates_of
 from infer.evaluation.results import FirstChoices, ReplayedOrder, TreeStudy
-from infer.evaluation.ruler import interval, pooled
+from infer.evaluation.ruler import acceptance_length, counted, interval
 from infer.targets.target import Target
 from infer.trees.ddtree import Marginals
 from infer.trees.methods import TREES
@@ -173,15 +174,15 @@ def commits(accepted: Sequence[int]) -> list[int]:
     return found
 
 
-def tau(texts: Sequence[Sequence[int]]) -> tuple[float, list[float] | None]:
-    """Return the acceptance length of texts by their commits, and its interval over other texts."""
-    gains, rounds = np.array([[sum(text) - 1, len(text) - 1] for text in texts], float).T
-    return float(pooled(gains, rounds)), interval(lambda drawn: pooled(gains[drawn], rounds[drawn]), len(gains))
-
-
-def replay_trees(target: Target, drafter: Drafter, texts: Sequence[Text], budgets: Sequence[int]) -> list[ReplayedText]:
-    """Replay the chain and DDTrees of every budget: as the drafter decodes, by marginals alone, and in
-    the best order; look at first choices in the rounds of the largest."""
+def replay_trees(
+    target: Target, drafter: Drafter, plain: Iterable[Sequence], config: EvaluationConfig
+) -> list[ReplayedText]:
+    """Replay the chain and DDTrees of every budget along plain decoding's texts: as the drafter decodes,
+    by marginals alone, and in the best order; look at first choices in the rounds of the largest. Nothing
+    of sampled texts, and by prompt lookup, which drafts no blocks."""
+    if config.temperature > 0 or drafter.family is LOOKUP:
+        return []
+    texts, budgets = [(text.prompt, text.ids) for text in plain], config.budgets
     ways = ("drafter", "ideal") if drafter.head_row is None else ("drafter", "marginals", "ideal")
     orders = [Order("chain", drafter.block_size - 1, by) for by in ways[:-1]]
     orders += [Order("ddtree", budget, by) for budget, by in product(budgets, ways)]
@@ -197,7 +198,9 @@ def study_of(texts: Sequence[ReplayedText]) -> TreeStudy:
             around = [share_interval(*pair) for pair in zip(asked, right, strict=True)]
             sums, whole = (asked.sum(1).tolist(), right.sum(1).tolist()), share_interval(asked.sum(0), right.sum(0))
             choices.append(FirstChoices(by, place, *sums, around, whole))
-    rows = [ReplayedOrder(*order, *tau([text.commits[order] for text in texts])) for order in orders]
+    rows = [
+        ReplayedOrder(*order, *acceptance_length(counted(text.commits[order] for text in texts))) for order in orders
+    ]
     return TreeStudy(max(order.nodes for order in orders if order.method == "ddtree"), choices, rows)
 
 

@@ -6,7 +6,7 @@ Intervals hold 95 of 100 bootstrap samples of the prompts: https://doi.org/10.12
 chapter 13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +34,8 @@ def figures(prompts: Sequence[PromptResult], baseline: Sequence[PromptResult]) -
     """Return the figures of a method's prompts, over the same prompts by the fastest plain decoder."""
     plain = {one.number: one for one in baseline}
     ratios = np.array([rate(one) / rate(plain[one.number]) for one in prompts])
-    gains = np.array([one.tokens - 1 for one in prompts], float)
-    rounds = np.array([one.rounds for one in prompts], float)
     return Figures(
-        tau=pooled(gains, rounds).item(),
-        tau_interval=interval(lambda drawn: pooled(gains[drawn], rounds[drawn]), len(ratios)),
+        *acceptance_length([(one.tokens - 1, one.rounds) for one in prompts]),
         speedup=float(np.median(ratios)),
         speedup_interval=interval(lambda drawn: np.median(ratios[drawn], axis=-1), len(ratios)),
     )
@@ -49,10 +46,27 @@ def rate(prompt: PromptResult) -> float:
     return prompt.tokens / max(min(prompt.seconds), 1e-9)
 
 
-def pooled(gains: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    """Return tokens a round from both counts (..., n), pooled over the last axis; 1 where there were no
-    rounds."""
-    gains, rounds = gains.sum(-1), rounds.sum(-1)
+def acceptance_length(counts: Sequence, base: Sequence | None = None) -> tuple[float, list[float] | None]:
+    """Return the tokens a round of n texts, pooled, and its interval over texts. counts (n, 2): the
+    tokens of each behind the prefill's, and its rounds; with those of a `base`, (n, 2) of the same
+    texts, the ratio to its tokens a round."""
+
+    def of(drawn: np.ndarray) -> np.ndarray:
+        found = [pooled(np.asarray(each, float).reshape(-1, 2)[drawn]) for each in (counts, base) if each is not None]
+        return found[0] / found[-1] if base is not None else found[0]
+
+    return float(of(np.arange(len(counts)))), interval(of, len(counts))
+
+
+def counted(texts: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the counts of `acceptance_length` of texts by what each of their rounds committed, the
+    prefill first."""
+    return [(sum(commits) - 1, len(commits) - 1) for commits in texts]
+
+
+def pooled(counts: np.ndarray) -> np.ndarray:
+    """Return the tokens a round (...) of texts with counts (..., n, 2) together; 1 without rounds."""
+    gains, rounds = np.moveaxis(counts.sum(-2), -1, 0)
     return np.where(rounds > 0, gains / np.maximum(rounds, 1), 1.0)
 
 
@@ -83,13 +97,8 @@ def is_better(one: Evaluation, other: Evaluation) -> bool:
     pairs = shared_prompts(one, other)
     if len(pairs) < ENOUGH:
         return False
-    counts = np.array([[a.tokens - 1, a.rounds, b.tokens - 1, b.rounds] for a, b in pairs], float)  # (n, 4)
-
-    def lead(drawn: np.ndarray) -> np.ndarray:
-        gains, rounds, other_gains, other_rounds = np.moveaxis(counts[drawn], -1, 0)
-        return pooled(gains, rounds) / pooled(other_gains, other_rounds)
-
-    return interval(lead, len(pairs))[0] > 1
+    _, lead = acceptance_length(*([(one.tokens - 1, one.rounds) for one in side] for side in zip(*pairs, strict=True)))
+    return lead[0] > 1
 
 
 def shared_prompts(one: Evaluation, other: Evaluation) -> list[tuple[PromptResult, PromptResult]]:

@@ -6,6 +6,8 @@ decoding: greedy, every method's; sampled, every method's with the same seed).
 """
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.drafters.families import LOOKUP
+from infer.evaluation.cost import cut_at, deadline
 from infer.evaluation.evaluate import describe_device, summarise_part
 from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
@@ -52,8 +55,9 @@ def evaluate_suite(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
 ) -> SuiteResult:
-    """Ask every set at every temperature. Writes each set to out/sets as soon as it is done, and the
-    whole to out/suite.json. `checkpoint` is where the drafter was read from.
+    """Ask every set at every temperature. Each has its share of what is left of `evaluation.minutes`, and
+    is asked no further then. Writes each set to out/sets as soon as it is done, and the whole to
+    out/suite.json. `checkpoint` is where the drafter was read from.
 
     Raises ValueError where `out` holds a set that was measured with other settings, and where no
     question of a set fits into the target.
@@ -61,6 +65,7 @@ def evaluate_suite(
     (out / "sets").mkdir(parents=True, exist_ok=True)
     weights, sets = drafter_digest(checkpoint) + "-int8" * drafter.quantised, []
     jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
+    end = deadline(evaluation.minutes)
     for number, (temperature, questions) in enumerate(jobs, 1):
         config = replace(evaluation, temperature=temperature)
         settings = settings_of(target, weights, questions, options.thinking, config)
@@ -69,7 +74,8 @@ def evaluate_suite(
         what = f"{questions.title}, temperature {temperature:g} ({number} of {len(jobs)}):"
         say(what if known is None else f"{what} measured before, in {file}")
         if known is None:
-            known = evaluate_set(target, drafter, questions, settings, config, progress)
+            left = max(0.0, end - time.monotonic()) / (len(jobs) - number + 1)
+            known = evaluate_set(target, drafter, questions, settings, config, progress, time.monotonic() + left)
             write_result(file, known)
         sets.append(known)
     result = SuiteResult(options.name, checkpoint, target.name, sets)
@@ -84,12 +90,15 @@ def evaluate_set(
     settings: dict[str, object],
     config: EvaluationConfig,
     progress: Progress,
+    until: float,
 ) -> SetResult:
     """Ask one set at one temperature. For every method, also count the answers that are plain
     decoding's, and take the published measure of speed (`seconds_per_token`)."""
-    measured, left_out = ask(target, drafter, questions, settings["thinking"], variants(drafter, config), progress)
-    plain, methods = measured[0], []
-    result = summarise_part(target, drafter, PromptSet(None, [], [], config), measured)
+    every, thinking = variants(drafter, config), settings["thinking"]
+    measured, left_out = ask(target, drafter, questions, thinking, every, progress, until)
+    plain, methods, fitting = measured[0], [], sum(map(len, questions.chats)) - left_out
+    cut = cut_at(config.minutes, len(plain.texts), fitting)
+    result = summarise_part(target, drafter, PromptSet(None, [], [], config, cut), measured)
     for method, one in zip(result.methods, measured, strict=True):
         same = sum(text.ids == other.ids for text, other in zip(one.texts, plain.texts, strict=True))
         faster = seconds_per_token(plain) / seconds_per_token(one)
@@ -113,9 +122,11 @@ def ask(
     thinking: bool,
     methods: Sequence[Variant],
     progress: Progress,
+    until: float = math.inf,
 ) -> tuple[list[Measured], int]:
-    """Return what every method answered to every turn of the chats, and how many turns were left out
-    because they do not fit into the target's positions. Raises ValueError where none does."""
+    """Return what every method answered to every turn of the chats, as many as begin before `until` as of
+    `measure`, and how many turns were left out because they do not fit into the target's positions.
+    Raises ValueError where none does."""
     chats, tokens = questions.chats, methods[0].options.max_new_tokens
     histories: list[list[dict[str, str]]] = [[] for _ in chats]
     going, left_out, shares = list(range(len(chats))), 0, []
@@ -131,14 +142,14 @@ def ask(
             else:
                 asked.append(i)
                 prompts.append(ids)
-        if not prompts:
+        if not prompts or (shares and time.monotonic() > until):
             break
         numbers = [turn * len(chats) + i for i in asked]
-        share = measure(target, drafter, methods, prompts, progress, numbers)
-        for i, text in zip(asked, share[0].texts, strict=True):
+        share = measure(target, drafter, methods, prompts, progress, numbers, until)
+        going = asked[: len(share[0].texts)]
+        for i, text in zip(going, share[0].texts, strict=True):
             histories[i].append({"role": "assistant", "content": answer_text(target, text.ids, text.options)})
         shares.append(share)
-        going = asked
     if not shares:
         raise ValueError(
             f"{questions.title}: no question and {tokens} new tokens fit into the target's {positions_of(target)} "
@@ -169,7 +180,7 @@ def settings_of(
     target: Target, weights: str, questions: AnyQuestions, thinking: bool, config: EvaluationConfig
 ) -> dict[str, object]:
     """Return everything that a set's figures depend on."""
-    unused = ("prompts", "outside", "prompt_tokens", "sampled", "minutes")
+    unused = ("prompts", "outside", "prompt_tokens", "sampled")
     return {
         "target": target.name,
         "dtype": "int8" if target.quantised else str(target.dtype),
@@ -181,13 +192,14 @@ def settings_of(
 
 
 def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
-    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings;
-    those that there are no more do not count."""
+    """Return what an earlier run measured, if anything. Raises ValueError if it had other settings; those
+    that there are no more do not count, nor a limit of time that left nothing out."""
     if not file.exists():
         return None
     known = read_result(file, SetResult)
     message = f"{file} was measured with another {{keys}}: give another out=, or delete it"
-    refuse_other_settings({key: known.settings.get(key) for key in settings}, settings, message)
+    theirs, free = {key: known.settings.get(key) for key in settings}, () if known.result.cut else ("minutes",)
+    refuse_other_settings(theirs, settings, message, free)
     return known
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infer.config import EvaluationConfig, TextOptions
-from infer.evaluation.evaluate import describe_device, method_result
-from infer.evaluation.measuring import Progress, Variant, measure
+from infer.evaluation.cost import cut_at, deadline
+from infer.evaluation.evaluate import summarise_part
+from infer.evaluation.measuring import Progress, PromptSet, Variant, measure
 from infer.evaluation.results import Evaluation
 from infer.masked.config import MaskedConfig, MaskedOptions, masked_options
 from infer.masked.model import MaskedModel
@@ -33,29 +34,24 @@ def evaluate_masked(
     prompts: Sequence[Sequence[int]],
     options: MaskedOptions,
     progress: Progress = lambda done, total: None,
+    minutes: float | None = None,
 ) -> Evaluation:
-    """Decode every prompt step by step and with drafts of every length and order. `options` are those
-    that `evaluation_options` makes."""
+    """Decode every prompt step by step and with drafts of every length and order, as many as there is
+    time for. `options` are those that `evaluation_options` makes."""
     drafts = [(method, length, length + 1) for length in LENGTHS for method in ("greedy", "mixed", "guided")]
     variants = [Variant("step by step", 1, replace(options, method="steps"))]
     for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
         way = replace(options, method=method, draft_length=length, nodes=states)
         variants.append(Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way))
-    measured = measure(model, None, variants, prompts, progress)
-    return Evaluation(
-        target=model.name,
-        device=describe_device(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        prompts=len(prompts),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        methods=[
-            replace(  # all tokens are written by rounds, none by a prefill
-                method_result(one, measured[0], measured[0]),
-                tau=sum(text.tokens for text in one.stats) / sum(text.rounds for text in one.stats),
-                tau_interval=None,
-            )
-            for one in measured
-        ],
-        samples=[],
-    )
+    measured = measure(model, None, variants, prompts, progress, until=deadline(minutes))
+    cut = cut_at(minutes, len(measured[0].texts), len(prompts))
+    found = summarise_part(model, None, PromptSet(None, [], [], options, cut), measured)
+    methods = [
+        replace(  # all tokens are written by rounds, none by a prefill
+            method,
+            tau=sum(text.tokens for text in one.stats) / sum(text.rounds for text in one.stats),
+            tau_interval=None,
+        )
+        for method, one in zip(found.methods, measured, strict=True)
+    ]
+    return replace(found, methods=methods)

@@ -465,17 +465,20 @@ async def disconnected(request: Request) -> None:
 
 
 class Server(uvicorn.Server):
-    """Calls `on_bound` once the address is this server's. Stopped, it gives running answers a second to
-    end."""
+    """Calls `on_bound` once the address is this server's; its `run` raises Stopped, with the reason, where
+    it cannot be. Stopped, it gives running answers a second to end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, on_bound: Callable[[], None]) -> None:
         super().__init__(config)
         self.service, self.on_bound = service, on_bound
 
     async def startup(self, sockets: list | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.on_bound()
+        try:
+            await super().startup(sockets)
+        except SystemExit as ended:  # an OSError, or what it has shown
+            why = ended.__context__ or "it could not be started, as it says above"
+            raise Stopped(f"{self.service.options.url}: {why}; choose another server.host= or server.port=") from ended
+        self.on_bound()
 
     async def shutdown(self, sockets: list | None = None) -> None:
         asyncio.get_running_loop().call_later(1, self.service.close)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
+from infer.config import TargetConfig
 from infer.targets.gguf import PACKAGED, converted, packaged_file
 from infer.targets.int8 import METHOD, int8_folder
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
@@ -208,6 +209,12 @@ def load_target(
     if quantised:
         target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
     return target
+
+
+def open_target(place: TargetConfig, only_layers: Iterable[int] | None = None) -> Target:
+    """Load the target that the options name, with `load_target`."""
+    known = place.chat_template_kwargs, place.quantization
+    return load_target(place.path, place.dtype, place.device, place.trust_remote_code, only_layers, *known)
 
 
 def int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] | None) -> Target:

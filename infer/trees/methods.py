@@ -7,7 +7,7 @@ row of `TREES`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class TreeMethod:
 
     def load(self) -> Callable:
         """Return the function that builds the trees."""
-        module, function = self.builder.split(":")
-        return getattr(import_module(module), function)
+        return resolve_name(self.builder)
 
 
 _ROWS = (

@@ -360,7 +360,7 @@ class TestRows:
 
     def test_a_file_that_cannot_be_read_stops_the_run_and_is_named(self, run_here):
         start_processes(torch.device("cpu"))
-        prefetch = Prefetch(self.Broken(), TrainConfig(), 0, pinned=False)
+        prefetch = Prefetch(self.Broken(), TrainConfig(), [0], pinned=False)
         with pytest.raises(Stopped, match=r"cannot be read from cache-123\.arrow: OSError: Expected to read"):
             prefetch()
 

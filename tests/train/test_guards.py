@@ -162,12 +162,13 @@ def test_passes_are_laid_out_ahead(run_here, make_tiny):
     target, drafter = make_tiny()
     config = TrainConfig(anchors=7, drafter=DrafterConfig(block_size=4), objective=ObjectiveConfig(chunk_rows=5))
     config.optim.batch = 2
-    with closing(Prefetch(Rows(6, 30), config, 0, False)) as prefetch:
+    with closing(Prefetch(Rows(6, 30), config, range(3), False)) as prefetch:
         for step in range(3):
             (laid,) = prefetch()
             ahead = loop.block_loss(drafter, target, laid.rows, laid.blocks, config, laid.plan)
             now = loop.block_loss(drafter, target, laid.rows, draw_blocks(laid.rows, config, 2 * step), config)
             assert torch.equal(ahead.loss, now.loss) and torch.equal(ahead.agree, now.agree)
+        assert prefetch.ahead.result() == []  # nothing is read behind the last step
 
 
 @pytest.mark.parametrize("family", [{}, {"family": "dart"}, {"window": 5}, {"vocabulary": 50}])

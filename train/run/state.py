@@ -3,8 +3,10 @@ says), its state when target and rows are there. Nothing else changes the config
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from infer.drafters.base import config_for, default_mask_token, fixed_options, t
 from infer.drafters.families import FAMILIES
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
-from infer.targets.loading import load_config, load_target, resolve_dtype
+from infer.targets.loading import load_config, open_target, resolve_dtype
 from infer.targets.target import Target
 from train.blocks import anchor_room
 from train.config import OptimConfig, TrainConfig, check_head_training
@@ -59,6 +61,11 @@ class Course:
     def total(self) -> int:
         """Steps of the whole run, as far as is known."""
         return max(self.step, round(self.length / max(self.at, 1e-9) * self.step)) if self.step else round(self.length)
+
+    @property
+    def coming(self) -> Iterable[int]:
+        """The numbers of the steps to come, from 0; of a run of minutes nobody knows the last."""
+        return count(self.step) if self.optim.minutes is not None else range(self.step, round(self.length))
 
     @property
     def rate(self) -> float:
@@ -120,8 +127,7 @@ def load_frozen(
         theirs = load_config(options.path, options.trust_remote_code).get_text_config()
         layers = family.warm_layers(tapped_layers(config.drafter, theirs), config.drafter.layers, theirs)
     kind, place = str(dtype).removeprefix("torch."), "cpu" if options.shard else str(device)
-    told = options.chat_template_kwargs
-    return load_target(options.path, kind, place, options.trust_remote_code, layers, told, options.quantization)
+    return open_target(replace(options, dtype=kind, device=place), layers)
 
 
 def settled(config: TrainConfig, device: torch.device) -> TrainConfig:

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from data.rows import DataConfig
-from infer import load_target, save_drafter
+from infer import save_drafter
 from infer.api import decode
 from infer.cli.compare import CompareCommand, run as run_compare, run_name
 from infer.cli.ngram import NgramCommand, run as run_ngram
 from infer.config import DecodeOptions, DrafterConfig, EvaluationConfig, TargetConfig
 from infer.drafters.base import new_drafter
 from infer.ngrams.model import NGram, count_of, find
+from infer.targets.loading import open_target
 
 HELD_OUT = "the first row of every ten is kept for evaluation, and not counted"
 TEXTS = ["import os\n\ndef read(path):\n    return os.stat(path)\n", "class A:\n    def read(self): pass\n", "x = 1\n"]
@@ -61,7 +62,7 @@ def test_an_ngram_file_of_another_tokenizer_is_refused_by_name(counted, embedded
 
 def test_every_drafter_meets_every_tree_in_one_table(counted, shallow, embedded, tmp_path, monkeypatch, capsys):
     checkpoints, target, loaded = [], embedded, []
-    monkeypatch.setattr("infer.load_target", lambda *options: loaded.append(options) or load_target(*options))
+    monkeypatch.setattr("infer.targets.loading.open_target", lambda place: loaded.append(place) or open_target(place))
     for family in ("dflash", "dart"):
         drafter = new_drafter(DrafterConfig(family=family, layers=1, block_size=5), target)
         drafter.initialize(target, torch.Generator().manual_seed(0), warm=True)

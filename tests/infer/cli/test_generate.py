@@ -7,7 +7,7 @@ import pytest
 from infer import generate
 from infer.cli import generate as module
 from infer.cli.generate import GenerateCommand
-from infer.config import DecodeOptions
+from infer.config import DecodeOptions, LoadedConfig
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -23,3 +23,10 @@ def test_a_chat_model_is_asked_and_others_continue(shallow_target, monkeypatch, 
     prompt = "<user>import os<assistant>" if asked else "import os"
     expected = generate(target, None, prompt, options).text
     assert capsys.readouterr().out == (expected if asked else prompt + expected) + "\n"
+
+
+@pytest.mark.parametrize("options", [{"checkpoint": "lookup"}, {"decoding": DecodeOptions(method="plain")}])
+def test_a_quantization_of_nothing_is_refused_before_anything_loads(options, monkeypatch):
+    monkeypatch.setattr("infer.targets.loading.open_target", None)
+    with pytest.raises(ValueError, match=r"drafter\.quantization=int8: leave it out"):
+        module.run(GenerateCommand(drafter=LoadedConfig("int8"), **options))

@@ -14,7 +14,7 @@ from infer.config import EngineConfig
 from infer.doctor.causes import Served, altered, difference, one_key_norm, taps_of
 from infer.doctor.engines import examine_engine, open_client
 from infer.doctor.examine import examine, report
-from infer.doctor.replay import compute, replay
+from infer.doctor.replay import chains, compute
 from infer.evaluation.acceptance import FILE, find_reference, measure_reference
 from infer.evaluation.card import write_card
 from infer.evaluation.results import Acceptance, KnownText, Reference, write_result
@@ -36,7 +36,7 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
         embedded, [t.prompt for t in reference.texts], [t.ids for t in reference.texts], taps_of(drafter)
     )
     assert material.agreement == 1 and reference.acceptance.rounds > 20
-    assert replay(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1) == reference.by_text
+    assert chains(embedded, drafter, material, taps_of(drafter), drafter.block_size - 1) == reference.by_text
     engine = Engine(embedded, drafter, EngineConfig("chain", 7, rows=2, positions=None), 300)
     with running(engine) as (url, _), open_client(f"{url}/v1") as client:
         served = examine_engine(client, reference)
@@ -60,7 +60,7 @@ def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter
     texts = reference.texts
     [trial] = one_key_norm(embedded, drafter)
     material = compute(embedded, [t.prompt for t in texts], [t.ids for t in texts], trial.taps)
-    told = replay(embedded, trial.drafter, material, trial.taps, drafter.block_size - 1)
+    told = chains(embedded, trial.drafter, material, trial.taps, drafter.block_size - 1)
     words = [embedded.tokenizer.decode(text.ids) for text in texts]
     served = Served("vLLM", words, [t.ids for t in texts], [len(t.prompt) for t in texts], told, 7.0)
     assert told != reference.by_text

@@ -16,6 +16,7 @@ from infer.evaluation import cost, evaluate, measuring
 from infer.evaluation.evaluate import decode_all, parts_of, summarise
 from infer.evaluation.measuring import PromptSet, join, measure, variants
 from infer.evaluation.suite import ask
+from infer.evaluation.tables import table
 from infer.ngrams.count import count_ngrams
 
 PROMPTS = [[7, 8, 9, 10]] * 6
@@ -113,10 +114,12 @@ def test_what_an_evaluation_costs_is_measured_before_it_starts(make_tiny, monkey
     config = EvaluationConfig(max_new_tokens=14, budgets=[2], sampled=None, minutes=1e-9)
     prompts = [Prompt(ids, "any", beside) for ids in PROMPTS for beside in (None, "outside")]
     monkeypatch.setattr(cost, "SMALL", 10)
-    said = []
+    said, replayed = [], []
+    monkeypatch.setattr(cost, "replay_trees", lambda *given: replayed.append(len(given[2])))
     result = evaluate.evaluate(target, drafter, prompts, config, say=said.append)
     assert [result.prompts, result.beside[0].prompts, result.max_new_tokens] == [1, 1, 14]
-    assert said[0].endswith("evaluation.minutes=1e-09: 2 prompts, answers of 14 tokens")
+    assert said[0].endswith("evaluation.minutes=1e-09: 2 prompts, answers of 14 tokens") and replayed == [1, 1]
+    assert said[0] == f"evaluation: {result.cut}" and result.cut in table(result)
 
 
 def test_slow_plain_decoders_are_left_out_beside_an_evaluation(make_tiny, monkeypatch):

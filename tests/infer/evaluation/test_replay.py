@@ -13,7 +13,8 @@ from infer.api import decode
 from infer.config import DecodeOptions, HeadConfig
 from infer.drafters.base import DraftedBlock
 from infer.evaluation.acceptance import count_accepted
-from infer.evaluation.replay import Drafts, Order, features_of, first_choices, replay, study_of, tau
+from infer.evaluation.replay import Drafts, Order, features_of, first_choices, replay, study_of
+from infer.evaluation.ruler import acceptance_length, counted
 from infer.trees.vocabulary import ALL
 
 HEAD = HeadConfig("markov", rank=6)
@@ -55,15 +56,15 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
     for found, text in zip(by_chain, real, strict=True):
         assert found.commits[chain] == text.commits
         asked, right, *behind = found.choices[own]
-        counted = count_accepted(text.commits, 10**6, 7)  # of all rounds
-        assert asked[0] == counted.rounds and not np.any(behind)
-        assert (np.array(counted.accepted) <= right).all() and (right - counted.accepted).sum() <= 1  # cut at the end
+        known = count_accepted(text.commits, 10**6, 7)  # of all rounds
+        assert asked[0] == known.rounds and not np.any(behind)
+        assert (np.array(known.accepted) <= right).all() and (right - known.accepted).sum() <= 1  # cut at the end
     found = replay(embedded, drafter, texts, [tree, best], reference=tree)
     own_rounds = [text.commits for text in decoded(embedded, drafter, prompts, tree, 40)]
     assert [text.commits[tree] for text in found] == own_rounds
     study = study_of(found)
     gained = {one.by: one.tau for one in study.orders}
-    assert gained["ideal"] > gained["drafter"] > tau([text.commits[chain] for text in by_chain])[0]
+    assert gained["ideal"] > gained["drafter"] > acceptance_length(counted(text.commits[chain] for text in by_chain))[0]
     spine, behind = [one for one in study.choices if one.by == own]
     assert spine.asked[0] + behind.asked[0] == sum(len(rounds) - 1 for rounds in own_rounds) and not behind.asked[0]
     assert spine.interval[0] < spine.share < spine.interval[1] and sum(behind.asked) > 0

@@ -112,6 +112,26 @@ def test_the_table_is_complete_and_a_finished_set_is_not_decoded_again(command, 
     assert not decoded
 
 
+def test_a_suite_keeps_to_its_minutes(command, monkeypatch):
+    """No question begins when the time is over, and the table says so; a set that was cut is no finished one."""
+    command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
+    command.evaluation = replace(command.evaluation, minutes=1e-6)
+    run_eval(command)
+    text = Path(command.out, "suite.md").read_text()
+    assert "Alpaca: evaluation.minutes=1e-06 had time for 1 of 2 prompts" in text and "AIME 2024: " not in text
+    monkeypatch.setattr(infer.evaluation.suite, "measure", None)
+    run_eval(command)  # as it was
+    command.evaluation = replace(command.evaluation, minutes=None)
+    with pytest.raises(ValueError, match=r"alpaca-0\.json was measured with another minutes: give another out="):
+        run_eval(command)
+
+
+def test_prompts_of_the_embedded_target_are_for_it_alone(command):
+    command.suite, command.checkpoint = SuiteConfig(), "nowhere"
+    with pytest.raises(ValueError, match=r"data\.path=<your files>, .*suite=files with suite\.folder="):
+        run_eval(command)
+
+
 def test_a_stopped_suite_goes_on_with_the_next_set(command, monkeypatch):
     command.suite = replace(command.suite, sets=["aime24", "alpaca"], temperatures=[0.0])
     decode, sizes = infer.evaluation.suite.measure, []

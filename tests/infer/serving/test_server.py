@@ -18,6 +18,8 @@ from infer.config import DrafterConfig, EngineConfig
 from infer.drafters.base import new_drafter
 from infer.engine.sampling import derived_seed
 from infer.serving.config import ServerConfig
+from infer.serving.server import Service
+from infer.utils.entry import Stopped
 
 CAPACITY = 256
 
@@ -278,6 +280,18 @@ def test_chat_serves_its_target_while_it_lasts(shallow_target, drafter, monkeypa
     assert "[10 tokens in" in console.export_text()
     with pytest.raises(httpx.ConnectError):
         httpx.get(config.server.url)
+
+
+def test_chat_says_what_ended_its_server(shallow_target, drafter, monkeypatch):
+    engine = Engine(shallow_target, drafter, EngineConfig("ddtree", 12, rows=1), CAPACITY)
+    monkeypatch.setattr("infer.cli.chat.opened", lambda config: (engine, ""))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ChatCommand(server=ServerConfig(port=taken.getsockname()[1]))
+        with pytest.raises(Stopped, match=f"{config.server.url}: .*address already in use"):
+            chat(config)
+    monkeypatch.setattr(Service, "start", lambda self: 1 / 0)
+    with pytest.raises(Stopped, match="could not be started, as it says above"):
+        chat(config)
 
 
 def test_chat_without_a_server_is_one_sentence():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.packing import batch, packed_rows
 from infer import load_drafter
@@ -16,6 +17,7 @@ from infer.drafters.dart.model import DART
 from infer.drafters.dflash.model import DFlash
 from infer.formats.checkpoint import save_drafter
 from infer.formats.export import export_drafter
+from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import TrainConfig
 from train.loop import block_loss
@@ -77,18 +79,6 @@ def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp
         resolve_init(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
 
 
-def test_another_number_of_tokens_is_chosen_anew(embedded, tmp_path):
-    drafter, tokens = drafter_of(embedded), torch.arange(3, 83, 2)
-    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
-    options = resolve_init(DrafterConfig(init=str(tmp_path), layers=1, block_size=6, vocabulary=40), EMBEDDED)
-    started = initial_drafter(TrainConfig(drafter=options), embedded, tokens)
-    save_drafter(started.config, started.state_dict(), tmp_path / "part")
-    whole, part = (load_drafter(path) for path in (tmp_path, tmp_path / "part"))
-    assert torch.equal(part.vocabulary.tokens, tokens)
-    states = torch.randn(1, 5, drafter.config.hidden_size, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(part.logits(embedded, states), whole.logits(embedded, states)[..., tokens])
-
-
 def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     drafter = drafter_of(embedded)
     export_drafter(drafter, "speculators", embedded, tmp_path / "own")
@@ -108,6 +98,13 @@ def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     config.drafter.init = str(tmp_path / "tiny")
     with pytest.raises(ValueError, match="made for another target: its config says num_target_layers 13"):
         initial_drafter(config, embedded)
+
+
+def test_a_drafter_that_cannot_begin_as_its_target_says_so(embedded):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)), embedded.tokenizer)
+    with pytest.warns(UserWarning, match="begins from noise"):
+        initial_drafter(TrainConfig(drafter=DrafterConfig(layers=1)), target)
 
 
 def test_darts_published_layout_is_gone_on_from_with_its_head(embedded, tmp_path):

@@ -34,6 +34,6 @@ def test_the_tokens_are_the_most_frequent_ones(small, run_here, shallow, tmp_pat
 
 
 def test_more_tokens_than_there_are_are_refused_before_the_target_loads(small, run_here, monkeypatch):
-    monkeypatch.setattr("train.run.state.load_target", None)
+    monkeypatch.setattr("train.run.state.open_target", None)
     with pytest.raises(ValueError, match=r"drafter\.vocabulary=513: the target has 512 tokens"):
         run_here(small("drafter.vocabulary=513"))
