@@ -93,18 +93,20 @@ def _running(engine: Engine, **options):
     import uvicorn  # here: tests of the GPU start on machines without the server's packages
 
     from infer.serving.config import ServerConfig
+    from infer.serving.guard import network
     from infer.serving.server import create_app
 
-    port = _free_port()
-    app = create_app(engine, ServerConfig(port=port, model_name="embedded", **options))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=2))
+    options = ServerConfig(port=_free_port(), model_name="embedded", **options)
+    options.check()
+    app = create_app(engine, options)
+    server = uvicorn.Server(network(app, options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{port}", app.state.service
+        yield options.url, app.state.service
     finally:
         server.should_exit = True
         thread.join(20)

@@ -10,6 +10,7 @@ Fails (exit code 1) on an index out of bounds, any other error, and a text that 
 """
 
 import argparse
+import json
 import random
 import time
 import traceback
@@ -36,7 +37,9 @@ HEADS = [HeadConfig(), HeadConfig("selector", rank=8, top_k=16), HeadConfig("sel
 HEADS += [HeadConfig("markov", kind=kind, rank=8) for kind in ("vanilla", "gated", "rnn")]
 HEADS += [HeadConfig("swiglu"), HeadConfig("gru", rank=8, hidden=8)]
 KINDS = [*range(len(HEADS)), "dart", "lookup", "none"]
+SCHEMA = {"type": "array", "items": {"enum": ["red", "green", 1]}, "minItems": 1, "maxItems": 3}
 GRAMMARS = [{"regex": "[a-c]{1,9}"}, {"regex": "x"}, {"json_schema": '{"type": "integer"}'}]
+GRAMMARS += [{"json_schema": json.dumps(SCHEMA)}, {"grammar": 'start: "x" ("+" "x")* ";"'}]
 
 
 def small_target(in_integers: bool) -> Target:
@@ -80,7 +83,7 @@ def draw(dice: random.Random) -> tuple[int | str, int, DecodeOptions, bool]:
     }
     ends = {"logprobs": dice.choice([None, None, 0, 3]), "loop_period": dice.choice([0, 0, 8])}
     ends |= {"stop": dice.choice([[], [], ["\n"], ["e", "self."]])}
-    if dice.random() < 0.1:
+    if dice.random() < 0.2:
         ends |= dice.choice(GRAMMARS)
     ranked = method in ("chain", "ddtree")
     engine = {
@@ -109,7 +112,7 @@ def judge(
     kind, block_size, options, alone = drawn
     prompts = [[dice.randrange(500) for _ in range(dice.randint(1, 30))] for _ in range(dice.randint(1, 3))]
     prompts = [prompt * dice.choice([1, 1, 3]) for prompt in prompts]
-    processors = [one_token] if alone and not (options.regex or options.json_schema) else []
+    processors = [one_token] if alone and not (options.regex or options.json_schema or options.grammar) else []
     texts = vars(options) | {"method": "plain", "budget": 1, "continuity": None, "rows": 1, "prefix_memory": 0}
     plain = DecodeOptions(**texts)
     seeds = [derived_seed(options.seed, number) for number in range(len(prompts))]

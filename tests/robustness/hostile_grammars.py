@@ -2,17 +2,16 @@
 
     python tests/robustness/hostile_grammars.py --requests 200
 
-Repetition, nesting, alternation, recursion, Unicode classes. Fails (exit code 1) if a request is not answered with 200,
-or with 400 and a sentence, if the server's memory has grown by more than 100 MB, or if an event of the stream comes
+Repetition, nesting, alternation, recursion, Unicode classes, and what is no grammar. Fails (exit code 1) if a request
+is not answered with 200 and no more tokens than it asked for, or with 400 and a sentence, if a text without a grammar
+is another one afterwards, if the server's memory has grown by more than 100 MiB, or if an event of the stream comes
 more than `--pause` seconds later than the longest it took while nobody was hostile.
 """
 
 import argparse
 import json
-import os
 import random
-import socket
-import subprocess
+import string
 import sys
 import threading
 import time
@@ -20,13 +19,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import httpx
+from server import memory, serving
 
-ROOT = Path(__file__).resolve().parents[2]
-GROWTH = 100  # MB
-CLIENTS = 4
+GROWTH = 100  # MiB
+CLIENTS, TOKENS = 4, 24
 
 
 def regexes(dice: random.Random) -> Iterator[str]:
@@ -84,6 +82,10 @@ def schemas(dice: random.Random) -> Iterator[object]:
         return schema
 
     many = partial(dice.choice, [1000, 100_000, 3_000_000, 10**12])
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{(i + 1) % 400}"} for i in range(400)}
+    yield {"$ref": "#/$defs/a0", "$defs": chain}
+    for reference in ("#", "http://127.0.0.1:1/x.json"):
+        yield {"type": "array", "items": {"$ref": reference}, "minItems": 3}
     for _ in range(5):
         for kind in ("object", "array", "anyOf", "allOf", "not"):
             yield nested(dice.choice([20, 100, 150]), kind)
@@ -162,6 +164,9 @@ def schemas(dice: random.Random) -> Iterator[object]:
 
 def grammars(dice: random.Random) -> Iterator[str]:
     """Yield grammars in Lark's syntax."""
+    yield "start: a\na: b\nb: a"
+    yield "start: A\nA: A"
+    yield 'start: %json {"$ref": "#"}'
     for _ in range(5):
         n = dice.choice([20, 40, 2000])
         yield "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'
@@ -182,6 +187,13 @@ def grammars(dice: random.Random) -> Iterator[str]:
         yield "%llguidance {}\nstart: %json " + json.dumps({"type": "string", "minLength": 3_000_000})
 
 
+def broken(dice: random.Random) -> Iterator[str]:
+    """Yield what is no grammar of any kind."""
+    for size in (1, 30, 2000):
+        for end in ("", "(" * 20_000, "\\"):
+            yield "".join(dice.choices(string.printable + "é\u2028\U0001f600", k=size)) + end
+
+
 def hostile(count: int, seed: int = 0) -> list[tuple[str, object]]:
     """Return fields of requests and what they ask for, the known worst first."""
     dice = random.Random(seed)
@@ -190,7 +202,7 @@ def hostile(count: int, seed: int = 0) -> list[tuple[str, object]]:
         "guided_json": list(schemas(dice)),
         "guided_grammar": list(grammars(dice)),
     }
-    found = [(field, value) for field, values in kinds.items() for value in values]
+    found = [(field, value) for field, values in kinds.items() for value in [*values, *broken(dice)]]
     first, rest = found[:5], found[5:]
     dice.shuffle(rest)
     return (first + rest)[:count]
@@ -221,17 +233,20 @@ class Beside(threading.Thread):
         return max(pauses)
 
 
-def memory(pid: int) -> float:
-    """Return the megabytes of a process in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+def plain_text(url: str) -> str:
+    """Return what the server writes without a grammar."""
+    body = {"prompt": "x = ", "max_tokens": TOKENS, "temperature": 0}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=600).json()["choices"][0]["text"]
 
 
-def ask(url: str, field: str, value: object) -> tuple[str, int, str, float]:
-    """Send a request under a grammar; return its field, status, message and seconds."""
-    body, began = {"prompt": "x = ", "max_tokens": 24, "temperature": 1, field: value}, time.monotonic()
+def ask(url: str, field: str, value: object) -> tuple[str, int, bool, float]:
+    """Send a request under a grammar; return its field, its status, whether its answer is one, and its seconds."""
+    body, began = {"prompt": "x = ", "max_tokens": TOKENS, "temperature": 1, field: value}, time.monotonic()
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
-    message = "" if answer.status_code == 200 else answer.json()["error"]["message"]
-    return field, answer.status_code, message, time.monotonic() - began
+    said, seconds = answer.json(), time.monotonic() - began
+    if answer.status_code == 200:
+        return field, 200, said["usage"]["completion_tokens"] <= TOKENS, seconds
+    return field, answer.status_code, answer.status_code == 400 and bool(said["error"]["message"]), seconds
 
 
 def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> list[str]:
@@ -243,9 +258,9 @@ def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> lis
     time.sleep(5)
     beside.longest()
     time.sleep(quiet)
-    alone, before = beside.longest(), memory(pid)
+    alone, before, text = beside.longest(), memory(pid), plain_text(url)
     with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = list(clients.map(lambda case: ask(url, *case), hostile(requests)))
+        answers = list(clients.map(lambda case: ask(url, *case), cases := hostile(requests)))
     disturbed = beside.longest()
     beside.ended = True
     beside.join()
@@ -256,9 +271,10 @@ def attack(url: str, pid: int, requests: int, quiet: float, pause: float) -> lis
         print(f"{field:<16}{status} {count}")
     print(f"slowest answer {max(seconds for *_, seconds in answers):.1f} s")
     print(f"longest wait of the stream beside: {alone:.2f} s without hostile requests, {disturbed:.2f} s with them")
-    print(f"memory {before:.0f} MB before, {after:.0f} MB after")
-    fine = [status == 200 or (status == 400 and message) for _, status, message, _ in answers]
-    faults = [f"{answer}" for answer, good in zip(answers, fine, strict=True) if not good]
+    print(f"memory {before:.0f} MiB before, {after:.0f} MiB after")
+    faults = [f"{case}: {answer}" for case, answer in zip(cases, answers, strict=True) if not answer[2]]
+    if plain_text(url) != text:
+        faults.append("a text without a grammar is another one than before")
     if after - before > GROWTH:
         faults.append("memory has grown")
     if disturbed > alone + pause:
@@ -273,28 +289,12 @@ def main() -> int:
     parser.add_argument("--quiet", type=float, default=20.0, help="seconds of the stream alone")
     parser.add_argument("--pause", type=float, default=0.5)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = [f"server.port={port}", f"server.memory={options.memory}", "server.model_name=small"]
-    command = [sys.executable, str(ROOT / "infer" / "main.py"), "serve", *settings]
-    server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while server.poll() is None:
-            try:
-                httpx.get(f"{url}/health")
-                break
-            except httpx.HTTPError:
-                time.sleep(0.2)
+    with serving(f"server.memory={options.memory}", "server.model_name=small") as (url, server):
         faults = attack(url, server.pid, options.requests, options.quiet, options.pause)
         if server.poll() is not None:
             faults.append(f"the server ended with {server.returncode}")
-    finally:
-        server.kill()
-        server.wait()
     for fault in faults[:20]:
-        print(fault, file=sys.stderr)
+        print(fault[:500], file=sys.stderr)
     print(f"{len(faults)} faults")
     return 1 if faults else 0
 

@@ -23,7 +23,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # or this file's folder would be searched first
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # or this file's folder would be searched first
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

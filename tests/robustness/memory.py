@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import torch
 from fuzz_http import small
+from server import memory
 
 from infer import Engine
 from infer.config import EngineConfig
@@ -35,12 +36,6 @@ def small_engine() -> Engine:
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 1, "max_position_embeddings": 1024}
     pair = small(vocab_size=VOCABULARY, tie_word_embeddings=True, initializer_range=0.02, **sizes)
     return Engine(*pair, EngineConfig("ddtree", 16, rows=ROWS), CAPACITY)
-
-
-def memory(name: str) -> int:
-    """Bytes that /proc says this process has."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
 def body(number: int, dice: random.Random, greedy: bool) -> dict:
@@ -86,7 +81,7 @@ def main() -> int:
 
     warm = list(pool.map(ask, [body(i, dice, True) | {"max_tokens": 12} for i in range(32)]))
     faults = [f"{status} before memory was short" for _, status in warm if status != 200]
-    limit = memory("VmSize") + options.margin * MIB
+    limit = int(memory(name="VmSize") + options.margin) * MIB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     mixed = list(pool.map(ask, [body(i, dice, i % 16 > 0) for i in range(options.requests)]))
     for request, status in mixed:

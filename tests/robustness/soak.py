@@ -23,24 +23,16 @@ import threading
 import time
 from pathlib import Path
 
+from server import ROOT, memory, serving
+
 from data.corpus import stdlib_documents
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def resident(process: int) -> float:
-    """Resident memory of a process, megabytes."""
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 def watch(process: subprocess.Popen, minutes: float) -> list[float]:
     """Resident memory once a second for so long, or until the process ends."""
     seen, end = [], time.monotonic() + 60 * minutes
     while time.monotonic() < end and process.poll() is None:
-        seen.append(resident(process.pid))
+        seen.append(memory(process.pid))
         time.sleep(1)
     return seen
 
@@ -123,30 +115,20 @@ class Clients:
                 self.wrong += self.answers.setdefault(asked, text) != text
 
 
-def serve(minutes: float, checkpoint: str, port: int, margin: float) -> bool:
+def serve(minutes: float, checkpoint: str, margin: float) -> bool:
     """A server with twelve clients on eight rows."""
-    command = [sys.executable, ROOT / "infer" / "main.py", "serve", f"checkpoint={checkpoint}"]
-    command += [f"server.port={port}", "decoding.rows=8", "decoding.budget=16", "target.dtype=float32"]
     texts = (document.text for document in stdlib_documents("held_out"))
-    clients = Clients(port, [text[: 100 + 20 * i] for i, text in enumerate(texts) if len(text) > 4000][:40])
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    threads = [threading.Thread(target=clients.run, args=(seed,)) for seed in range(12)]
-    try:
-        while process.poll() is None:
-            try:
-                http.client.HTTPConnection("127.0.0.1", port, timeout=1).request("GET", "/health")
-                break
-            except OSError:
-                time.sleep(0.5)
+    prompts = [text[: 100 + 20 * i] for i, text in enumerate(texts) if len(text) > 4000][:40]
+    settings = [f"checkpoint={checkpoint}", "decoding.rows=8", "decoding.budget=16", "target.dtype=float32"]
+    with serving(*settings) as (url, process):
+        clients = Clients(int(url.rpartition(":")[2]), prompts)
+        threads = [threading.Thread(target=clients.run, args=(seed,), daemon=True) for seed in range(12)]
         for thread in threads:
             thread.start()
         seen = watch(process, minutes)
-    finally:
         clients.stop.set()
         for thread in threads:
             thread.join()
-        process.send_signal(signal.SIGINT)
-        process.wait()
     done = f"{clients.whole} answers, {clients.left} clients left early, {clients.failed} requests failed"
     done += f", {clients.wrong} answers differ from an earlier one to the same prompt"
     flat = report("serving", seen, done, margin)
@@ -159,7 +141,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--parts", nargs="+", choices=["train", "serve"], default=["train", "serve"])
     parser.add_argument("--steps-between", type=int, default=50)
-    parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--margin", type=float, default=0.05, help="growth that is still flat; short runs need more")
     args = parser.parse_args()
     if "serve" in args.parts and not args.checkpoint:
@@ -169,7 +150,7 @@ def main() -> None:
     if "train" in args.parts:
         flat &= train(args.minutes, args.steps_between, args.margin)
     if "serve" in args.parts:
-        flat &= serve(args.minutes, args.checkpoint, args.port, args.margin)
+        flat &= serve(args.minutes, args.checkpoint, args.margin)
     raise SystemExit(not flat)
 
 

@@ -13,7 +13,6 @@ from infer.attention.attend import attend
 from infer.attention.masks import block_mask, packed_mask
 from infer.config import DrafterConfig
 from infer.drafters.base import head_weight, new_drafter
-from infer.drafters.dart.model import DART
 from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.blocks import anchor_room, draw_anchors, lay_out
@@ -61,7 +60,7 @@ def config(divergence: str = "kl") -> TrainConfig:
     return result
 
 
-def slow_dflash(drafter, target, features, ids):
+def slow(drafter, target, features, ids):
     """States (L, D) of the block behind a prefix: features of all tokens but the last, the bonus token."""
     prefix = len(ids) - 1
     block = target.embed(drafter.block_ids(ids[-1:]))
@@ -69,36 +68,8 @@ def slow_dflash(drafter, target, features, ids):
     return drafter(features, positions, block, torch.arange(prefix, prefix + K)[None], None)[0, 1:]
 
 
-def slow_dart(drafter, target, features, ids):
-    """The same by DART section 3.2: items of features and next tokens, masks behind them, one causal layer."""
-    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-    projected, following = drafter.fc(features[0]), target.embed(ids[1:])
-    items = torch.cat([layer.input_layernorm(following), layer.hidden_norm(projected)], -1)
-    count = K - 2 if drafter.config.dart_config["shifted"] else K - 1
-    sequence = torch.cat([items, *[layer.mask_rep[None]] * count])  # (prefix + count, 2 D)
-    residual = torch.cat([projected, *[layer.mask_rep[None, : projected.shape[1]]] * count])
-    length, groups = len(sequence), 2
-    cos, sin = drafter.rotary[0](residual, torch.arange(length)[None])
-
-    def turned(states):  # (H, T, E)
-        low, high = states.chunk(2, -1)
-        return states * cos[0] + torch.cat([-high, low], -1) * sin[0]
-
-    queries = turned(attention.q_norm(attention.q_proj(sequence).view(length, -1, 8)).transpose(0, 1))
-    keys = turned(attention.k_norm(attention.k_proj(sequence).view(length, -1, 8)).transpose(0, 1))
-    values = attention.v_proj(sequence).view(length, -1, 8).transpose(0, 1)
-    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
-    scores = queries @ keys.transpose(1, 2) / 8**0.5
-    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-    mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-    states = residual + attention.o_proj(mixed)
-    states = states + layer.mlp(layer.post_attention_layernorm(states))
-    return drafter.norm(states)[-(K - 1) :]
-
-
 def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
     """Every anchor's block alone: its document's prefix through the target and the drafter, one block at a time."""
-    slow = slow_dart if isinstance(drafter, DART) else slow_dflash
     total = torch.zeros((), dtype=target.dtype)
     for b in range(len(rows["ids"])):
         for n in range(blocks.anchors.shape[1]):
@@ -125,10 +96,10 @@ def slow_loss(drafter, target, rows, blocks, divergence: str) -> torch.Tensor:
     return total
 
 
-@FAMILIES
-@pytest.mark.parametrize("divergence", ["kl", "cross_entropy"])
-def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, family):
-    target, drafter = make_tiny(torch.float64, K, **family)
+@pytest.mark.parametrize("divergence, fusion", [("kl", None), ("cross_entropy", True)])
+def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, fusion):
+    """DART's blocks are those that decoding drafts, see below, and in its own layout: infer/formats/test_layouts.py."""
+    target, drafter = make_tiny(torch.float64, K, layer_fusion=fusion)
     rows = packed([[13, 9, 6], [20, 3], [28]], total=30)
     blocks = some_blocks(rows, slots=9)
     assert blocks.valid.any(1).all()
@@ -138,10 +109,10 @@ def test_shared_mask_equals_blocks_run_alone(make_tiny, divergence, family):
     loss.backward()
     fast = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad()
-    slow = slow_loss(drafter, target, rows, blocks, divergence)
-    slow.backward()
+    alone = slow_loss(drafter, target, rows, blocks, divergence)
+    alone.backward()
 
-    assert loss.item() == pytest.approx(slow.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(alone.item(), rel=1e-5)
     for name, p in drafter.named_parameters():
         assert p.grad.norm() > 0, name
         assert (fast[name] - p.grad).norm() < 1e-5 * p.grad.norm(), name
@@ -235,19 +206,6 @@ def test_which_labels_of_a_block_with_gaps_are_learnt(kind):
     assert torch.equal(blocks.supervised, expected)
 
 
-def block_hidden(drafter, target, rows, blocks, features=None, inputs=None):
-    """Final states (B, N, W, D) of all blocks, from given or freshly computed features and inputs."""
-    if features is None:
-        packed_row = (rows["ids"], rows["positions"], rows["documents"])
-        features = target.packed_features(*packed_row, drafter.layer_ids).context
-    if inputs is None:
-        inputs = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
-    starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
-    masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
-    hidden = drafter(features, rows["positions"], *inputs, *masks)
-    return hidden.unflatten(1, (blocks.anchors.shape[1], drafter.num_queries))
-
-
 @FAMILIES
 def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, family):
     target, drafter = make_tiny(block_size=K, **family)
@@ -258,7 +216,9 @@ def test_gradients_to_what_a_block_must_not_see_are_exactly_zero(make_tiny, fami
     features = features.clone().requires_grad_()
     tokens, *rest = drafter.inputs(target, rows["ids"], rows["positions"], blocks.anchors)
     tokens = tokens.clone().requires_grad_()  # embedded: DFlash's blocks, DART's next tokens
-    hidden = block_hidden(drafter, target, rows, blocks, features, (tokens, *rest))
+    starts = (blocks.anchors - drafter.anchor_offset).clamp(min=0)
+    masks = [block_mask(starts, rows["documents"], drafter.num_queries, *view) for view in drafter.attention_patterns]
+    hidden = drafter(features, rows["positions"], tokens, *rest, *masks).unflatten(1, (6, drafter.num_queries))
     for n in range(6):
         drafted = hidden[0, n, drafter.first_draft_slot :].sum()
         to_features, to_tokens = torch.autograd.grad(drafted, (features, tokens), retain_graph=True)
@@ -284,9 +244,10 @@ def test_trained_block_equals_cached_inference_block(make_tiny, family):
     rows["loss"][:] = True
     blocks = some_blocks(rows, 6)
     with torch.no_grad():
-        states = block_hidden(drafter, target, rows, blocks)[0, :, drafter.first_draft_slot :]
+        given = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
+        states = draft_states(drafter, target, rows, blocks, given)[:, drafter.first_draft_slot :]
         trained = (states @ head_weight(drafter, target).T).log_softmax(-1)  # (N, L, V)
-        features = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids).context
+        features = given.context
         ids = rows["ids"]
         for n in range(6):
             anchor = int(blocks.anchors[0, n])

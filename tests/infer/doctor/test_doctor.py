@@ -1,20 +1,22 @@
-"""The doctor: replays equal decoding, engines' counters are read, and causes are named. More faults, put into engines
-one by one: tests/robustness/doctor.py."""
+"""The doctor: replays equal decoding, engines' counters are read, and causes are named."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import httpx
 import pytest
+import torch
 
 from data.prompts import outside_prompts
-from infer import Engine, load_drafter, save_drafter
+from infer import Engine, Target, load_drafter, save_drafter
+from infer.api import decode
 from infer.cli.doctor import DoctorCommand, run as run_doctor
-from infer.config import EngineConfig
+from infer.config import DecodeOptions, EngineConfig
 from infer.doctor.causes import Served, altered, difference, one_key_norm, taps_of
-from infer.doctor.engines import examine_engine, open_client
+from infer.doctor.engines import examine_engine, open_client, tokens_of
 from infer.doctor.examine import examine, report
-from infer.doctor.replay import chains, compute
+from infer.doctor.replay import chains, compute, next_norm
 from infer.evaluation.acceptance import FILE, find_reference, measure_reference
 from infer.evaluation.card import write_card
 from infer.evaluation.results import Acceptance, KnownText, Reference, write_result
@@ -67,6 +69,50 @@ def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter
     found = examine(embedded, drafter, reference, served)
     assert found.cause.name == "norms of the context's keys" and "explains 100 %" in found.verdict
     assert "kernel for CPUs" in found.mend
+
+
+def behind_norms(target, drafter):
+    """What the norms behind its taps make of the features."""
+    other = altered(drafter)
+    update, norms = other.update_context, [next_norm(target, layer) for layer in drafter.layer_ids]
+
+    def normed(target, features, *rest, **more) -> None:
+        parts = features.chunk(len(norms), dim=-1)
+        update(target, torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1), *rest, **more)
+
+    other.update_context = normed
+    return target, other
+
+
+def other_weights(target, drafter):
+    model, generator = deepcopy(target.model), torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            weight.data += 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
+    return Target(model, target.tokenizer), drafter
+
+
+FAULTS = {  # the cause, and the engine's target and drafter
+    "tapped layers off by one": lambda t, d: (t, altered(d, {"target_layer_ids": [i + 1 for i in d.layer_ids]})),
+    "features taken behind a norm": behind_norms,
+    "causality inside the block": lambda t, d: (t, altered(d, {"causal": True})),
+    "rotary base": lambda t, d: (t, altered(d, rope_parameters=d.config.rope_parameters | {"rope_theta": 1e6})),
+    "another target's weights, or the same in few bits": other_weights,
+}
+
+
+@pytest.mark.robustness
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_an_engine_does_otherwise_is_named(embedded, drafter, reference, name):
+    """It decodes for real, with a fault."""
+    pair, texts = FAULTS[name](embedded, drafter), []
+    for text in reference.texts:
+        options = DecodeOptions(tokens_of(text, reference), method="chain", budget=7, rows=1)
+        texts += decode(*pair, [text.prompt], options)
+    counts = [Acceptance(len(t.accepted), [sum(n > k for n in t.accepted) for k in range(7)]) for t in texts]
+    words = [embedded.tokenizer.decode(text.ids) for text in texts]
+    served = Served("x", words, [t.ids for t in texts], [len(t.prompt) for t in texts], counts, 7.0)
+    assert examine(embedded, drafter, reference, served).cause.name == name
 
 
 def test_texts_are_compared_one_by_one():

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 import re
+from collections import Counter
 from unittest.mock import Mock
 
 import llguidance
@@ -13,10 +15,12 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from infer import Engine, generate, load_drafter
-from infer.config import EngineConfig, TextOptions
+from infer.config import DecodeOptions, DrafterConfig, EngineConfig, TextOptions
+from infer.drafters.base import new_drafter
 from infer.engine import grammar
 from infer.engine.grammar import MOST_LETTERS, follow
 from infer.engine.trial import LIMITS, Trial
+from infer.targets.target import Target
 from infer.trees.constrained import Rule, search
 from infer.trees.tree import Proposal
 
@@ -119,6 +123,36 @@ def test_greedy_texts_are_those_of_transformers_under_the_same_library(embedded,
     )
     ours = generate(embedded, drafter, prompt[0].tolist(), max_new_tokens=TOKENS, budget=8, **{kind: ASKED[kind]})
     assert ours.ids == theirs[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.robustness
+def test_sampled_texts_have_the_distribution_of_the_masked_target(embedded, random_qwen3):
+    """Against the enumeration of all that a small grammar allows (chi-square, one seed)."""
+    own = {"vocab_size": 512, "initializer_range": 0.02, "eos_token_id": embedded.tokenizer.eos_token_id}
+    target = Target(random_qwen3(num_hidden_layers=4, **own), embedded.tokenizer, "tiny")
+    drafter = new_drafter(DrafterConfig(layers=1, block_size=6, target_layer_ids=[1]), target)
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    prompt, count = [5, 6, 7], 800
+    options = DecodeOptions(regex="[ab]{1,3}", temperature=1.0, max_new_tokens=8, budget=8, rows=16)
+    shares: dict[tuple[int, ...], float] = {}
+
+    def spread(ids: tuple[int, ...], share: float) -> None:
+        with torch.no_grad():
+            logits = target.model(torch.tensor([[*prompt, *ids]])).logits[0, -1].float()
+        odds = follow(options, target).mask(logits[None], list(ids), [])[0].softmax(-1)
+        for token in odds.nonzero()[:, 0].tolist():
+            if token in target.end_ids:
+                shares[(*ids, token)] = share * float(odds[token])
+            else:
+                spread((*ids, token), share * float(odds[token]))
+
+    spread((), 1.0)
+    assert math.isclose(sum(shares.values()), 1, abs_tol=1e-4) and len(shares) > 12
+    found = Counter(tuple(answer.ids) for answer in generate(target, drafter, [prompt] * count, options))
+    assert found.keys() <= shares.keys()
+    square = sum((found[ids] - count * share) ** 2 / (count * share) for ids, share in shares.items())
+    freedom = len(shares) - 1
+    assert square < freedom + 4 * math.sqrt(2 * freedom), (square, freedom)  # beyond p = 0.001
 
 
 def test_the_tree_is_the_best_one_that_the_grammar_allows():

@@ -15,8 +15,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from infer import generate, load_drafter, save_drafter
-from infer.attention.masks import block_mask
-from infer.drafters.base import head_weight
+from infer.drafters.base import head_weight, packed_states
 from infer.drafters.heads.draft import behind
 from infer.formats.folders import Folder
 from infer.formats.layouts import read
@@ -496,15 +495,13 @@ def test_a_folder_written_by_hand_has_the_logits_of_a_plain_forward_and_decodes_
 def test_the_trained_block_is_the_drafted_one(kind, target, tmp_path):
     """Many blocks of a packed row under shared masks have the logits of the block that decoding drafts."""
     drafter = load_drafter(by_hand(kind, tmp_path / "drafter", target)[0])
-    ids, documents = torch.cat([IDS[:6], IDS])[None], torch.tensor([[0] * 6 + [1] * 14])
-    positions = torch.cat([torch.arange(6), torch.arange(14)])[None]
+    rows = {"ids": torch.cat([IDS[:6], IDS])[None], "documents": torch.tensor([[0] * 6 + [1] * 14])}
+    rows["positions"] = torch.cat([torch.arange(6), torch.arange(14)])[None]
     anchors = torch.tensor([[3, 12, 19]])  # the last one is where IDS ends
-    features = target.packed_features(ids, positions, documents, drafter.layer_ids).context
-    masks = [block_mask(anchors, documents, drafter.num_queries, *view) for view in drafter.attention_patterns]
+    given = target.packed_features(rows["ids"], rows["positions"], rows["documents"], drafter.layer_ids)
     with torch.no_grad():
-        states = drafter(features, positions, *drafter.inputs(target, ids, positions, anchors), *masks)
-    last = states.unflatten(1, (3, drafter.num_queries))[0, 2, drafter.first_draft_slot :]
-    trained = (last @ head_weight(drafter, target).T).log_softmax(-1)
+        states = packed_states(drafter, target, rows, anchors, given.context, drafter)
+    trained = (states[0, 2, drafter.first_draft_slot :] @ head_weight(drafter, target).T).log_softmax(-1)
     assert torch.allclose(trained, drafted(target, drafter), atol=1e-5)
 
 
@@ -534,37 +531,19 @@ def test_trees_and_sampling_survive_tokens_without_probability(method, temperatu
         assert answer.ids == plain.ids
 
 
-@pytest.mark.parametrize(
-    "new, old",
-    [
-        ({"rope_type": "default", "rope_theta": 500.0}, None),
-        ({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}, {"type": "linear", "factor": 3.0}),
-        (
-            {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        ),
-        (
-            {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        ),
-    ],
-    ids=["theta", "linear", "yarn", "llama3"],
-)
-def test_rotary_positions_in_both_spellings(new, old, target, tmp_path):
+SCALED = {  # what transformers asks for beside the base
+    "default": {},
+    "linear": {"factor": 3.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_rotary_positions_in_both_spellings(kind, target, tmp_path):
     """Cosines and sines are transformers' own for the same parameters, and both spellings draft the same."""
+    new = {"rope_type": kind, "rope_theta": 500.0} | SCALED[kind]
+    old = {"type" if kind == "linear" else "rope_type": kind} | SCALED[kind] if SCALED[kind] else None
     folders = [
         written(tmp_path / "new", public(rope_theta=None, rope_parameters=new), dflash_weights()),
         written(tmp_path / "old", public(rope_theta=500.0, rope_scaling=old), dflash_weights()),

@@ -11,6 +11,12 @@ def make_tiny(make_tiny):
     return partial(make_tiny, depth=3)
 
 
+@pytest.fixture(scope="session")
+def pair(load_program):
+    """A small random target with the embedded tokenizer, and its drafter."""
+    return load_program("fuzz_http").small()
+
+
 @pytest.fixture(autouse=True)
 def _no_rest(monkeypatch):
     """Requests of `regenerate` are repeated at once."""

@@ -21,12 +21,6 @@ from infer.utils.entry import Stopped
 BODY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def pair(load_program):
-    """A small target with the embedded tokenizer, and its drafter."""
-    return load_program("fuzz_http").small()
-
-
 @pytest.fixture
 def engine(pair):
     return Engine(*pair, EngineConfig("ddtree", 6, rows=3), 64)

@@ -1,57 +1,24 @@
 """At the server's door: the key, names of this machine, and sizes."""
 
-import socket
-import threading
-import time
-from contextlib import contextmanager
-
 import httpx
 import pytest
-import uvicorn
 
 from infer import Engine
 from infer.config import EngineConfig
 from infer.serving.config import ServerConfig
-from infer.serving.guard import network
-from infer.serving.server import create_app
 
 KEY = "0123456789abcdef-key"
 
 
-@pytest.fixture(scope="module")
-def fuzzer(load_program):
-    """The fuzzer of the server, whose small target is served here too."""
-    return load_program("fuzz_http")
+@pytest.fixture
+def engine(pair):
+    return Engine(*pair, EngineConfig("ddtree", 6, rows=4), 64)
 
 
-@contextmanager
-def running(fuzzer, **options):
-    """A small server as `serve` would run it; gives its port and its service."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    target, drafter = fuzzer.small()
-    options = ServerConfig(port=port, **options)
-    options.check()
-    app = create_app(Engine(target, drafter, EngineConfig("ddtree", 6, rows=4), 64), options)
-    server = uvicorn.Server(network(app, options))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield port, app.state.service
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-def test_the_key_opens_and_nothing_else_does(fuzzer, monkeypatch):
+def test_the_key_opens_and_nothing_else_does(running, engine, monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_API_KEY", KEY)
-    with running(fuzzer) as (port, service):
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+    with running(engine) as (url, service):
+        with httpx.Client(base_url=url, timeout=60) as client:
             body = {"prompt": "x", "max_tokens": 2}
             for wrong in ("", KEY, f"Bearer {KEY[:-1]}", f"Bearer {KEY}x", f"bearer {KEY}", "Bearer", "Basic x"):
                 answer = client.post("/v1/completions", json=body, headers={"authorization": wrong})
@@ -83,26 +50,26 @@ def test_other_machines_are_let_in_with_a_key_or_a_word(monkeypatch):
         assert key not in str(refusal.value)
 
 
-def test_what_is_no_text_is_told_so(fuzzer):
+def test_what_is_no_text_is_told_so(running, engine):
     """Half of a surrogate pair is valid JSON and no text: in every place where it is quoted or read."""
-    with running(fuzzer) as (port, _), httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+    with running(engine) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
         for fields in ('"model": "\\ud800"', '"prompt": "\\ud800"', '"prompt": ["\\ud800"]', '"\\ud800": 1'):
             content = '{"max_tokens": 1, ' + fields + ("}" if "prompt" in fields else ', "prompt": "x"}')
             answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
             assert answer.status_code in (400, 404) and answer.json()["error"]["message"], fields
 
 
-def test_a_server_for_this_machine_answers_to_its_names_only(fuzzer, monkeypatch):
+def test_a_server_for_this_machine_answers_to_its_names_only(running, engine, monkeypatch):
     """Else a page in a browser here, whose name resolves to 127.0.0.1, would read answers (DNS rebinding)."""
     theirs = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::2]", "localhost.evil.example", "[")
-    with running(fuzzer) as (port, _), httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-        for host in ("localhost", f"LOCALHOST:{port}", "127.0.0.1:1", "127.0.0.9", "[::1]:8000"):
+    with running(engine) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+        for host in ("localhost", f"LOCALHOST:{url[-5:]}", "127.0.0.1:1", "127.0.0.9", "[::1]:8000"):
             assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
         for host in theirs:
             answer = client.get("/v1/models", headers={"host": host})
             assert answer.status_code == 403 and "answers to localhost" in answer.json()["error"]["message"], host
     for key in ("", KEY):  # a proxy's name, as it may be
         monkeypatch.setenv("BLOCKDRAFT_API_KEY", key)
-        with running(fuzzer, open=not key) as (port, _):
+        with running(engine, open=not key) as (url, _):
             headers = {"host": "models.example", "authorization": f"Bearer {KEY}"}
-            assert httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).status_code == 200
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200

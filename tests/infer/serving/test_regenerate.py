@@ -10,11 +10,9 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from threading import Lock
 
 import pytest
-import torch
 
 from data.rows import DataConfig, read_rows
 from infer import Engine, generate
-from infer.api import decode
 from infer.config import DecodeOptions, EngineConfig
 from infer.serving.clients import by_server
 from infer.serving.dialogue import Row
@@ -251,63 +249,13 @@ def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch
     assert secrets[0] not in settings.read_text()
 
 
-SAMPLED = DecodeOptions(max_new_tokens=8, temperature=1.0, method="plain", rows=32, ignore_eos=True, seed=3)
-NAMES = [f"{a}{b}{c}" for a in "abcdefgh" for b in "klmnopqrst" for c in "uvwxyz"]
-
-
-def one_length(target, count: int, tokens: int = 12) -> list[Row]:
-    """Different prompts of one length."""
-    found = []
-    for i, name in enumerate(NAMES * 3):
-        text = f"def {name}{i // len(NAMES)}(x, y):\n    return {name}.{name}(x) + y and x"
-        prompt = target.tokenizer.decode(target.tokenizer(text)["input_ids"][:tokens])
-        if len(target.tokenizer(prompt)["input_ids"]) == tokens and prompt not in found:
-            found.append(prompt)
-        if len(found) == count:
-            return [Row(i, prompt) for i, prompt in enumerate(found)]
-    raise AssertionError(f"only {len(found)} prompts")
-
-
-@torch.no_grad()
-def chance_of_variety(target, prompts: list[list[int]], answers: list[list[int]], cells: int = 12) -> float:
-    """The probability of token counts at least as far off, were every answer sampled by itself.
-
-    At every place the target's own probabilities after each row's prefix give the expected count of every token and
-    the counts' covariance; the likeliest tokens have a cell each, the others one together. Given the prefixes, rows
-    are independent, so the statistics of the places add up to a chi-square variable.
-    """
-    ids = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
-    p = target.model(ids).logits.double().softmax(-1)
-    statistic, freedom = 0.0, 0
-    for place in range(len(prompts[0]), ids.shape[1]):
-        here, tokens = p[:, place - 1], ids[:, place]
-        likely = here.sum(0).topk(cells).indices
-        shares = here[:, likely]  # (rows, cells)
-        off = (tokens[:, None] == likely).double().sum(0) - shares.sum(0)
-        covariance = shares.sum(0).diag() - shares.T @ shares
-        statistic += float(off @ torch.linalg.solve(covariance, off))
-        freedom += cells
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
-
-
-def test_sampled_answers_vary_as_with_independent_seeds(shallow_target, tmp_path):
-    """400 prompts of one length at temperature 1. The test says no to one of 1,000 independent samples; the seed is
-    fixed. With one seed for all rows, as it once was, it says no without a doubt."""
-    wanted, options = one_length(shallow_target, 400), replace(SAMPLED, max_new_tokens=5, rows=100)
-    prompts = [shallow_target.tokenizer(row.prompt)["input_ids"] for row in wanted]
-    regenerate(wanted, by_engine(shallow_target, None, options, 20), tmp_path / "a", {}, 0)
-    answers = generate(shallow_target, None, prompts, options)
-    assert [line["response"] for line in lines(tmp_path / "a")] == [answer.text for answer in answers]
-    assert chance_of_variety(shallow_target, prompts, [answer.ids for answer in answers]) > 1e-3
-    shared = decode(shallow_target, None, prompts[:100], options, seeds=[3] * 100)
-    assert chance_of_variety(shallow_target, prompts[:100], [text.ids for text in shared]) < 1e-12
-
-
-def test_sampled_answers_do_not_depend_on_where_they_are_written(shallow_target, tmp_path, running):
-    """Killed and gone on with, in other batches, or by three servers: the same rows."""
-    wanted, capacity = one_length(shallow_target, 24), 20
-    sampled = replace(SAMPLED, top_k=5, min_p=0.02, repetition_penalty=1.3)
+def test_sampled_answers_have_independent_seeds_wherever_they_are_written(shallow_target, tmp_path, running):
+    """Those of `generate`, by row; killed and gone on with, in other batches, or by three servers: the same rows."""
+    wanted, capacity = rows()[:24], 60
+    sampled = DecodeOptions(8, 1.0, top_k=5, min_p=0.02, repetition_penalty=1.3, method="plain", rows=32, seed=3)
     regenerate(wanted, by_engine(shallow_target, None, sampled, capacity), tmp_path / "whole", {}, 0)
+    answers = generate(shallow_target, None, [row.prompt for row in wanted], sampled)
+    assert [line["response"] for line in lines(tmp_path / "whole")] == [answer.text for answer in answers]
     few, out = replace(sampled, rows=3), tmp_path / "stopped"
 
     def stopped(rows):
@@ -319,12 +267,9 @@ def test_sampled_answers_do_not_depend_on_where_they_are_written(shallow_target,
     regenerate(wanted, by_engine(shallow_target, None, few, capacity), out, {}, 0)
     assert out.read_text() == (tmp_path / "whole").read_text()
     for first in range(3):  # each server has a third of the rows
-        part, engine = (
-            wanted[first::3],
-            Engine(shallow_target, None, EngineConfig(method="plain", rows=2 + first), capacity),
-        )
+        engine = Engine(shallow_target, None, EngineConfig("plain", rows=2 + first), capacity)
         with running(engine) as (url, _):
-            regenerate(part, by_server(f"{url}/v1", sampled, 4), tmp_path / f"{first}", {}, 0)
+            regenerate(wanted[first::3], by_server(f"{url}/v1", sampled, 4), tmp_path / f"{first}", {}, 0)
     thirds = [lines(tmp_path / f"{first}") for first in range(3)]
     together = sorted(sum(thirds, []), key=lambda line: line["index"])
     assert together == lines(tmp_path / "whole")

@@ -1,9 +1,7 @@
 """The server: OpenAI's client works against it, wrong requests are told so, a crowd of clients gets its own texts."""
 
-import asyncio
 import io
 import json
-import random
 import socket
 
 import httpx
@@ -179,64 +177,10 @@ def test_other_wrong_things(served, client):
         client.completions.create(model="other", prompt="x")
 
 
-def test_fifty_clients(idle, served, shallow_target):
+def test_a_crowd_gets_its_own_texts_whatever_others_send(start_command):
     """Streaming, leaving early, malformed and oversized: whoever stays gets the target's own text and nobody else's."""
-    url, service = served
-    assert idle(service)
-    before = service.metrics.tokens._value.get()
-    dice = random.Random(0)
-    prompts = [f"def f{dice.randrange(10**6)}(x" for _ in range(12)]
-    lengths = [dice.randrange(4, 30) for _ in prompts]
-    expected = [
-        own(shallow_target, p, max_new_tokens=n, temperature=0.7, seed=3) for p, n in zip(prompts, lengths, strict=True)
-    ]
-    complete, hasty = 0, httpx.Timeout(120, read=0.05)
-
-    async def one(http: httpx.AsyncClient, number: int) -> None:
-        nonlocal complete
-        which, kind = number % len(prompts), number % 8
-        body = {"prompt": prompts[which], "max_tokens": lengths[which], "temperature": 0.7, "seed": 3}
-        if kind == 0:
-            response = await http.post(
-                "/v1/completions", content=b"{nonsense", headers={"content-type": "application/json"}
-            )
-            assert response.status_code == 400
-        elif kind == 1:
-            response = await http.post("/v1/completions", json={"prompt": "y" * 25_000})
-            assert response.status_code == 413
-        elif kind == 2:  # goes away while its text is being written, or waits
-            body |= {"max_tokens": 200, "stream": True}
-            async with http.stream("POST", "/v1/completions", json=body) as response:
-                async for _ in response.aiter_lines():
-                    break
-        elif kind == 3:  # gives up before an answer at once can be there
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post("/v1/completions", json=body | {"max_tokens": 200, "n": 2}, timeout=hasty)
-        elif kind in (4, 5):
-            got = ""
-            async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        got += json.loads(line[6:])["choices"][0]["text"]
-            assert got == expected[which]
-            complete += 1
-        else:
-            response = await http.post("/v1/completions", json=body)
-            assert response.json()["choices"][0]["text"] == expected[which]
-            complete += 1
-
-    async def crowd() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
-            await asyncio.gather(*(one(http, number) for number in range(48)))
-
-    asyncio.run(crowd())
-    assert complete == 24
-    assert idle(service)
-    assert service.engine.runner.memory.cache.lengths == []
-    # 24 complete texts, and of the 18 abandoned ones less than half of what they asked for
-    written = service.metrics.tokens._value.get() - before
-    assert written < sum(lengths[number % 12] for number in range(48)) + 18 * 100
+    asked = ["--requests", "160", "--clients", "40", "--margin", "1000"]
+    assert "\n0 faults" in start_command("tests/robustness/fuzz_http.py", asked).finish()
 
 
 def test_a_full_server_says_so(running, idle, shallow_target, drafter):
@@ -247,7 +191,7 @@ def test_a_full_server_says_so(running, idle, shallow_target, drafter):
             assert response.status_code == 200
             refused = httpx.post(f"{url}/v1/completions", json={"prompt": "c"})
             assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
-        assert idle(service)
+        assert idle(service) and service.metrics.tokens._value.get() < 400  # of 500: who leaves is not written to
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "c"}).status_code == 200
 
 

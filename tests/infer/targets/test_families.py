@@ -110,9 +110,6 @@ FAMILIES["llama 3"][1]["rope_parameters"] |= {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-WINDOWED = [
-    name for name, (_, options) in FAMILIES.items() if options.keys() & {"sliding_window", "attention_chunk_size"}
-]
 
 
 def family_config(name: str) -> PretrainedConfig:
@@ -178,16 +175,6 @@ def farthest_node(target: Target, texts: list[list[int]], rounds: int, nodes: in
 
 def test_every_node_has_the_logits_of_its_own_sequence(target):
     assert farthest_node(target, prompts(11, 18), 2, 12) < 1e-4
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_windows_matter(tiny, name, monkeypatch):
-    """The same with a window that is one position too long: the test above would notice."""
-    target = tiny(name)
-    assert set(target.windows.values()) == ({None, WINDOW} if len(target.windows) > 1 else {WINDOW})
-    wrong = {kind: width and width + 1 for kind, width in target.windows.items()}
-    monkeypatch.setattr(target, "windows", wrong)
-    assert farthest_node(target, prompts(11, 18), 1, 12) > 1e-3
 
 
 def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face, target):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from infer.ngrams.count import count_ngrams
-from infer.ngrams.model import NGram, begin, count_of, extend, find, unigrams
-from infer.trees import guided, ngram_factor
+from infer.ngrams.model import NGram
+from infer.trees import guided
 from infer.trees.compiled import search
 from infer.trees.continuity import continuity
 from infer.trees.ddtree import Marginals
@@ -138,44 +138,6 @@ def test_continuity_is_algorithm_1(tmp_path, case):
         assert list(found.values()) == pytest.approx([drafted for _, _, drafted in expected], abs=1e-4)
 
 
-def test_a_prefix_that_ends_its_text_is_gone_on_with_last(model):
-    """An end token that is likeliest everywhere takes part in the tree, and nothing stands behind it."""
-    some, context, end = marginals(1, 4, seed=12), [[3, 5]], 40
-    some[..., end] = 9.0
-    some = some.log_softmax(-1)
-    for ends, behind in (((), True), ((end,), False)):
-        tree = continuity(Proposal(torch.tensor([5]), some, 59, model, context, ends=ends))
-        found = prefixes(tree, 0)
-        assert (end,) in found
-        assert any(end in prefix[:-1] for prefix in found) == behind
-
-
-@pytest.mark.parametrize("length, budget", [(1, 7), (3, 59), (8, 300)])
-def test_rows_of_a_batch_are_algorithm_1(model, length, budget):
-    """Of contexts of all lengths, some never seen; as a dictionary, the model's own answers."""
-    rows = 6
-    some, ends = marginals(rows, length, seed=length), contexts(rows)
-    tree = continuity(Proposal(torch.arange(rows), some, budget, model, ends))
-    answers = ModelCounts(model)
-    for row in range(rows):
-        expected = algorithm_1(some[row], ends[row], answers, model.order, budget)
-        found = prefixes(tree, row)
-        assert list(found) == [prefix for prefix, _, _ in expected]
-        assert list(found.values()) == pytest.approx([drafted for _, _, drafted in expected], abs=1e-4)
-
-
-class ModelCounts(dict):
-    """A model's counts, looked up as a dictionary's."""
-
-    def __init__(self, model: NGram) -> None:
-        self.model = model
-
-    def __missing__(self, ids: tuple[int, ...]) -> int:
-        arrays = self.model.arrays
-        self[ids] = int(count_of(arrays, find(arrays, np.array(ids, np.int64), 0, len(ids))))
-        return self[ids]
-
-
 def conditionals(
     marginal: torch.Tensor, text: list[int], drafted: list[int], model: NGram, weight: float, plainly: tuple
 ) -> dict[int, float]:
@@ -232,49 +194,6 @@ def test_a_row_does_not_depend_on_its_batch(model):
             alone = build(Proposal(torch.tensor([row]), some[row : row + 1], 30, model, ends[row : row + 1]))
             assert torch.equal(alone.tokens[0], together.tokens[row])
             assert torch.equal(alone.parents[0], together.parents[row])
-
-
-def test_forbidden_tokens_come_last_and_break_nothing(model):
-    """Sampling filters leave minus infinity; a budget beyond what they allow is filled up with what they forbid."""
-    some = marginals(2, 4, seed=7)
-    allowed = some.topk(2, dim=-1).indices
-    some = torch.full_like(some, -torch.inf).scatter(2, allowed, some.gather(2, allowed)).log_softmax(-1)
-    for build in (guided_ddtree, continuity):
-        tree = build(Proposal(torch.tensor([1, 2]), some, 200, model, contexts(2)))
-        for row in range(2):
-            found = list(prefixes(tree, row))
-            assert len(found) == 200
-            if build is guided_ddtree:
-                inside = [all(t in allowed[row, i] for i, t in enumerate(prefix)) for prefix in found]
-                assert inside == sorted(inside, reverse=True) and sum(inside) == 2 + 4 + 8 + 16
-
-
-def test_suffixes_that_grow_are_the_suffixes_of_the_grown_path(model, probabilities):
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        context = generator.integers(0, 97, generator.integers(1, 4))
-        tokens = np.sort(generator.choice(97, 25, replace=False))
-        suffixes, again = np.empty(2, np.int64), np.empty(2, np.int64)
-        begin(model.arrays, context, suffixes)
-        grown, found = np.empty((3, 25), np.int64), np.empty(25)
-        alone = np.empty(25)
-        unigrams(model.arrays, model.tokens, tokens, alone)
-        extend(model.arrays, suffixes, tokens, alone, grown, found)
-        assert np.array_equal(found, probabilities(model, context, tokens))
-        for i, token in enumerate(tokens):
-            begin(model.arrays, np.append(context, token), again)
-            assert np.array_equal(grown[:2, i], again)
-
-
-def test_a_text_that_repeats_itself_is_believed(recalled, probabilities):
-    """Behind a stretch that came before, what followed it then is nearly certain: 8 matches of 1 to 8 tokens."""
-    text, tokens = np.array([*range(9)] * 2), np.arange(20)
-    found, recent = probabilities(NGram.uniform(20), text, tokens), np.empty(ngram_factor.REACH, np.int64)
-    ends, lengths = np.empty((2, len(text)), np.int64)
-    ngram_factor.newest(text, recent)
-    ngram_factor.recall(text, ends, lengths, ngram_factor.meet(text, recent, ends, lengths), tokens, found)
-    assert found[0] == 1 - 19 / 20 / 2**8 and np.allclose(found[1:], 1 / 20 / 2**8)
-    assert np.allclose(found, recalled(text.tolist(), text.tolist(), tokens.tolist(), np.full(20, 1 / 20)))
 
 
 def test_tokens_that_are_not_listed_may_all_count_alike(model):

@@ -55,18 +55,6 @@ def test_ddtree_is_the_exhaustive_top_b(length, vocabulary, budget):
         assert torch.allclose(tree.log_probs[row, 1:].float(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", [1, 4, 11, 30])
-def test_ties_still_give_an_optimal_valid_tree(budget):
-    marginals = torch.tensor([[[0.4, 0.4, 0.2], [0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]]).log()
-    tree = ddtree(Proposal(torch.zeros(1, dtype=torch.long), marginals, budget))
-    scores = enumerate_all(marginals[0])
-    drafted = prefixes(tree, 0)
-    assert len(set(drafted)) == len(drafted) == min(budget, len(scores))
-    assert all(prefix[:-1] in drafted or len(prefix) == 1 for prefix in drafted)
-    best = sorted(scores.values(), reverse=True)[:budget]
-    assert torch.allclose(tree.log_probs[0, 1:].sort(descending=True).values.double(), torch.tensor(best).double())
-
-
 @pytest.mark.parametrize("budget", [16, 300])
 def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     marginals = (torch.randn(2, 15, 3000, generator=torch.Generator().manual_seed(5)) * 3).log_softmax(-1)
