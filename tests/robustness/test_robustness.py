@@ -100,7 +100,7 @@ def test_disks_that_fail(run_program):
 def test_random_ways_of_decoding_write_what_plain_decoding_writes(run_program, monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_BOUNDSCHECK", "1")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # what is cached elsewhere checks no bounds
-    assert "\n0 faults" in run_program("fuzz_trees", "--count", "150")
+    assert "\n0 faults" in run_program("fuzz_trees", "--count", "200")
 
 
 def test_integers_write_what_plain_decoding_writes_without_ties(run_program):
@@ -143,40 +143,6 @@ def test_memory_stays_flat(run_program, embedded, tmp_path: Path):
     save_drafter(drafter.config, drafter.state_dict(), tmp_path / "drafter")
     sizes = ("--minutes", "0.7", "--margin", "0.3", "--parts", "serve")  # training takes minutes until it is level
     assert "0 requests failed" in run_program("soak", "--checkpoint", str(tmp_path / "drafter"), *sizes)
-
-
-HEADS = [("markov", {"kind": kind, "rank": 16}) for kind in ("vanilla", "gated", "rnn")]
-HEADS += [("selector", {"rank": 16, "top_k": k}) for k in (0, 16)] + [
-    ("swiglu", {}),
-    ("gru", {"rank": 16, "hidden": 16}),
-]
-
-
-@pytest.mark.parametrize("name, options", HEADS)
-def test_every_conditional_head_is_lossless_on_fifty_prompts(embedded, name, options):
-    """Greedy and sampled, chain and trees, on the embedded target with a drafter that is right now and then: one that
-    starts as the target's own layers, under random corrections."""
-    from data.prompts import held_out_prompts
-    from data.rows import DataConfig
-    from infer.api import decode
-    from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-    from infer.drafters.base import new_drafter
-
-    drafter = new_drafter(DrafterConfig(head=HeadConfig(name, **options)), embedded)
-    generator = torch.Generator().manual_seed(3)
-    drafter.initialize(embedded, generator, warm=True)
-    for parameter in drafter.conditional_head.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    drafter.eval().requires_grad_(False)
-    prompts = held_out_prompts(DataConfig(source="embedded"), embedded.tokenizer, 50, 64)
-    assert len(prompts) == 50
-    for temperature in (0.0, 0.8):
-        common = {"max_new_tokens": 32, "temperature": temperature, "seed": 5, "rows": 10}
-        wanted = [text.ids for text in decode(embedded, None, prompts, DecodeOptions(method="plain", **common))]
-        for method, budget in (("chain", 512), ("ddtree", 7), ("ddtree", 64)):
-            found = decode(embedded, drafter, prompts, DecodeOptions(method=method, budget=budget, **common))
-            assert [text.ids for text in found] == wanted, (method, budget, temperature)
-            assert sum(len(text.ids) - 1 for text in found) > sum(text.stats.rounds for text in found)
 
 
 def test_commands_of_readme_and_docs_compose(run_program):

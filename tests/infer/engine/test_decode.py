@@ -8,7 +8,7 @@ import torch
 
 from infer import generate
 from infer.api import decode
-from infer.config import DecodeOptions, HeadConfig
+from infer.config import DecodeOptions
 from infer.engine.sampling import derived_seed
 from infer.targets.target import Target
 
@@ -69,34 +69,6 @@ def test_every_drafter_with_every_tree_writes_what_plain_decoding_writes(
         assert max(row.stats.tau for row in scripted) > 1.5
 
 
-HEADS = [("none", {}), ("selector", {"rank": 8, "top_k": 16}), ("swiglu", {}), ("gru", {"rank": 8, "hidden": 8})]
-HEADS += [("markov", {"rank": 8, "kind": kind}) for kind in ("vanilla", "rnn")]
-
-
-@pytest.mark.parametrize(
-    "name, options", HEADS, ids=["-".join([name, *map(str, more.values())]) for name, more in HEADS]
-)
-def test_filters_that_leave_one_token_change_nothing_in_any_tree(make_tiny, ngrams, name, options):
-    """Nothing that was drafted may be chosen, most of the time: by top-k, top-p or min-p, or by a processor's word."""
-    target, drafter = make_tiny(block_size=5, seed=3, head=HeadConfig(name, **options))
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.conditional_head.parameters() if name != "none" else ():
-        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-
-    def alone(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf).index_fill_(1, (7 * ids[:, -1] + 1) % 97, 0.0)
-
-    cases = [({"top_k": 1}, ()), ({"top_p": 1e-6, "repetition_penalty": 1.3}, ()), ({"min_p": 1.0}, ()), ({}, (alone,))]
-    for filters, processors in cases if name == "none" else cases[1::2]:
-        written = {}
-        for method, file in (("plain", None), ("chain", None), ("ddtree", "none"), ("ddtree", str(ngrams))):
-            asked = DecodeOptions(10, 1.0, seed=2, method=method, budget=30, continuity=file, rows=2, **filters)
-            helper = None if method == "plain" else drafter
-            rows = decode(target, helper, [[5, 6, 7], [9]], asked, processors=processors)
-            written[method, file] = [row.ids for row in rows]
-        assert len({str(ids) for ids in written.values()}) == 1, (filters, written)
-
-
 def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny):
     """A random model soon repeats itself: what a drafter often guesses wrong, the text's own n-grams know."""
     target, _ = make_tiny(block_size=6)
@@ -109,19 +81,6 @@ def test_a_text_is_drafted_from_what_it_said_before(scripted_drafter, make_tiny)
         assert [row.ids for row in rows] == expected
         taus[continuity] = sum(len(row.ids) - 1 for row in rows) / sum(row.stats.rounds for row in rows)
     assert taus["text"] > 1.2 * taus["none"]
-
-
-def test_the_embedded_target_is_decoded_losslessly(scripted_drafter, hugging_face, embedded):
-    text = "import os\n\n\nclass Reader:\n    def read(self, path):\n        "
-    prompts = [embedded.tokenizer(text[:end])["input_ids"] for end in (10, len(text))]
-    expected = plain(embedded, prompts, 32)
-    assert expected == [hugging_face(embedded, prompt, 32) for prompt in prompts]
-    known = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
-    for method, budget in (("chain", 7), ("ddtree", 7), ("ddtree", 64)):
-        scripted = scripted_drafter(known, 8, embedded.config.vocab_size)
-        rows = decode(embedded, scripted, prompts, DecodeOptions(32, method=method, budget=budget))
-        assert [row.ids for row in rows] == expected
-        assert min(row.stats.tau for row in rows) > 1.5
 
 
 def critical(freedom: int, z: float) -> float:

@@ -144,18 +144,6 @@ def test_every_way_of_drafting_writes_what_a_plain_loop_writes(kind, block_lengt
     assert sum(accepted[1:]) > sum(accepted) / 20 and sum(accepted[2:]) > 0  # drafts were accepted, several at once
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_statistics_add_up(model, cache):
-    options = options_of(32, cache=cache, nodes=24)
-    for method, length in product(("greedy", "mixed", "guided"), (1, 8)):
-        text = fill(model, PROMPTS[1], replace(options, method=method, draft_length=length))
-        stats, states = text.stats, sum(text.drafted) + len(text.drafted)
-        assert sum(stats.histogram) == stats.rounds and not any(stats.histogram[length + 1 :])
-        assert sum((drafts + 1) * count for drafts, count in enumerate(stats.histogram)) == stats.written == 32
-        most = {"greedy": length + 1, "mixed": 2 * length}.get(method, 24)
-        assert 32 / (length + 1) <= stats.rounds <= states <= stats.rounds * most
-
-
 def test_chain_and_swapped_drafts_are_the_papers():
     guesses = {
         position: Guess([position, 0], [-0.1, -3.0], odds) for position, odds in zip(range(4, 12), ODDS, strict=True)

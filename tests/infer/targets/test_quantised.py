@@ -6,8 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from infer.api import decode
-from infer.config import DecodeOptions
 from infer.targets import loading
 from infer.targets.loading import load_target
 
@@ -24,25 +22,6 @@ def folder(tmp_path, repo):
     for file in (repo / "data" / "embedded").glob("tokenizer*.json"):
         shutil.copy(file, tmp_path / "model")
     return tmp_path
-
-
-def test_quantised_weights_are_loaded_as_they_are(folder, scripted_drafter):
-    pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
-    options = {"device_map": {"": "cpu"}, "dtype": torch.float32}
-    quantised = BitsAndBytesConfig(load_in_4bit=True)
-    own = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=quantised, **options)
-    own.save_pretrained(folder / "small")
-    for file in (folder / "model").glob("tokenizer*.json"):
-        shutil.copy(file, folder / "small")
-    target = load_target(str(folder / "small"), "float32", "cpu")
-    assert target.dtype == torch.float32 and target.head_weight.is_floating_point()
-    prompt = [5, 9, 33, 60, 2]
-    expected = own.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0].tolist()
-    options = DecodeOptions(16, method="ddtree", budget=6, ignore_eos=True)
-    written = decode(target, scripted_drafter([expected], 4, V), [prompt], options)
-    assert written[0].ids == expected[len(prompt) :]
 
 
 def test_kernels_that_refuse_are_named_when_the_target_is_loaded(folder, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from infer.ngrams.model import NGram
 from infer.trees.chain import chain
-from infer.trees.ddtree import best_first, by_depth, ddtree
+from infer.trees.ddtree import best_first, by_depth
 from infer.trees.fixed import static
 from infer.trees.guided import guided_ddtree
 from infer.trees.methods import TREES
@@ -114,25 +114,6 @@ def test_both_searches_find_the_same_nodes_at_real_sizes(length, count, budget):
         steps = RandomSteps((3, length, count), length, grain=grain, forbidden=grain > 0)
         for one, other in zip(best_first(steps, budget), by_depth(steps, budget), strict=True):
             assert torch.equal(one, other)
-
-
-def test_expected_length_is_the_enumerations():
-    """The expected number of candidates that a sample of the drafter goes along, and the bonus token."""
-    steps = RandomSteps((2, 3, 4), 5)
-    tree = ddtree(Proposal(torch.tensor([1, 2]), None, 9, steps=steps))
-    for row in range(2):
-        inside = {prefix for prefix, _ in steps.ranked(row)[:9]}
-        expected = 1.0
-        for path in product(range(4), repeat=3):  # what lies outside the candidates ends a path
-            likely = [float(steps.step(row, path[: i + 1]).exp()) for i in range(3)]
-            reach = [path[: i + 1] in inside for i in range(3)]
-            for i in range(3):
-                if all(reach[: i + 1]) and all(which == 0 for which in path[i + 1 :]):
-                    product_of = 1.0
-                    for value in likely[: i + 1]:
-                        product_of *= value
-                    expected += product_of
-        assert tree.log_probs[row].exp().sum().item() == pytest.approx(expected, rel=1e-5)
 
 
 METHODS = sorted((method for method in TREES.values() if method.drafts), key=lambda method: method.name)

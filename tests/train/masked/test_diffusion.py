@@ -94,24 +94,6 @@ def cross_entropies(model, document: list[int], covered: set[int]) -> dict[int, 
     return {i: -scores[i - 1, document[i]].item() for i in covered}
 
 
-def test_the_bound_equals_a_loop_over_documents_and_tokens(tiny):
-    batch = learnable(rows(), MASK)
-    assert not batch["loss"][2, 0]  # nothing predicts the first token of a document
-    dice = throw(batch["documents"], torch.Generator().manual_seed(3))
-    noised = noise(batch, dice, torch.tensor([3, 2, 16]), MASK)
-    covered, weights = plain_noise(batch, dice, [3, 2, 16])
-    expected = 0.0
-    for b in range(3):
-        for number in range(int(batch["documents"][b].max()) + 1):
-            places = (batch["documents"][b] == number).nonzero()[:, 0].tolist()
-            document = batch["ids"][b, places].tolist()
-            hidden = {k for k, i in enumerate(places) if covered[b, i]}
-            losses = cross_entropies(tiny, document, hidden)
-            expected += sum(weights[b, places[k]].item() * loss for k, loss in losses.items() if weights[b, places[k]])
-    assert expected > 0
-    assert bound(tiny, batch, *noised, MASK).item() == pytest.approx(expected, rel=1e-5)
-
-
 def exact_bound(model, document: list[int], block: int) -> float:
     """The bound by enumeration: a set S of a block's n tokens is the covered one with density t^|S| (1 - t)^(n - |S|),
     whose integral over t with the weight 1/t is (|S| - 1)! (n - |S|)! / n!."""
