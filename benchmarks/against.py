@@ -255,12 +255,15 @@ def show(done: dict[tuple[str, str], list[Turn]]) -> None:
     print(f"{'':<28}{'tokens/s, ms':>24}{heads}{'same':>6}")
     for (side, way), found in done.items():
         text, of_pass = kind_of(way) in {"plain", "DFlash", *METHODS}, kind_of(way) == "pass"
-        line = f"{f'{side}: {way}':<28}{median([1000 / one.speed if of_pass else one.speed for one in found]):>24}"
+        speeds = [1000 / one.speed if of_pass else one.speed for one in found]
+        line = f"{f'{side}: {way}':<28}{median(speeds):>24}"
         plain = [done[name, "plain"] if text else None for name in beside]
-        line += "".join(cell(found, done.get((name, way), base)) for name, base in zip(beside, plain, strict=True))
+        for name, base in zip(beside, plain, strict=True):
+            line += cell(found, done.get((name, way), base))
         own = done.get((side, "pass 1" if of_pass else "plain"))
         line += cell(own, found) if of_pass and own else cell(found, own)
-        same = "yes" if [one.ids for one in found] == [one.ids for one in done.get(("ours", "plain"), [])] else "NO"
+        known = [one.ids for one in done.get(("ours", "plain"), [])]
+        same = "yes" if [one.ids for one in found] == known else "NO"
         print(line + (f"{same:>6}" if text else ""))
 
 

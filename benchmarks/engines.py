@@ -185,7 +185,8 @@ def llama_cpp(work: Path, asked: dict, folder: Path) -> dict:
             written += committed[-1]
         assert written >= asked["tokens"], "the log of rounds lacks some"
         texts.append(re.sub(r"\x1b\[\d+m", "", done.stdout))
-    name = f"llama.cpp {(folder / 'version').read_text().strip()}" if (folder / "version").is_file() else "llama.cpp"
+    told = folder / "version"
+    name = f"llama.cpp {told.read_text().strip()}" if told.is_file() else "llama.cpp"
     return result(name, texts, by_position(committed, asked["drafted"]))
 
 
@@ -193,7 +194,8 @@ def as_llama_cpp(target: Target, drafter: Drafter, prompts: list[list[int]], tok
     """Draft along our texts from the prompts' last tokens on, where llama.cpp's program begins."""
     margin = drafter.block_size
     texts = ours(target, drafter, prompts, tokens + margin)["texts"]
-    before, behind = [ids[:-1] for ids in prompts], [[ids[-1], *text] for ids, text in zip(prompts, texts, strict=True)]
+    before = [ids[:-1] for ids in prompts]
+    behind = [[ids[-1], *text] for ids, text in zip(prompts, texts, strict=True)]
     counts = replay(target, drafter, compute(target, before, behind, taps_of(drafter)), taps_of(drafter), margin)
     counted = Acceptance.of_all(counts)
     return result("ours, from the prompt's last token on", [text[:tokens] for text in texts], counted)
@@ -210,7 +212,8 @@ def same(texts: list, known: list[list[int]], words: list[str]) -> str:
         for a, b in zip(texts, known, strict=True)
         if a != b
     ]
-    return f"{len(texts) - len(wrong)} of {len(texts)}" + (f" (others from token {min(wrong)} on)" if wrong else "")
+    said = f"{len(texts) - len(wrong)} of {len(texts)}"
+    return said + (f" (others from token {min(wrong)} on)" if wrong else "")
 
 
 def main() -> None:

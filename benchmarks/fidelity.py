@@ -85,7 +85,8 @@ def main() -> None:
     other = target_of(args)
     exact = load_target(args.target, device="cpu", dtype="float32")
     print(f"{'':<22}{'positions':>9}{'KL a token':>28}{'same top token':>26}{'float32':>10}{'other':>10}{'more':>10}")
-    for path, read in [(args.chats, chats_of)] * bool(args.chats) + [(text, documents_of) for text in args.texts]:
+    asked = [(args.chats, chats_of)] if args.chats else []
+    for path, read in asked + [(text, documents_of) for text in args.texts]:
         sums = [compare(exact, other, ids) for ids in read(path, exact.tokenizer, args) if len(ids) > 1]
         print(line(path, np.stack(sums)), flush=True)
 

@@ -67,8 +67,13 @@ def pretend() -> None:
     def every(tensor: torch.Tensor) -> torch.Tensor:
         return torch.arange(len(tensor), device=tensor.device)
 
-    torch.Tensor.unique_consecutive = lambda ids, **asked: (ids, every(ids)) if ids.is_cuda else distinct(ids, **asked)
-    torch.Tensor.nonzero = lambda flags, **asked: every(flags)[:, None] if flags.is_cuda else places(flags, **asked)
+    def pairs(ids: torch.Tensor, **asked) -> tuple[torch.Tensor, torch.Tensor]:
+        return (ids, every(ids)) if ids.is_cuda else distinct(ids, **asked)
+
+    def where(flags: torch.Tensor, **asked) -> torch.Tensor:
+        return every(flags)[:, None] if flags.is_cuda else places(flags, **asked)
+
+    torch.Tensor.unique_consecutive, torch.Tensor.nonzero = pairs, where
     finite = torch.isfinite  # or no training step would be taken
 
     def asked(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +116,8 @@ def watch() -> Iterator[Seen]:
         if nullgpu is not None:
             with nullgpu.record() as record:
                 yield seen
-            seen.launches, seen.graphs, seen.plans = record.kernels(), record.n("graph"), record.n("mark", "cudnn plan")
+            seen.launches, seen.graphs = record.kernels(), record.n("graph")
+            seen.plans = record.n("mark", "cudnn plan")
         else:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
                 yield seen

@@ -62,7 +62,8 @@ def main() -> None:
             for rows in (1, 8):
                 for compile in (False, True):
                     found, replayed = write(target, drafter, prompts, method, nodes, rows, compile, args.tokens, **text)
-                    check(replayed == compile, f"{method} {nodes}, compile={compile}: replayed={replayed}", faults)
+                    way = f"{method} {nodes}, compile={compile}"
+                    check(replayed == compile, f"{way}: replayed={replayed}", faults)
                     same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
                     name = f"{method} {nodes}" if nodes else method
                     said = " ".join(f"{key}={value}" for key, value in text.items()) or "greedy"

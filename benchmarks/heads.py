@@ -5,10 +5,10 @@
     python benchmarks/heads.py joint --seeds 0 1 2   # then head and backbone together, as many seconds more
     python benchmarks/heads.py report                # tables
 
-Greedy decoding is lossless: the target's text is known before anything is drafted. All places of a text are drafted at
-once, from features that are computed once for all drafters; the first n nodes of a tree are the tree of budget n; τ is
-exactly what decoding gives. What is measured already is left out, so that the work can be done in pieces. Seconds are
-processor time of the one thread that trains, the same for every drafter.
+Greedy decoding is lossless: the target's text is known before anything is drafted. Texts are replayed
+(infer/evaluation/replay.py), from features that are computed once for all drafters; τ is exactly what decoding gives.
+What is measured already is left out, so that the work can be done in pieces. Seconds are processor time of the one
+thread that trains, the same for every drafter.
 """
 
 import argparse
@@ -29,17 +29,13 @@ from data.rows import DataConfig
 from infer import load_target
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig, HeadConfig
-from infer.drafters.base import DraftedBlock
-from infer.drafters.heads.draft import ConditionalDraft
 from infer.engine.loops import LONGEST_PERIOD
+from infer.evaluation.replay import Order, features_of, replay
 from infer.evaluation.ruler import acceptance_length
 from infer.formats.checkpoint import load_drafter, save_drafter
 from infer.targets.target import Features
-from infer.trees.chain import chain
-from infer.trees.ddtree import ddtree
-from infer.trees.tree import DraftTree, Proposal
 from train.batches import draw_blocks, seeded
-from train.blocks import Blocks, lay_out
+from train.blocks import Blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
 from train.loop import draft_states, score
 from train.optim import learning_rate, make_optimizer, set_rate
@@ -59,7 +55,6 @@ HEADS = {
 }
 BUDGETS = (8, 16, 32, 64)
 CACHED = 120  # blocks a row whose states a frozen drafter keeps; a step draws as many as it takes
-CANDIDATES = 32  # tokens of a position that a head scores
 
 
 @dataclass(frozen=True)
@@ -105,9 +100,8 @@ def prepare(arguments: argparse.Namespace) -> None:
     options = DecodeOptions(arguments.tokens, method="plain", positions=None, loop_period=LONGEST_PERIOD)
     done, texts = decode(target, None, [prompt.ids for prompt in prompts], options), []
     for text in done:
-        ids = text.prompt + text.ids
-        context = features_of(target, torch.tensor([ids]), layers).context[0]
-        texts.append(asdict(Text(ids, len(text.prompt), context)))
+        context = features_of(target, layers, (text.prompt, text.ids))
+        texts.append(asdict(Text(text.prompt + text.ids, len(text.prompt), context)))
     torch.save(texts, arguments.folder / "texts.pt")
     dataset, stored = packed_rows(data, target.tokenizer, target.tokenizer_digest), []
     for first in range(0, arguments.rows, 8):
@@ -129,12 +123,6 @@ def prepare(arguments: argparse.Namespace) -> None:
         print(f"backbone: {steps} steps without a head", flush=True)
     else:
         save_drafter(start.config, start.state_dict(), arguments.folder / "backbone")
-
-
-def features_of(target, ids: torch.Tensor, layers: tuple[int, ...]) -> Features:
-    """Return the features of one document each, ids (B, T)."""
-    positions = torch.arange(ids.shape[1])[None].expand_as(ids)
-    return target.packed_features(ids, positions, torch.zeros_like(ids), layers)
 
 
 def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float):
@@ -183,63 +171,13 @@ def some_of(one: Taught, count: int, generator: torch.Generator) -> Taught:
     return replace(one, blocks=Blocks(*(part[:, picked] for part in vars(one.blocks).values())), drafted=drafted)
 
 
-@dataclass(frozen=True)
-class Places:
-    """What a drafter proposes at every place of an answer: P places."""
-
-    proposal: Proposal  # rows are places
-    truth: torch.Tensor  # (P, L) the tokens that follow, -1 behind the text's end
-
-
-def places(drafter, target, text: Text) -> Places:
-    """Draft at all places of an answer at once, as training does."""
-    ids = torch.tensor([text.ids])
-    anchors = torch.arange(text.prompt, len(text.ids) - 1)[None]
-    rows = {"ids": ids, "positions": torch.arange(ids.shape[1])[None], "documents": torch.zeros_like(ids)}
-    blocks = lay_out(rows | {"loss": torch.ones_like(ids, dtype=torch.bool)}, anchors, anchors >= 0, drafter.block_size)
-    features = Features(text.context[None], text.context[None])
-    states = draft_states(drafter, target, rows, blocks, features)  # (places, W, D)
-    normed = states[:, drafter.first_draft_slot :]
-    normed = drafter.last_norm(normed) if drafter.raw_states else normed
-    block, bonus = DraftedBlock(drafter.logits(target, normed).log_softmax(-1), states), ids[0, anchors[0]]
-    steps = None
-    if drafter.head_row is not None:
-        steps = ConditionalDraft(drafter, target, bonus, block, None, CANDIDATES)
-    proposal = Proposal(bonus, block.marginals, max(BUDGETS), steps=steps)
-    return Places(proposal, torch.where(blocks.supervised, blocks.labels, -1)[0])
-
-
-def numbers_on_path(tree: DraftTree, truth: torch.Tensor) -> torch.Tensor:
-    """Return the number of the node at every depth of the true path, (P, L), a large one where there is none: at most n
-    means that a tree of n nodes has it."""
-    node, found = torch.zeros(len(truth), 1, dtype=torch.long), []
-    for depth in range(truth.shape[1]):
-        hit = (tree.parents == node) & (tree.depths == depth + 1) & (tree.tokens == truth[:, depth, None])
-        node = torch.where(hit.any(1, keepdim=True), hit.long().argmax(1, keepdim=True), 1 << 30)
-        found.append(node)
-    return torch.cat(found, 1)
-
-
-def rounds_of(numbers: torch.Tensor, budget: int) -> list[int]:
-    """Return the places where rounds with trees of `budget` nodes begin, from the first on."""
-    lengths, place, found = (1 + (numbers <= budget).sum(1)).tolist(), 0, []
-    while place < len(lengths):
-        found.append(place)
-        place += lengths[place]
-    return found
-
-
 def measure(drafter, target, texts: list[Text]) -> dict[str, list[int]]:
     """Return how many rounds every text takes, by budget."""
-    found: dict[str, list[int]] = {}
-    for text in texts:
-        drafted = places(drafter, target, text)
-        numbers, line = numbers_on_path(ddtree(drafted.proposal), drafted.truth), chain(drafted.proposal)
-        for budget in BUDGETS:
-            found.setdefault(str(budget), []).append(len(rounds_of(numbers, budget)))
-        alone = rounds_of(numbers_on_path(line, drafted.truth), line.budget)
-        found.setdefault("chain", []).append(len(alone))
-    return found
+    orders = {str(budget): Order("ddtree", budget) for budget in BUDGETS}
+    orders["chain"] = Order("chain", drafter.block_size - 1)
+    written = [(text.ids[: text.prompt], text.ids[text.prompt :]) for text in texts]
+    found = replay(target, drafter, written, list(orders.values()), [text.context for text in texts])
+    return {name: [len(text.commits[order]) - 1 for text in found] for name, order in orders.items()}
 
 
 @torch.no_grad()

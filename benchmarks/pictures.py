@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from infer import generate, load_drafter, load_target
+from infer.engine.choices import walk
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal
 
@@ -38,7 +39,8 @@ def main() -> None:
     marginals = draft(target, drafter, prompt, text[0])  # (1, L, V)
     tree = ddtree(Proposal(torch.tensor(text[:1]), marginals, NODES))
     OUT.mkdir(exist_ok=True)
-    accepted = walk(tree, text[1:])
+    walked = walk(tree, torch.tensor(text[1:])[tree.depths])  # at every node the target's token of its depth
+    accepted = walked.path[0, : walked.lengths[0]].tolist()
     for name, picture in (
         ("block", block_picture(target.tokenizer, text, marginals[0])),
         ("tree", tree_picture(target.tokenizer, tree, accepted, text[len(accepted)])),
@@ -56,21 +58,6 @@ def draft(target, drafter, prompt: list[int], bonus: int) -> torch.Tensor:
         context = target.extend([prompt], rows, drafter.layer_ids).context
         drafter.update_context(target, context, torch.tensor([prompt]), [len(prompt)], begun)
     return drafter.draft_block(target, torch.tensor([bonus]), state).marginals.float()
-
-
-def walk(tree: DraftTree, truth: list[int]) -> list[int]:
-    """Return the nodes that carry what the target writes, the root first."""
-    path = [0]
-    for token in truth:
-        children = [
-            node
-            for node in range(1, tree.budget + 1)
-            if int(tree.parents[0, node]) == path[-1] and int(tree.tokens[0, node]) == token
-        ]
-        if not children:
-            break
-        path.append(children[0])
-    return path
 
 
 def shown(tokenizer, token: int) -> str:

@@ -155,16 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--only", choices=("gains", "shares"), default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     target, drafter = load_target("embedded", device="cpu"), load_drafter("embedded")
     prompts = held_out_prompts(DataConfig(), target.tokenizer, args.prompts, 64)
-    if args.only != "shares":
-        gains(target, drafter, prompts, args.tokens)
-    if args.only != "gains":
-        shares(target, drafter, prompts, args.tokens)
-        shares(*big_target(), [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))], args.tokens // 2)
+    gains(target, drafter, prompts, args.tokens)
+    shares(target, drafter, prompts, args.tokens)
+    shares(*big_target(), [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))], args.tokens // 2)
 
 
 if __name__ == "__main__":

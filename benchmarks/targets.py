@@ -10,6 +10,7 @@ ones. `--write` puts the lists between the marks of the page. About ten minutes 
 import argparse
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,31 +115,35 @@ def differs(ours: torch.Tensor, own: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def tree_difference(target: Target, lengths: tuple[int, int] = (11, 18), rounds: int = 2) -> float:
-    """Return how far nodes of random trees of 12 differ from their own sequences, over rounds with commits between."""
+def tree_difference(target: Target, lengths: Sequence[int] = (11, 18), rounds: int = 2, nodes: int = 12) -> float:
+    """Return how far nodes of random trees differ from their own sequences, over rounds with commits between, behind
+    prompts that enter in two passes."""
     generator, vocabulary = torch.Generator().manual_seed(2), target.head_weight.shape[0]
+    rows, room = range(len(lengths)), max(lengths) + 6 * rounds + nodes + 1
     texts = [torch.randint(1, V, (length,), generator=generator).tolist() for length in lengths]
-    cache, worst = target.cache(2, 60), 0.0
-    with cache.add(2) as part:
-        target.extend(texts, part, ())
+    cache, worst = target.cache(len(rows), room), 0.0
+    with cache.add(len(rows)) as part:
+        target.extend([text[: len(text) // 3 * 2] for text in texts], part, ())
+        target.extend([text[len(text) // 3 * 2 :] for text in texts], part, ())
     for _ in range(rounds):
-        logits = torch.rand(2, 5, vocabulary, generator=generator)
+        logits = torch.rand(len(rows), 5, vocabulary, generator=generator)
         logits[:, 1:, :3] += torch.tensor([30.0, 20.0, 0.0])
         logits[:, 0, 7:10] += 20  # three long paths, one after the other
-        tree = ddtree(Proposal(torch.randint(1, V, (2,), generator=generator), logits.log_softmax(-1), 12))
+        bonus = torch.randint(1, V, (len(rows),), generator=generator)
+        tree = ddtree(Proposal(bonus, logits.log_softmax(-1), nodes))
         ancestors = tree.ancestors()
         ours = target.head(target.verify(tree, ancestors, cache).last)
-        lines = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in range(2)]
-        for b, nodes in enumerate(lines):
-            paths = [texts[b] + tree.tokens[b, line].tolist() for line in nodes]
+        lines = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in rows]
+        for b in rows:
+            paths = [texts[b] + tree.tokens[b, line].tolist() for line in lines[b]]
             own = target.model(input_ids=pad_ids(paths, target.device)).logits
             ends = torch.tensor([len(path) for path in paths]) - 1
             worst = max(worst, differs(ours[b], own[torch.arange(len(paths)), ends]))
-        kept = [max(nodes, key=len) for nodes in lines]
-        counts = [len(kept[0]), len(kept[1]) - 1]
-        path = torch.tensor([line + line[-1:] * (13 - len(line)) for line in kept])[:, : max(counts)]
-        cache.commit(path, counts)
-        texts = [text + tree.tokens[b, kept[b][: counts[b]]].tolist() for b, text in enumerate(texts)]
+        kept = [max(lines[b], key=len)[: 6 - b] for b in rows]
+        width = max(map(len, kept))
+        path = torch.tensor([line + line[-1:] * (width - len(line)) for line in kept])
+        cache.commit(path, [len(line) for line in kept])
+        texts = [text + tree.tokens[b, kept[b]].tolist() for b, text in enumerate(texts)]
     return worst
 
 

@@ -222,9 +222,8 @@ def run_again(arguments: list[str], environment: dict[str, str]) -> dict:
 def options() -> argparse.ArgumentParser:
     """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--qwen3-4b", action="store_true", help="its sizes, 3,072 tokens, 512 anchors, 5 drafter layers"
-    )
+    sizes = "its sizes, 3,072 tokens, 512 anchors, 5 drafter layers"
+    parser.add_argument("--qwen3-4b", action="store_true", help=sizes)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)

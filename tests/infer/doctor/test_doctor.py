@@ -92,11 +92,16 @@ def other_weights(target, drafter):
     return Target(model, target.tokenizer), drafter
 
 
+def with_keys(own: dict, **keys):
+    """The same target, and the drafter read with other keys."""
+    return lambda target, drafter: (target, altered(drafter, own, **keys))
+
+
 FAULTS = {  # the cause, and the engine's target and drafter
-    "tapped layers off by one": lambda t, d: (t, altered(d, {"target_layer_ids": [i + 1 for i in d.layer_ids]})),
+    "tapped layers off by one": with_keys({"target_layer_ids": [4, 20]}),
     "features taken behind a norm": behind_norms,
-    "causality inside the block": lambda t, d: (t, altered(d, {"causal": True})),
-    "rotary base": lambda t, d: (t, altered(d, rope_parameters=d.config.rope_parameters | {"rope_theta": 1e6})),
+    "causality inside the block": with_keys({"causal": True}),
+    "rotary base": with_keys({}, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "another target's weights, or the same in few bits": other_weights,
 }
 

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from benchmarks.targets import tree_difference
 from infer.api import decode
 from infer.config import DecodeOptions, DrafterConfig
 from infer.drafters.base import new_drafter
@@ -18,7 +19,7 @@ from infer.targets.layers import UnknownLayer, lean_decoder
 from infer.targets.lean import LeanDecoder
 from infer.targets.loading import load_target
 from infer.targets.support import LogitScale, refuse_unsupported
-from infer.targets.target import Target, compare, pad_ids
+from infer.targets.target import Target, compare
 from infer.trees.ddtree import ddtree
 from infer.trees.tree import DraftTree, Proposal, root_only
 
@@ -134,47 +135,8 @@ def target(tiny, request) -> Target:
     return tiny(request.param)
 
 
-def random_trees(rows: int, nodes: int, generator: torch.Generator) -> DraftTree:
-    """Trees of random tokens below a root; every other node is the child of the one before it, the rest of any."""
-    parents = torch.zeros(rows, nodes + 1, dtype=torch.long)
-    for node in range(1, nodes + 1):
-        anywhere = torch.randint(node, (rows,), generator=generator)
-        parents[:, node] = torch.where(torch.rand(rows, generator=generator) < 0.5, node - 1, anywhere)
-    depths = torch.zeros_like(parents)
-    for node in range(1, nodes + 1):
-        depths[:, node] = 1 + depths.gather(1, parents[:, node : node + 1])[:, 0]
-    tokens = torch.randint(1, V, parents.shape, generator=generator)
-    return DraftTree(tokens, parents, depths, torch.zeros(parents.shape), int(depths.max()))
-
-
-@torch.no_grad()
-def farthest_node(target: Target, texts: list[list[int]], rounds: int, nodes: int) -> float:
-    """Return the largest difference of a node's logits from those of its own sequence by transformers, relative to the
-    largest logit above 1, over rounds of random trees; between them every row commits another path."""
-    generator, cache, worst = torch.Generator().manual_seed(7), target.cache(len(texts), 360), 0.0
-    with cache.add(len(texts)) as part:  # prompts that enter in two passes
-        target.extend([text[: len(text) // 3 * 2] for text in texts], part, ())
-        target.extend([text[len(text) // 3 * 2 :] for text in texts], part, ())
-    for _ in range(rounds):
-        tree = random_trees(len(texts), nodes, generator)
-        ancestors = tree.ancestors()
-        ours = target.head(target.verify(tree, ancestors, cache).last)
-        lines = [[row.nonzero()[:, 0].tolist() for row in ancestors[b]] for b in range(len(texts))]
-        for b, (text, paths) in enumerate(zip(texts, lines, strict=True)):
-            own = target.model(pad_ids([text + tree.tokens[b, path].tolist() for path in paths], target.device)).logits
-            expected = own[torch.arange(len(paths)), [len(text) + len(path) - 1 for path in paths]]
-            worst = max(worst, float((ours[b] - expected).abs().max() / expected.abs().max().clamp(min=1)))
-        leaves = torch.randint(nodes + 1, (len(texts),), generator=generator).tolist()
-        kept = [lines[b][leaf] for b, leaf in enumerate(leaves)]
-        width = max(map(len, kept))
-        path = torch.tensor([line + line[-1:] * (width - len(line)) for line in kept])
-        cache.commit(path, [len(line) for line in kept])
-        texts = [text + tree.tokens[b, kept[b]].tolist() for b, text in enumerate(texts)]
-    return worst
-
-
 def test_every_node_has_the_logits_of_its_own_sequence(target):
-    assert farthest_node(target, prompts(11, 18), 2, 12) < 1e-4
+    assert tree_difference(target) < 1e-4
 
 
 def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face, target):
@@ -385,7 +347,7 @@ def test_text_in_a_multimodal_wrapper_is_a_target(tiny):
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=95)
     model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
     model.model.language_model.load_state_dict(tiny("gemma 3").body.state_dict())
-    assert farthest_node(Target(model), prompts(11, 18), 1, 12) < 1e-4
+    assert tree_difference(Target(model), rounds=1) < 1e-4
 
 
 def test_angles_that_change_with_the_length_stay_where_they_do_not():
@@ -496,6 +458,6 @@ def test_the_lean_pass_leaves_weights_as_they_are_saved(random_target, tmp_path)
 def test_large_trees_behind_long_prompts(tiny, name):
     """Three random trees of 40 nodes a row behind prompts of unlike lengths, one of them longer than two pieces of a
     recurrence. Qwen3-Next's random weights differ by 2.2e-4 in float32, and by 5e-14 where both compute in float64."""
-    worst = farthest_node(tiny(name), prompts(149, 5, 67), 3, 40)
+    worst = tree_difference(tiny(name), (149, 5, 67), rounds=3, nodes=40)
     print(f"\n{name:20} {worst:.1e}", end="  ")
     assert worst < (4e-4 if name == "qwen 3 next" else 1e-4)
