@@ -196,7 +196,8 @@ def as_llama_cpp(target: Target, drafter: Drafter, prompts: list[list[int]], tok
     texts = ours(target, drafter, prompts, tokens + margin)["texts"]
     before = [ids[:-1] for ids in prompts]
     behind = [[ids[-1], *text] for ids, text in zip(prompts, texts, strict=True)]
-    counts = replay(target, drafter, compute(target, before, behind, taps_of(drafter)), taps_of(drafter), margin)
+    taps = taps_of(drafter)
+    counts = replay(target, drafter, compute(target, before, behind, taps), taps, margin)
     counted = Acceptance.of_all(counts)
     return result("ours, from the prompt's last token on", [text[:tokens] for text in texts], counted)
 

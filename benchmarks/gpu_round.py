@@ -72,7 +72,8 @@ def build(runner: Runner, proposal: Proposal) -> tuple[DraftTree, torch.Tensor]:
 @torch.inference_mode()
 def stages(engine: Engine, nodes: int) -> dict[str, float]:
     """Return milliseconds of the parts of a round, each a graph of its own."""
-    target, rows, runner, memory = engine.target, len(engine.scheduler.writing), engine.runner, engine.runner.memory
+    target, runner, memory = engine.target, engine.runner, engine.runner.memory
+    rows = len(engine.scheduler.writing)
     graphs, found = Graphs(target.device), {}
 
     def timed(name: str, function) -> object:
@@ -132,7 +133,8 @@ def greedy_table(target, drafter, args, floor: float, faults: list[str]) -> None
 def begun_memory(engine: Engine, args, **text) -> float:
     """Begin a text in every row; return the memory of caches and graphs over that of the caches."""
     memory = engine.runner.memory
-    cache, before = sum(part.cache.buffer.nbytes for part in (memory, memory.state) if part is not None), reserved()
+    cache = sum(part.cache.buffer.nbytes for part in (memory, memory.state) if part is not None)
+    before = reserved()
     begin(engine, args, **text)
     return 1 + (reserved() - before) / cache
 
@@ -192,10 +194,10 @@ def mixed(target, drafter, args, faults: list[str]) -> None:
     before, graphs = programs(), len(engine.runner.graphs.graphs)
     with watch() as seen:
         run()
-    made, more = {"plans": seen.plans, "programs": programs() - before}, len(engine.runner.graphs.graphs) - graphs
-    print(
-        f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: {graphs} and {more} graphs, {made}"
-    )
+    made = {"plans": seen.plans, "programs": programs() - before}
+    more = len(engine.runner.graphs.graphs) - graphs
+    print(f"\n{args.rounds} rounds of {min(rows)} to {max(rows)} rows, mixed lengths: ", end="")
+    print(f"{graphs} and {more} graphs, {made}")
     check(max(rows) == 16, f"mixed rounds have {max(rows)} rows at most, not 16", faults)
     check(not any(made.values()), f"mixed rounds made {made}", faults)
 

@@ -98,7 +98,7 @@ def with_keys(own: dict, **keys):
 
 
 FAULTS = {  # the cause, and the engine's target and drafter
-    "tapped layers off by one": with_keys({"target_layer_ids": [4, 20]}),
+    "tapped layers off by one": with_keys({"target_layer_ids": [4, 12, 20]}),
     "features taken behind a norm": behind_norms,
     "causality inside the block": with_keys({"causal": True}),
     "rotary base": with_keys({}, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
