@@ -28,7 +28,7 @@ from infer.drafters.base import new_drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.evaluate import describe_device
 from infer.evaluation.measuring import synchronised_clock
-from infer.targets.target import Features, Target
+from infer.targets.target import Target
 from train.batches import draw_blocks
 from train.config import ObjectiveConfig, OptimConfig, TrainConfig
 from train.engine import compute_dtype, target_dtype
@@ -85,13 +85,6 @@ def build(args) -> tuple[Target, DFlash, dict[str, torch.Tensor], TrainConfig]:
     if args.compile:
         drafter.compile(dynamic=False)
     return target, drafter, rows, train
-
-
-def draw_features(target: Target, drafter: DFlash, args) -> Features:
-    """Return random features of a batch."""
-    size, kind = (args.batch, args.length), target.dtype
-    context = torch.randn(*size, len(drafter.layer_ids) * args.hidden, device=target.device).to(kind)
-    return Features(context, torch.randn(*size, args.hidden, device=target.device).to(kind))
 
 
 def reference_loss(drafter, target, rows, blocks, config) -> torch.Tensor:
