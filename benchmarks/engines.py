@@ -31,7 +31,7 @@ from data.rows import DataConfig
 from infer import DecodeOptions, load_drafter, load_target
 from infer.api import decode
 from infer.doctor.causes import one_key_norm, taps_of
-from infer.doctor.replay import compute, replay
+from infer.doctor.replay import chains, compute
 from infer.drafters.base import Drafter
 from infer.drafters.dflash.model import DFlash
 from infer.evaluation.results import Acceptance
@@ -197,7 +197,7 @@ def as_llama_cpp(target: Target, drafter: Drafter, prompts: list[list[int]], tok
     before = [ids[:-1] for ids in prompts]
     behind = [[ids[-1], *text] for ids, text in zip(prompts, texts, strict=True)]
     taps = taps_of(drafter)
-    counts = replay(target, drafter, compute(target, before, behind, taps), taps, margin)
+    counts = chains(target, drafter, compute(target, before, behind, taps), taps, margin)
     counted = Acceptance.of_all(counts)
     return result("ours, from the prompt's last token on", [text[:tokens] for text in texts], counted)
 
