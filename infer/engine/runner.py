@@ -35,7 +35,7 @@ from infer.trees.tree import DraftTree, Proposal, plain, root_only
 SEARCHED = 8192  # tokens at a text's end in which trees with n-grams look for what came before
 NGRAM_WEIGHT = 0.8  # of the n-gram model against the drafter
 CANDIDATES = 32  # tokens of every position that a tree considers at most, with a conditional head
-FEW = 16  # candidates of a position that small trees consider; larger ones two for each of their nodes
+FEW = 16  # candidates of a position that small trees consider; larger ones as many as they have nodes (DDTree lemma 1)
 
 
 class Size(NamedTuple):
@@ -275,7 +275,7 @@ def ngrams_of(target: Target, options: EngineConfig, asked: str | None) -> NGram
 
 def candidates_of(method: TreeMethod, nodes: int) -> int:
     """Return how many tokens of a position trees of so many nodes consider, with a conditional head."""
-    return min(CANDIDATES, max(FEW, 2 * nodes)) if method.by_budget else CANDIDATES
+    return min(CANDIDATES, max(FEW, nodes)) if method.by_budget else CANDIDATES
 
 
 def propose(
