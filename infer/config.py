@@ -140,7 +140,8 @@ class DrafterConfig:
     convolutions: dflash only: taps of DFlash 2's convolutions around attention and feed-forward,
         published: 2; None: none, or as init has them
     vocabulary: it proposes so many tokens only, the most frequent of its training data (EAGLE-3,
-        FR-Spec), by so many rows of the head; 0: all; None: all, or as init has it
+        FR-Spec), by so many rows of the head; 0: all; None: all, or as init has it; with init another
+        number chooses them anew, where the drafter has no conditional head
     init: a drafter to start from instead: a folder in any layout that load_drafter reads, or a hub id
     head: the conditional head, see HeadConfig; with init: none keeps the drafter's own, another one is
         added to a drafter that has none

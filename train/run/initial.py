@@ -39,6 +39,8 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")
     drafter = reading.drafter()
     known = fixed_options(drafter)
+    if options.vocabulary and drafter.head_row is None:  # a head has weights for every token
+        known["vocabulary"] = options.vocabulary
     given = {key: getattr(options, key) for key in known}
     wrong = [key for key, value in given.items() if value not in (None, known[key])]
     if wrong:
@@ -72,15 +74,22 @@ def chosen_head(options: DrafterConfig, own: HeadConfig) -> HeadConfig:
     return options.head if own.name == "none" else own
 
 
+def know(drafter: Drafter, tokens: torch.Tensor) -> None:
+    """Let a drafter propose these tokens (R,) alone: its scores are the target's head's for them."""
+    drafter.config.draft_vocab_size = len(tokens)
+    drafter.d2t = tokens - torch.arange(len(tokens))
+
+
 def initial_drafter(config: TrainConfig, target: Target, tokens: torch.Tensor | None = None) -> Drafter:
-    """Return the drafter that the run starts from, float32, to be trained. tokens (R,): those that a new
-    drafter of a part of the vocabulary knows. Raises ValueError where it does not fit the target."""
+    """Return the drafter that the run starts from, float32, to be trained. tokens (R,): those that a
+    drafter of a part of the vocabulary knows, if it is new or knew another number. Raises ValueError
+    where it does not fit the target."""
     options = config.drafter
     if options.init is None:
         drafter = new_drafter(options, target)
         drafter.config.chat_template_kwargs = config.target.chat_template_kwargs or None
-        if drafter.d2t is not None:
-            drafter.d2t.copy_(tokens - torch.arange(len(tokens)))
+        if options.vocabulary:
+            know(drafter, tokens)
         if not drafter.initialize(target, seeded(config.seed), options.warm_start) and options.warm_start:
             warnings.warn(COLD, stacklevel=2)
         return drafter
@@ -90,6 +99,8 @@ def initial_drafter(config: TrainConfig, target: Target, tokens: torch.Tensor | 
         drop_copies(drafter, target)
     except ValueError as error:
         raise ValueError(f"drafter.init={options.init} cannot be trained here: {error}") from error
+    if options.vocabulary and options.vocabulary != fixed_options(drafter)["vocabulary"]:
+        know(drafter, tokens)
     if drafter.head_row is None:
         drafter.own.update(new_head(options.head))
         drafter.add_conditional_head()

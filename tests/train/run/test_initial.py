@@ -79,6 +79,18 @@ def test_options_that_contradict_it_are_refused_with_those_to_give(embedded, tmp
         resolve_init(DrafterConfig(init=init, layers=1, block_size=6), EMBEDDED)
 
 
+def test_another_number_of_tokens_is_chosen_anew(embedded, tmp_path):
+    drafter, tokens = drafter_of(embedded), torch.arange(3, 83, 2)
+    save_drafter(drafter.config, drafter.state_dict(), tmp_path)
+    options = resolve_init(DrafterConfig(init=str(tmp_path), layers=1, block_size=6, vocabulary=40), EMBEDDED)
+    started = initial_drafter(TrainConfig(drafter=options), embedded, tokens)
+    save_drafter(started.config, started.state_dict(), tmp_path / "part")
+    whole, part = (load_drafter(path) for path in (tmp_path, tmp_path / "part"))
+    assert torch.equal(part.vocabulary.tokens, tokens)
+    states = torch.randn(1, 5, drafter.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(part.logits(embedded, states), whole.logits(embedded, states)[..., tokens])
+
+
 def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     drafter = drafter_of(embedded)
     export_drafter(drafter, "speculators", embedded, tmp_path / "own")
