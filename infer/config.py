@@ -77,9 +77,12 @@ class LoadedConfig:
     """How a trained drafter is loaded.
 
     quantization: none, or int8: its products in 8-bit integers, on a CPU
+    window: dflash only: its layers see the last so many positions, whatever they were trained with, and
+        decoding keeps no more of a text: for long texts; None: as its config.json says
     """
 
     quantization: str = "none"
+    window: int | None = None
 
     def check(self) -> None:
         """Raise ValueError for a way that does not exist."""

@@ -52,7 +52,7 @@ def run(config: CompareCommand) -> None:
 
     check_source(config.data, config.target.path)
     options, evaluations = config.evaluation, {}
-    target, drafters = load_all(config.target, config.checkpoints, config.drafter.quantization)
+    target, drafters = load_all(config.target, config.checkpoints, config.drafter)
     prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, options.outside)
     for name, drafter in zip(map(run_name, config.checkpoints), drafters, strict=True):
         progress = Progress(f"evaluating {name}", "prompts")

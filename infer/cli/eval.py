@@ -49,7 +49,7 @@ def run(config: EvalCommand) -> None:
     options, out, progress = config.evaluation, Path(config.out), Progress("evaluating", "prompts")
     if not (masked := is_masked(config.target.path)):
         check_source(config.data, config.target.path, ", or suite=files with suite.folder=<question sets>")
-    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
+    target, drafter = load(config.target, config.checkpoint, config.drafter)
     prompts = prompts_of(config, target, 0 if masked else options.outside)
     if masked:
         way, ids = evaluation_options(options, config.masked), [prompt.ids for prompt in prompts]
@@ -100,7 +100,7 @@ def run_suite(config: EvalCommand) -> None:
         raise ValueError(f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)")
     drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
-    target, drafter = load(config.target, config.checkpoint, config.drafter.quantization)
+    target, drafter = load(config.target, config.checkpoint, config.drafter)
     result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
     text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")

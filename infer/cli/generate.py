@@ -52,7 +52,7 @@ def run(config: GenerateCommand) -> None:
 
     options = text_options(config.target, config.decoding, config.masked)
     checkpoint = config.checkpoint if config.decoding.drafts else None
-    target, drafter = load(config.target, checkpoint, config.drafter.quantization)
+    target, drafter = load(config.target, checkpoint, config.drafter)
     chat = has_chat_template(target) if config.chat is None else config.chat
     prompt = [{"role": "user", "content": config.prompt}] if chat else config.prompt
     answer = generate(target, drafter, prompt, options)

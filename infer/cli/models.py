@@ -43,41 +43,39 @@ def text_options(place: TargetConfig, decoding: TextOptions, masked: MaskedConfi
     return masked_options(decoding, masked) if is_masked(place.path) else decoding
 
 
-def load(place: TargetConfig, checkpoint: str | None, quantization: str = "none"):
+def load(place: TargetConfig, checkpoint: str | None, options: LoadedConfig | None = None):
     """Load target and drafter, the drafter in the target's dtype; None for what has no drafter: no
-    checkpoint, or a masked diffusion model. `quantization` of the drafter. Raises ValueError as
-    `load_all`."""
+    checkpoint, or a masked diffusion model. `options` of the drafter. Raises ValueError as `load_all`."""
     from infer import load_masked
     from infer.masked.model import is_masked
 
     if is_masked(place.path):
         return load_masked(place.path, place.dtype, place.device, place.trust_remote_code), None
-    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], quantization)
+    target, drafters = load_all(place, [] if checkpoint is None else [checkpoint], options)
     return target, next(iter(drafters), None)
 
 
-def load_all(place: TargetConfig, checkpoints: list[str], quantization: str = "none"):
+def load_all(place: TargetConfig, checkpoints: list[str], options: LoadedConfig | None = None):
     """Load a causal target and drafters for it, in its dtype. The drafters are opened first, because a
     mistake in one costs less time; how their target was asked in training (`chat_template_kwargs`) is
     how it is asked here, unless the target's options say otherwise: as for the first that says so.
     Raises ValueError for a drafter that does not fit or that this target's dtype or device has no int8
-    products for, for a quantization that changes nothing, and for a masked diffusion model."""
+    products for, for options that change nothing, and for a masked diffusion model."""
     from infer.formats.checkpoint import open_drafter
     from infer.masked.model import is_masked
     from infer.targets.loading import load_config, open_target, resolve_device, resolve_dtype
 
     if is_masked(place.path):
         raise ValueError(f"target.path={place.path}: a masked diffusion model has no drafter")
-    if quantization != "none" and not {*checkpoints} - {LOOKUP.name}:
-        raise ValueError(
-            f"drafter.quantization={quantization}: leave it out, plain decoding and lookup have no use for it"
-        )
-    drafters = []
+    drafters, asked = [], vars(options or LoadedConfig())
+    given = [f"drafter.{name}={value}" for name, value in asked.items() if value not in (None, "none")]
+    if given and not {*checkpoints} - {LOOKUP.name}:
+        raise ValueError(f"{' '.join(given)}: leave it out, plain decoding and lookup have no use for it")
     if checkpoints:
         layers = load_config(place.path, place.trust_remote_code).get_text_config().num_hidden_layers
         device = resolve_device(place.device)
         kind = resolve_dtype(place.dtype, device)
-        drafters = [open_drafter(checkpoint, layers, kind, device, quantization) for checkpoint in checkpoints]
+        drafters = [open_drafter(checkpoint, layers, kind, device, **asked) for checkpoint in checkpoints]
     configs = [drafter.config for drafter in drafters if drafter.config is not None]
     ways = [place.chat_template_kwargs, *(getattr(config, "chat_template_kwargs", None) for config in configs)]
     model = open_target(replace(place, chat_template_kwargs=next(filter(None, ways), {})))

@@ -46,7 +46,7 @@ def opened(config: ServeCommand):
         resource.setrlimit(resource.RLIMIT_AS, (server.memory << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
     decoding = config.masked if masked else config.decoding
     checkpoint = config.checkpoint if config.decoding.drafts else None
-    target, drafter = load(config.target, checkpoint, config.drafter.quantization)
+    target, drafter = load(config.target, checkpoint, config.drafter)
     spare = decoding.room(1) - 1 if masked else 0  # an answer's last block is a whole one
     capacity = min(server.max_length, positions_of(target) - spare)
     name = decoding.method if masked else decoding.name_with(drafter)

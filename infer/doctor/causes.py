@@ -33,6 +33,7 @@ class Served:
     ids: list[list[int]]
     prompt_tokens: list[int]
     by_text: list[Acceptance]  # one for each text, or one for all
+    again: list[Acceptance]  # of the same prompts, each asked once more
     drafted: float  # a round
 
 
@@ -216,6 +217,17 @@ def show_other_target(case: Case) -> str | None:
     return None if share >= SAME_TARGET else f"{100 * share:.1f} % of its tokens are this target's own"
 
 
+def show_hidden(case: Case) -> str | None:
+    """Say where fewer drafts are accepted behind a prompt that the engine has in its prefix cache: what
+    it restores never went through the target again, whose features are the drafter's context."""
+    if case.served is None:
+        return None
+    first, again = (Acceptance.of_all(parts).mean for parts in (case.served.by_text, case.served.again))
+    if again >= LOW * first:
+        return None
+    return f"{1 + again:.2f} tokens a round where a prompt is asked a second time, {1 + first:.2f} the first time"
+
+
 ADAPT = (
     "./launch.sh drafter.init={checkpoint} target.path={target} data=jsonl data.path=<texts that this target wrote> "
     "name=adapted (docs/training.md, another fine-tune)"
@@ -259,6 +271,11 @@ CAUSES = (
         "another number of drafts a round",
         show_drafted,
         mend=("", "let it draft block_size - 1 tokens (vLLM: num_speculative_tokens; llama.cpp: --spec-draft-n-max)"),
+    ),
+    Cause(
+        "the prefix cache hides the drafter's context",
+        show_hidden,
+        mend=("", "start the engine without one (vLLM: --no-enable-prefix-caching; its issue 47930), or update it"),
     ),
     Cause(
         "another target's weights, or the same in few bits",

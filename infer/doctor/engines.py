@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
+from uuid import uuid4
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,7 @@ class Counters:
     rounds: str
     drafted: str
     accepted: str  # with a label `position`, from 0
+    salts: bool = False  # it keeps prompts with another `cache_salt` apart in its prefix cache
 
 
 COUNTERS = (
@@ -30,6 +32,7 @@ COUNTERS = (
         "vllm:spec_decode_num_drafts",
         "vllm:spec_decode_num_draft_tokens",
         "vllm:spec_decode_num_accepted_tokens_per_pos",
+        salts=True,
     ),
     Counters("blockdraft", "blockdraft_rounds", "blockdraft_drafted_tokens", "blockdraft_accepted_tokens_per_pos"),
 )
@@ -45,8 +48,9 @@ def open_client(url: str) -> httpx.Client:
 
 
 def examine_engine(client: httpx.Client, reference: Reference) -> Served:
-    """Send the prompts of a reference, as a client would, and return what came of it. Raises ValueError
-    where there is no server, or none that tells how many drafts it accepts."""
+    """Send the prompts of a reference, as a client would, each twice, so that the engine's prefix cache
+    has it the second time; return what came of it. Raises ValueError where there is no server, or none
+    that tells how many drafts it accepts."""
     try:
         answers, counts = [], [read_metrics(client)]
         counters = next((each for each in COUNTERS if each.rounds in counts[0]), None)
@@ -56,8 +60,11 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
             )
         model = client.get("/v1/models").json()["data"][0]["id"]
         for text in reference.texts:
-            answers.append(ask(client, model, text, tokens_of(text, reference)))
-            counts.append(read_metrics(client))
+            salt = {"cache_salt": uuid4().hex} if counters.salts else {}
+            for _ in range(2):
+                answers.append(ask(client, model, text, tokens_of(text, reference), salt))
+                counts.append(read_metrics(client))
+        answers = answers[::2]
         told = [answer["usage"]["prompt_tokens"] for answer in answers]
         ids = [answer["choices"][0]["token_ids"] for answer in answers]
     except (httpx.HTTPError, LookupError, TypeError) as wrong:
@@ -69,7 +76,7 @@ def examine_engine(client: httpx.Client, reference: Reference) -> Served:
     if not rounds:
         raise ValueError(f"url={client.base_url}: {counters.engine} counted no drafts: does it serve a drafter?")
     drafted = (counts[-1] - counts[0])[counters.drafted] / rounds
-    return Served(counters.engine, [said(answer) for answer in answers], ids, told, parts, drafted)
+    return Served(counters.engine, [said(answer) for answer in answers], ids, told, parts[::2], parts[1::2], drafted)
 
 
 def acceptance(counters: Counters, counted: Counter[str], reference: Reference) -> Acceptance:
@@ -99,9 +106,9 @@ def read_metrics(client: httpx.Client) -> Counter[str]:
     return found
 
 
-def ask(client: httpx.Client, model: str, text: KnownText, tokens: int) -> dict:
-    """Return the answer to a prompt: vLLM and ours tell its token ids."""
-    body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+def ask(client: httpx.Client, model: str, text: KnownText, tokens: int, more: dict) -> dict:
+    """Return the answer to a prompt: vLLM and ours tell its token ids. more: of the request."""
+    body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | more
     body |= {"messages": [{"role": "user", "content": text.said}]} if text.chat else {"prompt": text.said}
     answer = client.post("/v1/chat/completions" if text.chat else "/v1/completions", json=body)
     if answer.status_code != 200:

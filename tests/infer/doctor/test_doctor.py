@@ -47,8 +47,11 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
         assert compared in examine(embedded, drafter, reference, other, carded=True).verdict
     found = examine(embedded, drafter, reference, served)
     assert found.healthy and found.cause is None and "Healthy" in report(found)
-    cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, by_text=[Acceptance(60, [25])]))
+    few = [Acceptance(60, [25])]
+    cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, by_text=few, again=few))
     assert cut.cause.name == "another number of drafts a round" and "num_speculative_tokens" in cut.mend
+    hidden = examine(embedded, drafter, reference, replace(served, again=few))
+    assert hidden.cause.name == "the prefix cache hides the drafter's context" and "1.42 tokens" in hidden.verdict
     longer = examine(embedded, drafter, reference, replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]))
     assert longer.cause.name == "another tokenizer or vocabulary"
     chat = [n + 9 * text.chat for n, text in zip(served.prompt_tokens, reference.texts, strict=True)]
@@ -64,7 +67,7 @@ def test_what_is_read_otherwise_is_named_where_it_costs_little(embedded, drafter
     material = compute(embedded, [t.prompt for t in texts], [t.ids for t in texts], trial.taps)
     told = chains(embedded, trial.drafter, material, trial.taps, drafter.block_size - 1)
     words = [embedded.tokenizer.decode(text.ids) for text in texts]
-    served = Served("vLLM", words, [t.ids for t in texts], [len(t.prompt) for t in texts], told, 7.0)
+    served = Served("vLLM", words, [t.ids for t in texts], [len(t.prompt) for t in texts], told, told, 7.0)
     assert told != reference.by_text
     found = examine(embedded, drafter, reference, served)
     assert found.cause.name == "norms of the context's keys" and "explains 100 %" in found.verdict
@@ -182,6 +185,7 @@ def test_counters_are_read_as_differences():
     served = examine_engine(client, SHORT)
     assert (served.engine, *served.by_text, served.drafted) == ("vLLM", Acceptance(10, [6, 1, 0]), 3.0)
     assert served.ids == [[3, 4]] and asked[0]["max_tokens"] == 3 and asked[0]["ignore_eos"]
+    assert served.again == served.by_text and asked[0] == asked[1] and asked[0]["cache_salt"]
 
 
 def test_an_engine_without_counters_is_named():

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3Model
 
@@ -88,3 +89,18 @@ def test_drafts_do_not_depend_on_what_is_forgotten_and_when(make_tiny):
     assert state.cache.window(4).extent <= state.cache.capacity
     state.keep([1])
     assert state.cache.window(4).extent - state.cache.window(4).first == WINDOW - 1 + 4  # columns that one text reads
+
+
+def test_a_trained_drafter_is_given_a_window(make_tiny):
+    """It then drafts as one that was trained with it and has its weights, and forgets what is beyond."""
+    (target, drafter), (_, sliding) = make_tiny(), make_tiny(window=WINDOW)
+    sliding.load_state_dict(drafter.state_dict())
+    features, bonus = torch.randn(1, LENGTH, drafter.fc.in_features), torch.tensor([7])
+    before = drafter.draft_block(target, bonus, told(drafter, target, features, [[300]])).marginals
+    drafter.narrow(WINDOW)
+    state = told(drafter, target, features, rounds([300], 4))
+    found = drafter.draft_block(target, bonus, state).marginals
+    expected = sliding.draft_block(target, bonus, told(sliding, target, features, [[300]])).marginals
+    assert (found - expected).abs().max() < 1e-5 < (found - before).abs().max() and state.cache.forgotten > 0
+    with pytest.raises(ValueError, match="window=3: at least a block, 4"):
+        drafter.narrow(3)
