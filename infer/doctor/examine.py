@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from infer.doctor.causes import CAUSES, Case, Cause, Served, Variation, difference, taps_of
+from infer.doctor.causes import CAUSES, MORE, SHORT, Case, Cause, Served, Variation, difference, taps_of
 from infer.doctor.replay import chains, compute
 from infer.drafters.base import Drafter
 from infer.evaluation.results import Acceptance, Reference
@@ -16,7 +16,6 @@ from infer.targets.target import Target
 EXPLAINS = 0.5  # share of a difference from which on a trial is called its cause
 EXACTLY = 0.8  # the same where acceptance is not low: what is read otherwise and costs little
 APART = 0.01  # of the rounds and accepted drafts, from which on it is tried what is read otherwise
-MORE = 1.25  # times the drafts accepted, from which on another reading is better than the folder's, where no card tells
 
 
 class Tried(NamedTuple):
@@ -79,7 +78,10 @@ def examine(
             verdict = f"{best.trial.label} gives {1 + most:.2f} tokens a round, {1 + here.mean:.2f} as it is"
             return named(best.cause, verdict, rows + rows_of(tried()), best.cause.mend[0].format(best.trial.label))
     others = " and ".join(cases) or "no card, and no engine"
-    return Diagnosis(True, f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}.", rows)
+    healthy = f"Healthy: {here.mean + 1:.2f} tokens a round here, compared with {others}."
+    if seen := SHORT.shows(Case(target, drafter, reference, material, ours, ours)):
+        return Diagnosis(True, f"{healthy} But {SHORT.name}: {seen}.", rows, SHORT, SHORT.mend[0])
+    return Diagnosis(True, healthy, rows)
 
 
 def diagnose(

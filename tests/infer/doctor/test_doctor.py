@@ -33,7 +33,7 @@ def reference(embedded, drafter):
     return measure_reference(embedded, drafter, [plain[0], plain[4], chats[2]], tokens=32)
 
 
-def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running):
+def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, drafter, reference, running, monkeypatch):
     material = compute(
         embedded, [t.prompt for t in reference.texts], [t.ids for t in reference.texts], taps_of(drafter)
     )
@@ -50,6 +50,11 @@ def test_a_replay_is_what_decoding_did_and_a_server_tells_the_same(embedded, dra
     few = [Acceptance(60, [25])]
     cut = examine(embedded, drafter, reference, replace(served, drafted=1.0, by_text=few, again=few))
     assert cut.cause.name == "another number of drafts a round" and "num_speculative_tokens" in cut.mend
+    monkeypatch.setattr("infer.doctor.causes.LAST", 32)
+    assert examine(embedded, drafter, reference, served).cause is None  # as long a text as a window
+    monkeypatch.setattr("infer.doctor.causes.MORE", 1)
+    short = examine(embedded, drafter, reference, served)
+    assert short.healthy and short.cause.name == "trained on shorter texts" and "drafter.window=256" in report(short)
     hidden = examine(embedded, drafter, reference, replace(served, again=few))
     assert hidden.cause.name == "the prefix cache hides the drafter's context" and "1.42 tokens" in hidden.verdict
     longer = examine(embedded, drafter, reference, replace(served, prompt_tokens=[n + 9 for n in served.prompt_tokens]))
