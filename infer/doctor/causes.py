@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from infer.api import encode, positions_of
 from infer.doctor.replay import Material, Tap, chains, compute, next_norm
-from infer.drafters.base import Drafter
+from infer.drafters.base import Drafter, narrow
 from infer.evaluation.results import Acceptance, KnownText, Reference
 from infer.targets.support import rope
 from infer.targets.target import Target
@@ -238,9 +238,9 @@ def show_short(case: Case) -> str | None:
     if "window" not in drafter.family.options or len(ids) < 4 * LAST:
         return None
     before = len(ids) - LAST
-    material, narrow = compute(target, [ids[:before]], [ids[before:]], taps_of(drafter)), altered(drafter)
-    narrow.narrow(NEAR)
-    whole, near = (chains(target, one, material, taps_of(one), one.block_size - 1)[0].mean for one in (drafter, narrow))
+    material, other = compute(target, [ids[:before]], [ids[before:]], taps_of(drafter)), altered(drafter)
+    narrow(other, NEAR)
+    whole, near = (chains(target, one, material, taps_of(one), one.block_size - 1)[0].mean for one in (drafter, other))
     if near < MORE * whole:
         return None
     return f"{1 + whole:.2f} tokens a round behind {before} others, {1 + near:.2f} where it sees the last {NEAR}"

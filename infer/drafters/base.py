@@ -450,16 +450,6 @@ class Drafter(nn.Module):
         """States of the last layer (..., D) to what the head reads."""
         return self.norm(states)
 
-    def narrow(self, window: int) -> None:
-        """Let every layer see the last `window` positions at most, its own block's included, whatever it
-        was trained with (SGLang's `--speculative-dflash-draft-window-size`). Raises ValueError where the
-        family's layers cannot slide, and for less than a block."""
-        if "window" not in self.family.options:
-            raise ValueError(f"drafter.window={window}: the layers of {self.family.title} drafters do not slide")
-        if window < self.block_size:
-            raise ValueError(f"drafter.window={window}: at least a block, {self.block_size} positions")
-        self.attention_patterns = [(causal, min(window, width or window)) for causal, width in self.attention_patterns]
-
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin (B, T, E) of absolute positions (B, T), the sign of the rotation in the
         sines."""
@@ -489,6 +479,18 @@ class Drafter(nn.Module):
         place = Place(cache.ends_of(rows), state.rotary(rows, width), cache.window(width))
         states = self.block_states(target, bonus, place, *state.pass_inputs(len(bonus)))  # (B, W, D)
         return drafted_block(self, target, self.for_head(states))
+
+
+def narrow(drafter: Drafter, window: int) -> None:
+    """Let every layer see the last `window` positions at most, its own block's included, whatever it was
+    trained with (SGLang's `--speculative-dflash-draft-window-size`). Raises ValueError where the
+    family's layers cannot slide, and for less than a block."""
+    if "window" not in drafter.family.options:
+        raise ValueError(f"drafter.window={window}: the layers of {drafter.family.title} drafters do not slide")
+    if window < drafter.block_size:
+        raise ValueError(f"drafter.window={window}: at least a block, {drafter.block_size} positions")
+    patterns = drafter.attention_patterns
+    drafter.attention_patterns = [(causal, min(window, width or window)) for causal, width in patterns]
 
 
 def drafted_block(drafter: Drafter, target: Target, states: torch.Tensor) -> DraftedBlock:

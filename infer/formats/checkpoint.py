@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config
 
-from infer.drafters.base import Drafter
+from infer.drafters.base import Drafter, narrow
 from infer.drafters.config_keys import config_dict
 from infer.drafters.families import LOOKUP
 from infer.drafters.int8 import quantise
@@ -48,7 +48,7 @@ def load_drafter(
     checkpoint (which holds one in `drafter/`), or from the model hub by its id. `target_layers`, how
     many layers the target has, is needed for a config that does not say which ones are tapped (DART's
     published ones). `quantization`: none or int8 (`infer.drafters.int8`), for float32 on the CPU.
-    `window`: see `Drafter.narrow`.
+    `window`: see `infer.drafters.base.narrow`.
 
     Raises FileNotFoundError when there is none, ValueError naming every key of the config and every
     tensor that is missing, unknown or wrong, for int8 elsewhere, and for a window that does not fit. An
@@ -83,7 +83,7 @@ def load_drafter(
     kind = torch.float32 if quantization == "int8" else dtype or weights["norm.weight"].dtype
     drafter.to(device, kind).eval().requires_grad_(False)
     if window is not None:
-        drafter.narrow(window)
+        narrow(drafter, window)
     if quantization == "int8":
         quantise(drafter)
     return drafter

@@ -124,7 +124,7 @@ def test_what_an_engine_does_otherwise_is_named(embedded, drafter, reference, na
         texts += decode(*pair, [text.prompt], options)
     counts = [Acceptance(len(t.accepted), [sum(n > k for n in t.accepted) for k in range(7)]) for t in texts]
     words = [embedded.tokenizer.decode(text.ids) for text in texts]
-    served = Served("x", words, [t.ids for t in texts], [len(t.prompt) for t in texts], counts, 7.0)
+    served = Served("x", words, [t.ids for t in texts], [len(t.prompt) for t in texts], counts, counts, 7.0)
     assert examine(embedded, drafter, reference, served).cause.name == name
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 from infer.attention.masks import block_mask
-from infer.drafters.base import head_weight
+from infer.drafters.base import head_weight, narrow
 
 LENGTH, WINDOW = 400, 9
 
@@ -97,10 +97,10 @@ def test_a_trained_drafter_is_given_a_window(make_tiny):
     sliding.load_state_dict(drafter.state_dict())
     features, bonus = torch.randn(1, LENGTH, drafter.fc.in_features), torch.tensor([7])
     before = drafter.draft_block(target, bonus, told(drafter, target, features, [[300]])).marginals
-    drafter.narrow(WINDOW)
+    narrow(drafter, WINDOW)
     state = told(drafter, target, features, rounds([300], 4))
     found = drafter.draft_block(target, bonus, state).marginals
     expected = sliding.draft_block(target, bonus, told(sliding, target, features, [[300]])).marginals
     assert (found - expected).abs().max() < 1e-5 < (found - before).abs().max() and state.cache.forgotten > 0
     with pytest.raises(ValueError, match="window=3: at least a block, 4"):
-        drafter.narrow(3)
+        narrow(drafter, 3)
