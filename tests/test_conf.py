@@ -1,16 +1,13 @@
 """Every configuration composes, is checked before torch loads, and is refused in one sentence when wrong."""
 
-import re
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from itertools import zip_longest
 
 import pytest
 from omegaconf import OmegaConf
 
-from data.rows import DataPart
-from infer.config import DecodeOptions, TargetConfig
+from infer.config import TargetConfig
 from infer.main import COMMANDS
 from infer.utils import overrides
 from infer.utils.entry import entry
@@ -25,23 +22,6 @@ def composed(name: str, overrides: list[str]):
     config = merged(name, SCHEMAS[name], overrides)
     OmegaConf.to_object(config).check()
     return config
-
-
-def options_classes() -> list[type]:
-    """Every dataclass of options that a command reads."""
-    found, left = {DecodeOptions: None, DataPart: None}, list(SCHEMAS.values())
-    while left:
-        schema = left.pop()
-        found[schema] = None
-        left += [type(field.default_factory()) for field in fields(schema) if is_dataclass(field.default_factory)]
-    return list(found)
-
-
-@pytest.mark.parametrize("schema", options_classes(), ids=lambda schema: schema.__name__)
-def test_every_option_is_explained_in_its_class(schema):
-    """help(schema) has a line "name: meaning" for it."""
-    explained = re.findall(r"^ *(\w+): \w", schema.__doc__, re.MULTILINE)
-    assert not [field.name for field in fields(schema) if field.name not in explained]
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))

@@ -176,7 +176,8 @@ def test_every_named_target_is_planned(repo):
         for family in ("dflash", "dart"):
             options = DrafterConfig(family=family, mask_token_id=1, layers=1)
             config = config_for(options, None, theirs)
-            assert config.intermediate_size > config.hidden_size / 2 and config.head_dim * config.num_attention_heads
+            assert config.intermediate_size > config.hidden_size / 2
+            assert config.head_dim * config.num_attention_heads
 
 
 def test_questions_are_planned_before_they_are_answered(small, tmp_path, capsys):

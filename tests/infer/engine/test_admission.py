@@ -119,7 +119,8 @@ def test_who_enters_beside_a_text_that_is_given_up_is_written(tiny):
     given_up.cancelled = True
     while engine.busy:
         engine.step()
-    assert given_up.finish == "cancelled" and text.ids == alone(target, prompts[1], TextOptions(max_new_tokens=9))
+    assert given_up.finish == "cancelled"
+    assert text.ids == alone(target, prompts[1], TextOptions(max_new_tokens=9))
 
 
 def test_an_engine_that_starts_again_keeps_what_waits(tiny):

@@ -54,7 +54,8 @@ def written(target, drafter, method: str, rows: int, **options) -> list[list[int
     while engine.busy:
         engine.step()
     if not text:
-        assert engine.runner.graphs.works and (not engine.runner.captures or any(engine.runner.graphs.graphs.values()))
+        assert engine.runner.graphs.works
+        assert not engine.runner.captures or any(engine.runner.graphs.graphs.values())
     return [text.ids for text in texts]
 
 

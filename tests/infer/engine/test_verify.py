@@ -9,7 +9,7 @@ from infer.engine import round as round_module
 from infer.engine.choices import walk
 from infer.engine.sampling import gumbel_noise
 from infer.trees.ddtree import ddtree
-from infer.trees.tree import Proposal, root_only
+from infer.trees.tree import Proposal
 
 
 def slow_walk(tree, chosen, row: int) -> tuple[list[int], int]:
@@ -49,13 +49,6 @@ def test_walk_equals_a_plain_walk():
                 assert accepted.bonus[row] == bonus
                 seen.add(len(path))
     assert seen == {1, 2, 3, 4, 5, 6, 7}
-
-
-def test_walk_over_the_empty_tree_commits_the_root():
-    accepted = walk(root_only(torch.tensor([5, 6])), torch.tensor([[7], [8]]))
-    assert accepted.path.tolist() == [[0], [0]]
-    assert accepted.lengths.tolist() == [1, 1]
-    assert accepted.bonus.tolist() == [7, 8]
 
 
 def test_noise_is_a_function_of_seed_position_and_token_alone():

@@ -83,7 +83,8 @@ def test_the_card_holds_the_evaluations_numbers_and_what_the_hub_wants(checkpoin
         )
     ]
     assert evaluation["methods"][-1]["name"] == "n-grams alone"  # an exported folder has none
-    assert f"({PICTURE})" in card.text and "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
+    assert f"({PICTURE})" in card.text
+    assert "3 held-out prompts, one at a time, at most 12 new tokens" in card.text
     assert "2 layers, block size 4, fed by the target's layers 1, 3" in card.text and "step 7." in card.text
     assert "| optim.lr | 0.0006 |" in card.text and "| anchors | 64 |" in card.text
     assert "| target.chat_template_kwargs | {'enable_thinking': False} |" in card.text
@@ -112,7 +113,8 @@ def test_what_is_not_known_is_not_claimed(checkpoint, tmp_path):
     """A drafter folder alone: no evaluation, no run."""
     alone = exported(checkpoint, tmp_path / "alone")
     text = write_card(alone, exported(checkpoint, tmp_path / "out"), "mit", "Qwen/Qwen3-4B").read_text()
-    assert "Nothing was measured with this checkpoint." in text and "How it was trained is not recorded" in text
+    assert "Nothing was measured with this checkpoint." in text
+    assert "How it was trained is not recorded" in text
     assert not (tmp_path / "out" / PICTURE).exists() and "speedup" not in text and ".svg" not in text
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="is no drafter"):

@@ -234,7 +234,8 @@ def test_a_guided_tree_follows_them_as_far_as_they_were_right():
         assert sum(shares.values()) <= 1 and (3 in shares) == bool(written)  # 3 behind the 2 alone
     shares = order_shares(guesses, [7, 8, 9], 7, habits)
     assert [position for position, _ in shares] == [7, 8, 9]
-    assert sum(share for _, share in shares) == pytest.approx(1) and shares[1][1] == pytest.approx(0.5 + 0.5 / 3)
+    assert sum(share for _, share in shares) == pytest.approx(1)
+    assert shares[1][1] == pytest.approx(0.5 + 0.5 / 3)
     habits.follows_last, habits.right = Rate(99, 100), [Rate(99, 100)] * 4
     habits.last = 6
     followed = [frozenset(), *(frozenset([(7, 2), (8, 3), (9, 1)][:size]) for size in (1, 2, 3))]

@@ -334,7 +334,8 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     run_generate(config)
     said = capsys.readouterr()
     answer = generate(load_masked(str(folder), "float32", "cpu"), None, "import os", max_new_tokens=8, cache="dual")
-    assert said.out == f"import os{answer.text}\n" and f"[guided: 8 tokens in {answer.stats.rounds} rounds" in said.err
+    assert said.out == f"import os{answer.text}\n"
+    assert f"[guided: 8 tokens in {answer.stats.rounds} rounds" in said.err
     evaluation = EvaluationConfig(prompts=1, prompt_tokens=8, max_new_tokens=5)
     config = EvalCommand(
         target=place, out=str(tmp_path / "out"), evaluation=evaluation, masked=MaskedConfig(cache="dual")
@@ -343,7 +344,8 @@ def test_the_commands_continue_a_text_and_print_the_table(folder, tmp_path, caps
     run_eval(config)
     lines = capsys.readouterr().out.splitlines()
     ways = [line.split("|")[1].strip() for line in lines if line.endswith("yes |")]
-    assert ways[:4] == ["step by step", "greedy 1", "mixed 1", "guided 1"] and ways[-1] == "guided 5, 16 states"
+    assert ways[:4] == ["step by step", "greedy 1", "mixed 1", "guided 1"]
+    assert ways[-1] == "guided 5, 16 states"
     assert len(ways) == 1 + 5 * 3 + 1  # and none differs from step by step
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert result["max_new_tokens"] == 8 and result["methods"][0]["rounds"] == 8 and len(result["methods"]) == 17

@@ -114,13 +114,6 @@ def test_a_threshold_leaves_rare_ngrams_out(tmp_path, vocabulary, tokens):
         assert [path.name for path in tmp_path.iterdir()] == ["x.ngram"]
 
 
-@pytest.mark.parametrize("documents", [[[3]], [[], [2], []], [[1, 2, 3], [], [0]]])
-@pytest.mark.parametrize("order", [1, 3])
-def test_short_documents(tmp_path, documents, order):
-    model = count_ngrams(documents, 4, order, tmp_path / "x", DIGEST)
-    assert_equal(model, documents)
-
-
 def test_what_cannot_be_counted_is_refused(tmp_path):
     def refused(message, documents=([1, 2],), vocabulary=100, order=2, **options):
         with pytest.raises(ValueError, match=message):

@@ -84,7 +84,8 @@ def test_every_answer_follows_those_written_before_it(expected):
         answers = [turn for turn in line["messages"] if turn["role"] == "assistant"]
         asked = [turn for turn in line["messages"] if turn["role"] != "assistant"]
         assert asked == questions[: len(asked)]
-        assert not any(turn["content"] == "old" for turn in answers) and all(turn["token_ids"] for turn in answers)
+        assert not any(turn["content"] == "old" for turn in answers)
+        assert all(turn["token_ids"] for turn in answers)
         assert all(turn["finish"] == "stop" for turn in answers[:-1])  # a chat ends with an answer that was cut
         assert answers[-1]["finish"] == "length" or len(line["messages"]) == len(row.prompt) + 1
         whole += answers[-1]["finish"] == "stop"

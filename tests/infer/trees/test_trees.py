@@ -7,7 +7,7 @@ import torch
 
 from infer.trees import compiled
 from infer.trees.ddtree import ddtree
-from infer.trees.tree import DraftTree, Proposal, root_only
+from infer.trees.tree import DraftTree, Proposal
 
 
 @pytest.fixture(autouse=True, params=["best first", "by depth"])
@@ -66,24 +66,3 @@ def test_both_ways_give_the_same_tree_at_full_size(budget, monkeypatch):
     for row in range(2):
         assert set(prefixes(trees[0], row)) == set(prefixes(trees[1], row))
     assert torch.allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-5)
-
-
-def test_ancestors_and_positions():
-    marginals = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
-    tree = ddtree(Proposal(torch.tensor([0, 0]), marginals, 30))
-    mask = tree.ancestors()
-    for row in range(2):
-        for node in range(31):
-            line, at = {node}, node
-            while at:
-                at = int(tree.parents[row, at])
-                line.add(at)
-            assert set(mask[row, node].nonzero()[:, 0].tolist()) == line
-    assert torch.equal(tree.positions(torch.tensor([10, 100])), tree.depths + torch.tensor([[10], [100]]))
-
-
-def test_root_only_is_the_empty_tree():
-    tree = root_only(torch.tensor([3, 4]))
-    assert tree.budget == 0
-    assert tree.ancestors().tolist() == [[[True]], [[True]]]
-    assert tree.log_probs.exp().sum(1).tolist() == [1, 1]

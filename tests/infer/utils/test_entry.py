@@ -54,4 +54,5 @@ def test_a_full_disk_is_a_sentence(capsys):
 
     with pytest.raises(SystemExit) as end:
         entry("chat", ChatCommand, run, [])
-    assert end.value.code == 3 and capsys.readouterr().err == "error: [Errno 28] No space left on device: 'runs/a'\n"
+    assert end.value.code == 3
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'runs/a'\n"

@@ -36,7 +36,8 @@ def test_darts_layer_takes_a_head(small, run_here):
     """Its own head is trained beside the conditional one."""
     options = ["drafter=dart", "head=markov", "drafter.head.rank=8", "drafter.block_size=5", "optim.steps=2"]
     drafter = load_drafter(run_here(small(*options)) / "checkpoints" / "best")
-    assert HeadConfig(**head_options(drafter.own)) == HeadConfig("markov", rank=8) and drafter.family.name == "dart"
+    assert HeadConfig(**head_options(drafter.own)) == HeadConfig("markov", rank=8)
+    assert drafter.family.name == "dart"
     assert drafter.markov_head.markov_w2.weight.abs().sum() > 0
 
 

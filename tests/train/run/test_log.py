@@ -27,7 +27,8 @@ def test_the_first_steps_say_how_long_the_rest_takes(run_here, tmp_path, capsys,
     for step in range(1, min(20, steps) + 1):
         log.step(LINE | {"step": step})
     printed = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"training: (\d+) of", line)[1]) for line in printed] == told and " left, " in printed[0]
+    assert [int(re.search(r"training: (\d+) of", line)[1]) for line in printed] == told
+    assert " left, " in printed[0]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == min(20, steps)
 
 
