@@ -254,7 +254,8 @@ def test_a_run_of_an_earlier_version_goes_on_and_gets_a_record(stopped, tmp_path
     record = (run / "sources.json").read_text()
     (run / "sources.json").unlink()
     go_on()
-    assert "going on after step 2" in capsys.readouterr().out and (run / "sources.json").read_text() == record
+    assert "going on after step 2" in capsys.readouterr().out
+    assert (run / "sources.json").read_text() == record
 
 
 def test_stored_features_and_their_rows_are_the_same_data(small, run_here, tmp_path):

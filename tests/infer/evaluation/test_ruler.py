@@ -92,7 +92,8 @@ def test_what_is_no_finding_is_marked(scale, spread, finding, sign):
     assert (own.finding, mark(own)) == (finding, sign)
     lines = table(result).splitlines()
     assert lines[3].split("|")[-3].endswith("]" + sign + " ")
-    assert len(legend(result.methods)) == bool(sign) and all(line in lines for line in legend(result.methods))
+    assert len(legend(result.methods)) == bool(sign)
+    assert all(line in lines for line in legend(result.methods))
     said = headline(result)
     assert ("not significant" in said) == (finding == "undecided")
     assert ("does not pay" in said) == (finding == "slower") and "times as fast (95 %:" in said

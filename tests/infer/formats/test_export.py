@@ -116,7 +116,8 @@ def test_a_drafter_of_a_draft_vocabulary_goes_out_with_its_part_or_as_a_whole(ma
         export_drafter(again, format, target, tmp_path / format)
         whole = load_drafter(tmp_path / format)
         known = marginals(target, whole)[..., again.vocabulary.tokens]
-        assert whole.d2t is None and torch.allclose(known.log_softmax(-1), expected.log_softmax(-1), atol=1e-5)
+        assert whole.d2t is None
+        assert torch.allclose(known.log_softmax(-1), expected.log_softmax(-1), atol=1e-5)
     _, headed = make_tiny(vocabulary=30, head=HeadConfig("markov", rank=8))
     with pytest.raises(ValueError, match="conditional head knows a part of the vocabulary only"):
         export_drafter(headed, "dspark", target, tmp_path / "no")

@@ -35,7 +35,8 @@ def written(model: MaskedModel, prompts, texts: list[TextOptions], engine: Maske
         engine.step()
     while engine.busy:
         engine.step()
-    assert not engine.scheduler.writing and sorted(engine.runner.free_rows) == list(range(engine.options.rows))
+    assert not engine.scheduler.writing
+    assert sorted(engine.runner.free_rows) == list(range(engine.options.rows))
     return done
 
 

@@ -62,7 +62,8 @@ def test_a_stopped_run_goes_on_behind_its_last_whole_line(tmp_path):
     indices = [line["index"] for line in lines(out)]
     assert indices == [i for i in range(30) if i % 7 != 3]
     assert [line["index"] for line in lines(tmp_path / "a.jsonl.failed")] == [3, 10, 17, 24]
-    assert regenerate(rows(), answers, out, {"a": 1}, 10) == {"answers": 26, "failed": 4} and len(asked) == 30
+    assert regenerate(rows(), answers, out, {"a": 1}, 10) == {"answers": 26, "failed": 4}
+    assert len(asked) == 30
     with pytest.raises(ValueError, match="begun with another a"):
         regenerate(rows(), answers, out, {"a": 2}, 10)
     with pytest.raises(ValueError, match="2 rows failed, at most 1 may: the last said 'no'"):
@@ -124,7 +125,8 @@ def test_questions_of_the_targets_own_go_on_where_they_were_stopped(command, tmp
     assert f"{len(rows)} questions to answer" in capsys.readouterr().err and 3 < len(rows) < 30
     for row in rows:
         system, question, answer = row["messages"]
-        assert system["content"] == ("Slow, but sure" if row["index"] % 2 else "Fast") and answer["token_ids"]
+        assert system["content"] == ("Slow, but sure" if row["index"] % 2 else "Fast")
+        assert answer["token_ids"]
         assert lines(written)[row["index"]]["response"].strip() == question["content"]
     names = [row["messages"][1]["content"] for row in rows]
     assert len(set(names)) == len(names) and not any("(" in name for name in names)

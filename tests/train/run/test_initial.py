@@ -97,7 +97,8 @@ def test_what_cannot_be_trained_is_refused(embedded, tmp_path):
     config = TrainConfig(drafter=DrafterConfig(init=str(tmp_path / "own"), layers=1, block_size=6))
     started = initial_drafter(config, embedded)
     assert started.lm_head is None and started.embed_tokens is None
-    assert started.training and all(p.requires_grad and p.dtype == torch.float32 for p in started.parameters())
+    assert started.training
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in started.parameters())
     other = load_drafter(tmp_path / "own")
     other.lm_head.weight[3] += 1
     save_drafter(other.config, other.state_dict(), tmp_path / "other")
