@@ -258,7 +258,7 @@ MUTANTS = [
             "for part in slabs(logits.shape[1], logits[:, 0].numel(), logits.device):",
             "for part in [slice(0, logits.shape[1])]:",
         ),
-        SAMPLING + " -k little_more",
+        SAMPLING + " -k little_more -m robustness",
     ),
     (
         "all prompts are computed before the next round",
