@@ -115,7 +115,7 @@ def differs(ours: torch.Tensor, own: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def tree_difference(target: Target, lengths: Sequence[int] = (11, 18), rounds: int = 2, nodes: int = 12) -> float:
+def tree_difference(target: Target, lengths: Sequence[int] = (5, 21), rounds: int = 2, nodes: int = 12) -> float:
     """Return how far nodes of random trees differ from their own sequences, over rounds with commits between, behind
     prompts that enter in two passes."""
     generator, vocabulary = torch.Generator().manual_seed(2), target.head_weight.shape[0]
