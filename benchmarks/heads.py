@@ -111,6 +111,7 @@ def prepare(arguments: argparse.Namespace) -> None:
             one = {name: column[i : i + 1].clone() for name, column in rows.items()}
             stored.append((one, found.context[i : i + 1].clone(), found.last[i : i + 1].clone()))
     torch.save(stored, arguments.folder / "rows.pt")
+    save_drafter(start.config, start.state_dict(), arguments.folder / "backbone")
     if start.head_row is not None:
         weights = {k: v for k, v in start.state_dict().items() if not k.startswith(start.head_row.attribute)}
         keys = {key.name for key in start.head_row.keys}
@@ -121,8 +122,6 @@ def prepare(arguments: argparse.Namespace) -> None:
         drafter, steps = learn(config, target, stored, {}, arguments.backbone_seconds)
         save_drafter(drafter.config, drafter.state_dict(), arguments.folder / "backbone")
         print(f"backbone: {steps} steps without a head", flush=True)
-    else:
-        save_drafter(start.config, start.state_dict(), arguments.folder / "backbone")
 
 
 def learn(config: TrainConfig, target, stored: list, cache: dict, seconds: float):

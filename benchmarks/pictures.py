@@ -85,10 +85,8 @@ def box(x: float, y: float, width: float, height: float, colour: str, dashed: bo
 
 def block_picture(tokenizer, text: list[int], marginals: torch.Tensor) -> str:
     """Draw the bonus token and, behind it, the three likeliest tokens of every drafted position."""
-    step, parts = (
-        92,
-        [box(4, 30, 84, 30, ROOT), label(46, 50, shown(tokenizer, text[0])), label(46, 20, "bonus", kind="s")],
-    )
+    step, parts = 92, [box(4, 30, 84, 30, ROOT), label(46, 20, "bonus", kind="s")]
+    parts.append(label(46, 50, shown(tokenizer, text[0])))
     for i, row in enumerate(marginals):
         x = 4 + (i + 1) * step
         parts.append(label(x + 42, 20, f"position {i + 1}", kind="s"))
