@@ -169,7 +169,8 @@ def llama_cpp(work: Path, asked: dict, folder: Path) -> dict:
         subprocess.run([*command, "--outfile", work / f"{name}.gguf", *more], check=True, capture_output=True)
     program = [folder / "build" / "bin" / "llama-speculative-simple", "-m", work / "target.gguf"]
     program += ["-md", work / "drafter.gguf", "--spec-type", "draft-dflash"]
-    program += ["--spec-draft-n-max", str(asked["drafted"]), "-n", str(asked["tokens"] + 2 * asked["drafted"] + 2)]
+    program += ["--spec-draft-n-max", str(asked["drafted"])]
+    program += ["-n", str(asked["tokens"] + 2 * asked["drafted"] + 2)]
     program += ["--temp", "0", "--ignore-eos", "-c", "1024", "-t", "1", "-lv", "5", "-f", work / "prompt.txt"]
     texts, committed = [], []
     for prompt in asked["texts"]:

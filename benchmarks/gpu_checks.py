@@ -19,7 +19,8 @@ TESTS = ["engine/test_gpu.py", "attention/test_tree_kernel.py", "trees/test_sear
 def main() -> None:
     need_cuda()
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    tests += [f"tests/infer/{name}" for name in TESTS] + ["tests/train/test_blocks.py", "-k", "gpu or kernel or cuda"]
+    tests += [f"tests/infer/{name}" for name in TESTS]
+    tests += ["tests/train/test_blocks.py", "-k", "gpu or kernel or cuda"]
     tests += ["--collect-only"] if nullgpu is not None else []  # it computes nothing that could be compared
     rounds = [sys.executable, "benchmarks/gpu_round.py", "--shape", "tiny", "--capacity", "1024", "--context", "300"]
     faults: list[str] = []

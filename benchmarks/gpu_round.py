@@ -83,7 +83,8 @@ def stages(engine: Engine, nodes: int) -> dict[str, float]:
         return result
 
     with memory.cache.fixed(rows):
-        proposal, asked = Proposal(memory.bonus, None), RowsAsked(Sampling.of([], 1, memory.bonus.device), None, None)
+        proposal = Proposal(memory.bonus, None)
+        asked = RowsAsked(Sampling.of([], 1, memory.bonus.device), None, None)
         if memory.state is not None:
             with memory.state.cache.fixed(rows):
                 proposal = timed(

@@ -232,7 +232,8 @@ def report(arguments: argparse.Namespace) -> None:
         print(f"\n{mode}\n| head | seeds | steps | " + " | ".join(["chain", *map(str, BUDGETS)]) + " |")
         for (kind, name), runs in grouped.items():
             if kind == mode:
-                cells = [cell(runs, grouped.get((mode, "none")), budget) for budget in ("chain", *map(str, BUDGETS))]
+                base = grouped.get((mode, "none"))
+                cells = [cell(runs, base, budget) for budget in ("chain", *map(str, BUDGETS))]
                 steps = sum(run["steps"] for run in runs) // len(runs)
                 print(f"| {name} | {len(runs)} | {steps:,} | " + " | ".join(cells) + " |")
 

@@ -154,7 +154,8 @@ def row(load: Load) -> str:
     """Return a line of the table."""
     cells = [f"{load.speed(way):.0f}" for way in load.seen]
     cells += [load.ways[0], f"{len(load.tokens) - CHOOSING}", f"{load.ratio([0]):.2f}"]
-    cells.append("{:.3f}, {:.3f} to {:.3f}".format(load.ratio(range(CHOOSING, len(load.tokens))), *load.interval()))
+    compared = range(CHOOSING, len(load.tokens))
+    cells.append("{:.3f}, {:.3f} to {:.3f}".format(load.ratio(compared), *load.interval()))
     cells.append("yes" if load.same else "NO")
     for what in ("firsts", "pauses"):
         for way in BESIDE:

@@ -144,7 +144,6 @@ def steps(args) -> dict:
         for step in range(args.steps + 1):
             measure_parts(drafter, target, rows, draw_blocks(rows, config, step), config, clock, times)
     shape = StepShape(config, target.config)
-    operations = step_operations(shape)
     bytes_each = target.dtype.itemsize
     planned = step_memory(shape, config, 1, bytes_each, bytes_each, args.device == "cuda")
     figures = {part: 1000 * statistics.median(seconds[1:]) for part, seconds in times.items() if seconds}
@@ -153,10 +152,9 @@ def steps(args) -> dict:
         "milliseconds": figures,
         "tokens_per_second": args.batch * args.length / (figures["step"] / 1000),
         "peak_gb": peak / 1e9,
-        "mfu": sum(operations.values()) / (figures["step"] / 1000) / rate,
+        "mfu": sum(step_operations(shape).values()) / (figures["step"] / 1000) / rate,
         "rate": rate,
         "planned": planned,
-        "operations": operations,
         "losses": losses,
     }
 
@@ -289,10 +287,6 @@ def main() -> None:
         print(f"\nours: {speed:.2f} times the speed, {memory:.2f} of the memory; losses differ by at most {error:.1e}")
     ours = runs.get("ours", [None])[0]
     if ours:
-        spent = sum(ours["milliseconds"][part] for part in ("drafter", "objective")) / 1000
-        useful = ours["operations"]["drafter"] + ours["operations"]["objective"]
-        share, rate = 100 * useful / spent / ours["rate"], ours["rate"] / 1e12
-        print(f"drafter and objective alone: {share:.1f} % of the machine's {rate:.2f} TFLOP/s")
         whole = sum(ours["planned"].values()) / 1e9
         print("planned, GB: " + ", ".join(f"{part} {size / 1e9:.3f}" for part, size in ours["planned"].items()))
         print(f"planned in all: {whole:.3f} GB, {whole / ours['peak_gb']:.2f} of what was measured")
