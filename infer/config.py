@@ -14,7 +14,7 @@ from typing import Any, Self
 from infer.drafters.families import check_blocks, check_options
 from infer.drafters.heads.table import check_head
 from infer.trees.methods import TREES, TreeMethod
-from infer.utils.checks import FREE_TEXT, at_least, one_of, temperature
+from infer.utils.checks import FREE_TEXT, above_zero, at_least, one_of, temperature
 
 NO_NGRAMS, TEXT_NGRAMS = "none", "text"  # in place of a file's name: no n-grams, and those of the text itself alone
 GRAMMARS = ("json_schema", "regex", "grammar")  # options that say what a text may look like
@@ -25,12 +25,6 @@ def inherited_help(cls: type) -> type:
     shows."""
     cls.__doc__ = "\n\n".join(cleandoc(each.__doc__) for each in (cls, *cls.__bases__))
     return cls
-
-
-def check_device(key: str, device: str) -> None:
-    """Raise ValueError for a text that is no device's name."""
-    if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", device):
-        raise ValueError(f"{key}={device}: use auto, cpu, cuda, or cuda:1 and the like")
 
 
 @dataclass
@@ -66,7 +60,8 @@ class TargetConfig:
         one_of(self, "target.", dtype=("auto", "float32", "bfloat16", "float16"), quantization=("none", "int8"))
         if self.quantization == "int8" and (self.dtype not in ("auto", "float32") or self.shard):
             raise ValueError("target.quantization=int8: leave target.dtype and target.shard as they are")
-        check_device("target.device", self.device)
+        if not re.fullmatch(r"auto|[a-z]+(:[0-9]{1,4})?", self.device):
+            raise ValueError(f"target.device={self.device}: use auto, cpu, cuda, or cuda:1 and the like")
         for name, value in self.chat_template_kwargs.items():
             if not name.isidentifier() or not isinstance(value, bool | int | float | str | None):
                 raise ValueError(f"target.chat_template_kwargs.{name}={value}: true, false, a number or a text")
@@ -308,7 +303,12 @@ class EngineConfig:
         at_least(self, width=1, rows=1, positions=1, prefix_memory=0)
         if isinstance(self.budget, str) and self.budget != "auto":
             raise ValueError(f"budget={self.budget}: a number of nodes, or auto")
-        self._check_tree(self.tree)
+        if self.tree.ngrams and not self.asks_ngrams:
+            raise ValueError(f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one")
+        if self.continuity == TEXT_NGRAMS and not self.tree.recalls:
+            raise ValueError(f"continuity={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}")
+        if self.method == "static" and self.budget != "auto" and self.width > self.budget:
+            raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
         if self.asks_ngrams and not self.tree.ngrams:
             takers = " or ".join(name for name, row in TREES.items() if row.ngrams or row.with_ngrams)
             raise ValueError(f"continuity={self.continuity}: for method={takers}, not for {self.method}")
@@ -317,15 +317,6 @@ class EngineConfig:
             raise ValueError(f"budget=auto: for method={ranked} only, not for {self.method}")
         if self.budget != "auto" and self.budget < 1:
             raise ValueError(f"budget={self.budget}: a draft tree has at least 1 node (or use method=plain)")
-
-    def _check_tree(self, tree: TreeMethod) -> None:
-        """Raise ValueError where the options lack what the tree method needs."""
-        if tree.ngrams and not self.asks_ngrams:
-            raise ValueError(f"method={self.method} needs continuity=<n-gram file>: ./launch.sh ngram makes one")
-        if self.continuity == TEXT_NGRAMS and not tree.recalls:
-            raise ValueError(f"continuity={TEXT_NGRAMS}: a text's own n-grams are for method=ddtree, not {self.method}")
-        if self.method == "static" and self.budget != "auto" and self.width > self.budget:
-            raise ValueError(f"width={self.width} does not fit into budget={self.budget}")
 
 
 @inherited_help
@@ -377,7 +368,6 @@ class EvaluationConfig:
         """Raise ValueError for an evaluation that measures nothing."""
         at_least(self, "evaluation.", prompts=0, outside=0, prompt_tokens=1, max_new_tokens=1)
         temperature(self, "evaluation.")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"evaluation.minutes={self.minutes}: above 0, or null for no limit")
+        above_zero(self, "evaluation.", "minutes")
         if not self.budgets or any(budget < 1 for budget in self.budgets):
             raise ValueError(f"evaluation.budgets={list(self.budgets)}: name DDTree node budgets of at least 1")

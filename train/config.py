@@ -80,14 +80,12 @@ class OptimConfig:
     def check(self) -> None:
         """Raise ValueError for settings that cannot train."""
         one_of(self, "optim.", name=("adamw", "muon"), precision=("auto", "float32", "bfloat16"))
-        above_zero(self, "optim.", "lr", "epochs", "clip")
+        above_zero(self, "optim.", "lr", "epochs", "clip", "minutes")
         at_least(self, "optim.", batch=1, micro=1, steps=1)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"optim.warmup={self.warmup}: a share of the run, from 0 to below 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: two numbers from 0 to below 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"optim.minutes={self.minutes}: above 0, or null for a run of optim.steps or optim.epochs")
 
 
 @dataclass
@@ -193,9 +191,7 @@ class TrainConfig:
         check_parts(self)
         at_least(self, anchors=1, document_anchors=1, checkpoints=1)
         one_of(self, train=("all", "head"))
-        above_zero(self, "", "stall_minutes")
-        if self.save_minutes is not None and not self.save_minutes > 0:
-            raise ValueError(f"save_minutes={self.save_minutes}: above 0, or null to save at checkpoints only")
+        above_zero(self, "", "stall_minutes", "save_minutes")
         if self.optim.name == "muon" and self.deepspeed.stage > 0:
             raise ValueError(
                 f"optim.name=muon needs whole matrices, deepspeed.stage={self.deepspeed.stage} cuts them up"

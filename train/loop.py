@@ -10,6 +10,7 @@ B rows, T packed length, N anchors, K block size, L = K - 1, D hidden size.
 import signal
 import time
 from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -243,7 +244,8 @@ def run_steps(run: RunState) -> Path:
     if here.exists() and not (here / "evaluation/evaluation.json").exists():
         evaluate(run, log)  # the run was stopped between saving and evaluating
     stopping = catch_signals()  # until here Ctrl-C ends the run at once
-    ahead = Prefetch(run.dataset, run.config, course.coming, pinned=run.device.type == "cuda")
+    steps = range(course.step, course.total) if course.optim.minutes is None else count(course.step)
+    ahead = Prefetch(run.dataset, run.config, steps, pinned=run.device.type == "cuda")
     saved_at = time.perf_counter()
     skipped = 0
     with closing(ahead) as prefetch:

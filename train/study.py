@@ -160,25 +160,24 @@ def write_table(found: dict[str, list[dict]], out: Path) -> None:
     from infer.evaluation.tables import markdown, span
     from infer.trees.methods import TREES
 
-    rows, points, base = [], {method: [] for method in METHODS}, next(iter(found.values()))
-    ranks = sorted(found.values(), key=lambda runs: -figure(runs, "ddtree")[0])
-    names = {id(runs): variant or "the base" for variant, runs in found.items()}
-    for number, runs in enumerate(ranks, 1):
-        cells = [str(number), names[id(runs)], str(len(runs)), str(sum(run["steps"] for run in runs) // len(runs))]
+    rows, base = [], next(iter(found.values()))
+    lines = {method: Line(method, [], TREES[method].colour, []) for method in METHODS}
+    ranks = sorted(found.items(), key=lambda pair: -figure(pair[1], "ddtree")[0])
+    for number, (variant, runs) in enumerate(ranks, 1):
+        steps = sum(run["steps"] for run in runs) // len(runs)
+        cells = [str(number), variant or "the base", str(len(runs)), str(steps)]
         for method in METHODS:
             tau, interval = figure(runs, method)
-            points[method].append((number, tau, interval))
+            lines[method].points.append((number, tau))
+            lines[method].intervals.append(interval)
             rate = tau * len(runs) / sum(run["seconds"][method] for run in runs)
             cells += [f"{tau:.3f}{span(interval)}", f"{rate:.1f}"]
         ratio, interval = figure(runs, "ddtree", base)
         rows.append([*cells, f"{ratio:.3f}{span(interval)}"])
-    lines = [
-        Line(method, [(x, y) for x, y, _ in dots], TREES[method].colour, [interval for *_, interval in dots])
-        for method, dots in points.items()
-    ]
+    chart = Chart("τ by variant", "row of the table", "τ, tokens a round", list(lines.values()))
     text = markdown(COLUMNS, rows)
     atomic_write(out / "study.md", f"{text}\n")
-    atomic_write(out / "study.svg", picture([Chart("τ by variant", "row of the table", "τ, tokens a round", lines)]))
+    atomic_write(out / "study.svg", picture([chart]))
     print(f"{text}\n\ntable    {out / 'study.md'}\npicture  {out / 'study.svg'}")
 
 

@@ -62,6 +62,7 @@ def run(config: CompareCommand) -> None:
     write_json(out / "comparison.json", {name: to_json(evaluation) for name, evaluation in evaluations.items()})
     some = next(iter(evaluations.values()))
     text = comparison(evaluations)
-    atomic_write(out / "comparison.md", f"{text}\n\n{some.device}, {some.prompts} prompts.\n")
+    cuts = "".join(f" {name}: {one.cut}." for name, one in evaluations.items() if one.cut)
+    atomic_write(out / "comparison.md", f"{text}\n\n{some.device}, {some.prompts} prompts.{cuts}\n")
     atomic_write(out / "comparison.svg", picture(budget_charts(evaluations)))
     print(f"{text}\n\ntable    {out / 'comparison.md'}\npicture  {out / 'comparison.svg'}")

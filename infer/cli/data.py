@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 
 from data.rows import DataConfig
-from infer.config import TargetConfig
-from infer.utils.checks import at_least, check_parts
+from infer.cli.models import OfTarget
+from infer.utils.checks import at_least
 
 SAMPLE = 2000  # rows that are counted, from the first on
 
 
 @dataclass
-class DataCommand:
+class DataCommand(OfTarget):
     """Show what would be learnt: counts, lengths, what the chat template is told, and a few rows.
 
     show: rows that are printed, what is learnt between ⟦ and ⟧
@@ -23,12 +23,11 @@ class DataCommand:
     """
 
     show: int = 3
-    target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be shown."""
-        check_parts(self)
+        super().check()
         at_least(self, show=0)
 
 

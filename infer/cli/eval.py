@@ -39,18 +39,25 @@ class EvalCommand(OfData):
 def run(config: EvalCommand) -> None:
     if config.suite.name is not None:
         return run_suite(config)
+    from data.prompts import evaluation_prompts, few_prompts
     from infer.evaluation.evaluate import evaluate
-    from infer.evaluation.report import write_report
+    from infer.evaluation.report import RunFacts, write_report
     from infer.evaluation.results import write_result
     from infer.evaluation.tables import headline, table
     from infer.masked.evaluation import evaluate_masked, evaluation_options
     from infer.masked.model import is_masked
+    from infer.utils.entry import command_line
+    from infer.utils.redact import redact
 
-    options, out, progress = config.evaluation, Path(config.out), Progress("evaluating", "prompts")
+    options, out = config.evaluation, Path(config.out)
     if not (masked := is_masked(config.target.path)):
         check_source(config.data, config.target.path, ", or suite=files with suite.folder=<question sets>")
     target, drafter = load(config.target, config.checkpoint, config.drafter)
-    prompts = prompts_of(config, target, 0 if masked else options.outside)
+    outside = 0 if masked else options.outside
+    prompts = evaluation_prompts(config.data, target.tokenizer, options.prompts, options.prompt_tokens, outside)
+    if few := few_prompts(sum(prompt.beside is None for prompt in prompts), options.prompts):
+        print(few, file=sys.stderr)
+    progress = Progress("evaluating", "prompts")
     if masked:
         way, ids = evaluation_options(options, config.masked), [prompt.ids for prompt in prompts]
         result = evaluate_masked(target, ids, way, progress, options.minutes)
@@ -61,28 +68,9 @@ def run(config: EvalCommand) -> None:
     write_result(out / "evaluation.json", result)
     print(table(result))
     if not masked:
-        print(f"\n{headline(result)}\n\nreport      {write_report(out, [result], run=run_of(config))}")
-
-
-def prompts_of(config: EvalCommand, target, outside: int) -> list:
-    """Return the held-out prompts, and as many from outside the data."""
-    from data.prompts import evaluation_prompts, few_prompts
-
-    most, tokens = config.evaluation.prompts, config.evaluation.prompt_tokens
-    prompts = evaluation_prompts(config.data, target.tokenizer, most, tokens, outside)
-    if few := few_prompts(sum(prompt.beside is None for prompt in prompts), most):
-        print(few, file=sys.stderr)
-    return prompts
-
-
-def run_of(config: EvalCommand):
-    """Return what the report tells of this command."""
-    from infer.evaluation.report import RunFacts
-    from infer.utils.entry import command_line
-    from infer.utils.redact import redact
-
-    data = " ".join(filter(None, (config.data.source, config.data.path)))
-    return RunFacts(command_line(), redact(asdict(config)), data)
+        data = " ".join(filter(None, (config.data.source, config.data.path)))
+        facts = RunFacts(command_line(), redact(asdict(config)), data)
+        print(f"\n{headline(result)}\n\nreport      {write_report(out, [result], run=facts)}")
 
 
 def run_suite(config: EvalCommand) -> None:
@@ -92,16 +80,14 @@ def run_suite(config: EvalCommand) -> None:
     from infer.masked.model import is_masked
     from infer.utils.files import atomic_write
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    options, out, progress = config.evaluation, Path(config.out), Progress("asking", "questions")
+    out, progress = Path(config.out), Progress("asking", "questions")
     if is_masked(config.target.path):
         raise ValueError(f"suite={config.suite.name}: for causal targets; a masked model is asked prompts (data=jsonl)")
     drafter_digest(config.checkpoint)  # is it there? Asked before anything is downloaded or loaded
     suite = load_suite(config.suite)
     target, drafter = load(config.target, config.checkpoint, config.drafter)
-    result = evaluate_suite(target, drafter, config.checkpoint, suite, config.suite, options, out, say, progress)
+    settings = config.suite, config.evaluation
+    result = evaluate_suite(target, drafter, config.checkpoint, suite, *settings, out, progress.say, progress)
     text = suite_table(result)
     atomic_write(out / "suite.md", text + "\n")
     print(f"{text}\n\ntable    {out / 'suite.md'}\nnumbers  {out / 'suite.json'}")

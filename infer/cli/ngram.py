@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.rows import DataConfig
-from infer.config import TargetConfig
-from infer.utils.checks import at_least, check_parts
+from infer.cli.models import OfTarget
+from infer.utils.checks import at_least
 
 
 @dataclass
-class NgramCommand:
+class NgramCommand(OfTarget):
     """Count n-grams of token ids, for trees that judge paths by them.
 
     out: the file that is written
@@ -22,12 +22,11 @@ class NgramCommand:
     out: str = "runs/ngrams"
     order: int | None = None
     threshold: int = 1
-    target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
     def check(self) -> None:
         """Raise ValueError for what cannot be counted."""
-        check_parts(self)
+        super().check()
         at_least(self, order=1, threshold=1)
 
 

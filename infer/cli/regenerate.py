@@ -106,6 +106,7 @@ def run(config: RegenerateCommand) -> None:
 
 def answer(config: RegenerateCommand, out: Path) -> None:
     """Write the answers to `out`."""
+    from data.questions import opening
     from data.template import habits
     from infer.serving.clients import by_server
     from infer.serving.regenerate import by_engine, options_of, regenerate, rows_content
@@ -118,7 +119,8 @@ def answer(config: RegenerateCommand, out: Path) -> None:
     if server or itself:
         tokenizer = load_tokenizer(place.path, place.trust_remote_code, place.chat_template_kwargs)
         identity = {"tokenizer": tokenizer_digest(tokenizer)}
-        openings = openings_of(config, tokenizer) if itself else []  # refused before weights are read
+        # how chats begin, one for every system prompt: refused before weights are read
+        openings = [opening(tokenizer, system) for system in config.questions.system or [None]] if itself else []
     if server is None:  # else it has the model
         options = text_options(place, options, config.masked)
         target, drafter = load(place, config.checkpoint if config.decoding.drafts else None)
@@ -154,13 +156,6 @@ def answer(config: RegenerateCommand, out: Path) -> None:
         rows = partial(iter, asked_rows(config, openings, tokenizer, file))
     counts = write(rows, options, out)
     print(f"{config.out}: {counts['answers']} answers, {counts['failed']} rows failed")
-
-
-def openings_of(config: RegenerateCommand, tokenizer) -> list:
-    """Return how chats begin, one for every system prompt."""
-    from data.questions import opening
-
-    return [opening(tokenizer, system) for system in config.questions.system or [None]]
 
 
 def opened_rows(config: RegenerateCommand, openings: list) -> Iterator:

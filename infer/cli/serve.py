@@ -8,7 +8,6 @@ from infer.cli.models import OfDrafter, load
 from infer.config import EngineConfig
 from infer.masked.config import MaskedConfig
 from infer.serving.config import ServerConfig
-from infer.utils.checks import check_parts
 from infer.utils.progress import HEARTBEAT
 
 
@@ -29,10 +28,6 @@ class ServeCommand(OfDrafter):
     decoding: EngineConfig = field(default_factory=lambda: EngineConfig(budget="auto", prefix_memory=512))
     masked: MaskedConfig = field(default_factory=MaskedConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-
-    def check(self) -> None:
-        """Raise ValueError for what cannot be served."""
-        check_parts(self)
 
 
 def opened(config: ServeCommand):

@@ -594,9 +594,14 @@ def config_for(options: DrafterConfig, target: Target | None, theirs: Pretrained
     theirs, family = theirs if target is None else target.config, FAMILIES[options.family]
     own = family.load().own_config(options, theirs, target) | new_head(options.head)
     known = {"draft_vocab_size": options.vocabulary} if options.vocabulary else {}
+    check_known(options, theirs)
+    return Qwen3Config(**family.config_part(own), **known, **target_sizes(options, theirs))
+
+
+def check_known(options: DrafterConfig, theirs: PretrainedConfig) -> None:
+    """Raise ValueError where a drafter is to know more tokens than there are."""
     if (options.vocabulary or 0) > theirs.vocab_size:
         raise ValueError(f"drafter.vocabulary={options.vocabulary}: the target has {theirs.vocab_size} tokens")
-    return Qwen3Config(**family.config_part(own), **known, **target_sizes(options, theirs))
 
 
 def new_drafter(options: DrafterConfig, target: Target | None, theirs: PretrainedConfig | None = None) -> Drafter:

@@ -2,8 +2,6 @@
 `evaluation.minutes`. Question sets and masked models, whose answers are not shortened, are asked until
 it is over."""
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -83,11 +81,6 @@ def fit(parts: Sequence[PromptSet], limits: Limits | None, say: Callable[[str], 
     )
     say(f"evaluation: {told}")
     return [replace(part, cut=told) for part in cut]
-
-
-def deadline(minutes: float | None) -> float:
-    """Return until when `measure` may begin with another prompt; minutes None: there is no limit."""
-    return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def cut_at(minutes: float | None, done: int, asked: int) -> str | None:

@@ -20,13 +20,7 @@ from infer.evaluation.cost import fit, limits_of
 from infer.evaluation.lossless import find_difference
 from infer.evaluation.measuring import Measured, Progress, PromptSet, measure, middle, variants
 from infer.evaluation.replay import replay_trees, study_of
-from infer.evaluation.results import (
-    GENERATE,
-    Evaluation,
-    MethodResult,
-    Reference,
-    tree_of,
-)
+from infer.evaluation.results import GENERATE, Evaluation, MethodResult, Reference, tree_of
 from infer.evaluation.ruler import acceptance_length, counted, figures, rate
 from infer.evaluation.showing import show_texts
 from infer.targets.target import Target

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
-from infer.trees.methods import ALONE, OLD_NAMES, TREES, TreeMethod
+from infer.trees.methods import ALONE, TREES, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
@@ -251,11 +251,6 @@ class Evaluation:
         return [method for method in self.drafting if method.tree is not ALONE]
 
     @property
-    def by_itself(self) -> list[MethodResult]:
-        """The methods of the drafter without n-grams; where none was measured, all of the drafter's."""
-        return [method for method in self.of_drafter if not method.tree.ngrams] or self.of_drafter
-
-    @property
     def fastest(self) -> MethodResult:
         """The method of the drafter whose speedup is surely the highest, see `surest`."""
         return surest(self.of_drafter)
@@ -323,10 +318,7 @@ def to_json(result: object) -> dict[str, object]:
 
 def from_json(data: dict, kind: type[Result]) -> Result:
     """Return the dataclass that `to_json` made these dictionaries of."""
-    values = {name: with_parts(data[name], hint) for name, hint in get_type_hints(kind).items() if name in data}
-    if kind is MethodResult and "name" in values:
-        values["name"] = OLD_NAMES.get(values["name"], values["name"])
-    return kind(**values)
+    return kind(**{name: with_parts(data[name], hint) for name, hint in get_type_hints(kind).items() if name in data})
 
 
 def with_parts(value: object, hint: object) -> object:

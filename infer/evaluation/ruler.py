@@ -102,9 +102,10 @@ def is_better(one: Evaluation, other: Evaluation) -> bool:
 
 
 def shared_prompts(one: Evaluation, other: Evaluation) -> list[tuple[PromptResult, PromptResult]]:
-    """Return what the drafter's method with the highest acceptance length in `one` took, on the prompts
-    that both decoded with it."""
-    top = max(one.by_itself, key=lambda method: method.tau)
+    """Return what the drafter's method with the highest acceptance length in `one`, without n-grams if
+    there is such a one, took on the prompts that both decoded with it."""
+    alone = [method for method in one.of_drafter if not method.tree.ngrams]
+    top = max(alone or one.of_drafter, key=lambda method: method.tau)
     same = next((method for method in other.methods if method.label == top.label), None)
     theirs = {prompt.number: prompt for prompt in same.prompts or ()} if same else {}
     return [(prompt, theirs[prompt.number]) for prompt in top.prompts or () if prompt.number in theirs]

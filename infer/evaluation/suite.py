@@ -17,7 +17,7 @@ from infer.api import answer_text, positions_of
 from infer.config import EvaluationConfig
 from infer.drafters.base import Drafter
 from infer.drafters.families import LOOKUP
-from infer.evaluation.cost import cut_at, deadline
+from infer.evaluation.cost import cut_at
 from infer.evaluation.evaluate import describe_device, summarise_part
 from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
@@ -65,7 +65,7 @@ def evaluate_suite(
     (out / "sets").mkdir(parents=True, exist_ok=True)
     weights, sets = drafter_digest(checkpoint) + "-int8" * drafter.quantised, []
     jobs = [(temperature, questions) for temperature in options.temperatures for questions in suite]
-    end = deadline(evaluation.minutes)
+    end = time.monotonic() + 60 * (evaluation.minutes or math.inf)
     for number, (temperature, questions) in enumerate(jobs, 1):
         config = replace(evaluation, temperature=temperature)
         settings = settings_of(target, weights, questions, options.thinking, config)
@@ -204,12 +204,11 @@ def read_finished(file: Path, settings: dict[str, object]) -> SetResult | None:
 
 
 def drafter_digest(checkpoint: str) -> str:
-    """Return the SHA-256 of a drafter's weights, or of an n-gram file; lookup's name, as it has none.
-    Raises FileNotFoundError."""
+    """Return the SHA-256 of a drafter's weights; lookup's name, as it has none. Raises
+    FileNotFoundError."""
     if checkpoint == LOOKUP.name:
         return checkpoint
-    path = Path(checkpoint)
-    files = [path] if path.is_file() else sorted(find_folder(checkpoint).glob("*.safetensors"))
+    files = sorted(find_folder(checkpoint).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"checkpoint={checkpoint}: no drafter there")
     return hashlib.sha256(b"".join(bytes.fromhex(file_digest(file)) for file in files)).hexdigest()

@@ -3,11 +3,13 @@
 Every number comes from decoding. Step-by-step decoding is the first method.
 """
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from infer.config import EvaluationConfig, TextOptions
-from infer.evaluation.cost import cut_at, deadline
+from infer.evaluation.cost import cut_at
 from infer.evaluation.evaluate import summarise_part
 from infer.evaluation.measuring import Progress, PromptSet, Variant, measure
 from infer.evaluation.results import Evaluation
@@ -43,7 +45,8 @@ def evaluate_masked(
     for method, length, states in [*drafts, ("guided", max(LENGTHS), NODES)]:
         way = replace(options, method=method, draft_length=length, nodes=states)
         variants.append(Variant(f"{method} {length}" + f", {states} states" * (states == NODES), states, way))
-    measured = measure(model, None, variants, prompts, progress, until=deadline(minutes))
+    until = time.monotonic() + 60 * (minutes or math.inf)
+    measured = measure(model, None, variants, prompts, progress, until=until)
     cut = cut_at(minutes, len(measured[0].texts), len(prompts))
     found = summarise_part(model, None, PromptSet(None, [], [], options, cut), measured)
     methods = [

@@ -476,8 +476,9 @@ class Server(uvicorn.Server):
         try:
             await super().startup(sockets)
         except SystemExit as ended:  # an OSError, or what it has shown
-            why = ended.__context__ or "it could not be started, as it says above"
-            raise Stopped(f"{self.service.options.url}: {why}; choose another server.host= or server.port=") from ended
+            wrong, elsewhere = ended.__context__, "choose another server.host= or server.port="
+            why = f"{wrong}; {elsewhere}" if wrong else "it could not be started, as it says above"
+            raise Stopped(f"{self.service.options.url}: {why}") from ended
         self.on_bound()
 
     async def shutdown(self, sockets: list | None = None) -> None:

@@ -71,4 +71,3 @@ TREES = {row.name: row for row in sorted(_ROWS, key=lambda row: row.drafts)}
 # in evaluations, beside the drafter that is measured: DDTree over n-grams, prompt lookup in the
 # drafter's place
 ALONE = TreeMethod("n-grams alone", "n-grams alone", "", "#56b4e9", ngrams=True)
-OLD_NAMES = {"ddtree+continuity": "ddtree+ngrams"}  # in results of earlier versions

@@ -23,10 +23,11 @@ def at_least(options: object, prefix: str = "", **limits: int) -> None:
 
 
 def above_zero(options: object, prefix: str, *names: str) -> None:
-    """Raise unless every named field is above 0."""
+    """Raise unless every named field is above 0, or None."""
     for name in names:
-        if not getattr(options, name) > 0:
-            raise ValueError(f"{prefix}{name}={getattr(options, name)}: above 0")
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{prefix}{name}={value}: above 0")
 
 
 def one_of(options: object, prefix: str = "", **choices: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from infer.config import DrafterConfig, HeadConfig, TargetConfig
-from infer.drafters.base import Drafter, drop_copies, fixed_options, init_head, new_drafter
+from infer.drafters.base import Drafter, check_known, drop_copies, fixed_options, init_head, new_drafter
 from infer.drafters.heads.table import head_options, new_head
 from infer.formats.checkpoint import load_drafter
 from infer.formats.folders import open_folder
@@ -31,9 +31,10 @@ def resolve_init(options: DrafterConfig, target: TargetConfig) -> DrafterConfig:
     """
     if options.init is None:
         return options
-    layers = load_config(target.path, target.trust_remote_code).get_text_config().num_hidden_layers
+    theirs = load_config(target.path, target.trust_remote_code).get_text_config()
+    check_known(options, theirs)
     folder = open_folder(options.init)
-    reading = read(folder, layers)
+    reading = read(folder, theirs.num_hidden_layers)
     problems = find_problems(folder, reading)
     if problems:
         raise ValueError(f"drafter.init={options.init}: {'; '.join(problems)}")

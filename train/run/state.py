@@ -3,10 +3,8 @@ says), its state when target and rows are there. Nothing else changes the config
 
 import json
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,11 +59,6 @@ class Course:
     def total(self) -> int:
         """Steps of the whole run, as far as is known."""
         return max(self.step, round(self.length / max(self.at, 1e-9) * self.step)) if self.step else round(self.length)
-
-    @property
-    def coming(self) -> Iterable[int]:
-        """The numbers of the steps to come, from 0; of a run of minutes nobody knows the last."""
-        return count(self.step) if self.optim.minutes is not None else range(self.step, round(self.length))
 
     @property
     def rate(self) -> float:

@@ -19,7 +19,6 @@ from infer.evaluation.results import (
     MethodResult,
     RoundNode,
     TextSample,
-    from_json,
     read_result,
     to_json,
     write_result,
@@ -136,13 +135,6 @@ def test_table_holds_the_numbers():
     cells = [cell.strip() for cell in table(made_up(0)).splitlines()[5].split("|")]
     assert cells[1:-1] == ["DDTree 64", "2.70", "123.4", "1.40x", "yes"]
     assert table(made_up(0, identical=False)).splitlines()[5].endswith(" NO |")
-
-
-def test_results_of_earlier_versions_are_read_under_the_new_name():
-    old = to_json(made_up(0))
-    old["methods"][3]["name"] = "ddtree+continuity"
-    method = from_json(old, Evaluation).methods[3]
-    assert (method.name, method.label) == ("ddtree+ngrams", "DDTree + n-grams 64") and method.tree.ngrams
 
 
 def test_headline_says_chain_then_trees_then_ngrams_alone():

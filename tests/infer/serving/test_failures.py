@@ -233,7 +233,8 @@ def test_serve_says_its_address_when_it_listens_and_ends_with_a_word(start_comma
 
 
 def test_a_server_whose_port_is_taken_says_no_address(engine, free_port):
-    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(Stopped, match="address already in use"):
+    taken = socket.create_server(("127.0.0.1", free_port))
+    with taken, pytest.raises(Stopped, match=f"127.0.0.1:{free_port}: .* already in use; choose another"):
         server_module.serve(engine, ServerConfig(port=free_port), lambda: pytest.fail("it is not bound"))
 
 
