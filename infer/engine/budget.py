@@ -25,6 +25,7 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # node counts t
 CONTEXT = 128  # positions in the cache while measuring
 DRAFTS = 16  # drafts while measuring, at most; each sees two more positions
 FIRST = 16  # nodes of the first rounds at most, before anything is known
+TRIED = 2  # plain rounds that one of the first may take by the rule, where one node does not take more
 DEAR = 4  # plain passes that a pass costs at which larger ones are not measured
 POSITIONS = 4096  # most positions of all rows that a target pass computes, roots and nodes
 TRIAL = 8  # rounds that draft before it is asked whether to
@@ -146,7 +147,8 @@ class BudgetController(Budget):
         self.rounds += 1
         last = self.place(max(1, min(most, POSITIONS // rows - 1)))
         if self.rounds <= TRIAL or not self.promised.any():
-            return min(self.sizes[last], FIRST)
+            cheap = int((self.by_rule(rows) <= TRIED * self.by_rule(rows)[0]).sum()) - 1
+            return min(self.sizes[max(1, min(cheap, last))], FIRST)
         costs = self.costs(rows)
         rates = (1 + np.append(0.0, self.promised[:last].cumsum())) / costs[: last + 1]
         best = 1 + int(rates[1:].argmax())
