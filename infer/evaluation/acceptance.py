@@ -41,7 +41,7 @@ def reference_of(
     length = drafter.block_size - 1
     counts = [count_accepted(text.commits, len(text.ids) - length, length) for _, text in pairs]
     return Reference(
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=target.number_format,
         block_size=drafter.block_size,
         acceptance=Acceptance.of_all(counts),
         texts=[

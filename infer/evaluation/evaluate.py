@@ -150,7 +150,7 @@ def summarise_part(target: AnyTarget, drafter: Drafter | None, part: PromptSet, 
     return Evaluation(
         target=target.name,
         device=describe_device(target.device),
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=target.number_format,
         prompts=len(plain.texts),
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

@@ -183,7 +183,7 @@ def settings_of(
     unused = ("prompts", "outside", "prompt_tokens", "sampled")
     return {
         "target": target.name,
-        "dtype": "int8" if target.quantised else str(target.dtype),
+        "dtype": target.number_format,
         "device": describe_device(target.device),
         "drafter": weights,
         "questions": json_digest(questions.chats),

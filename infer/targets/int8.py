@@ -130,7 +130,8 @@ class Int8Linear(nn.Module):
             if parts[0] is not None:
                 whole[name] = torch.cat([part.data for part in parts])
                 for part, (begin, end) in zip(parts, places, strict=True):
-                    part.data = whole[name][begin:end]
+                    if name != "codes" or not in_pairs():  # those that FBGEMM packs are needed no more
+                        part.data = whole[name][begin:end]
         sums = integer_product(whole["codes"], whole["scales"])
         for module, place in zip(modules, places, strict=True):
             part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from infer.config import TargetConfig
 from infer.targets.gguf import PACKAGED, converted, packaged_file
-from infer.targets.int8 import METHOD, int8_folder
+from infer.targets.int8 import METHOD, in_pairs, int8_folder
 from infer.targets.support import decoder_of, refuse_unfit, refuse_unsupported, setting
 from infer.targets.target import Target
 from infer.utils.progress import doing
@@ -206,7 +206,7 @@ def load_target(
         with doing(f"loading {path}"):
             model = load_model(path, place, config, options)
     target = Target(model, tokenizer, path)
-    if quantised:
+    if quantised and not target.quantised:
         target.shapes  # noqa: B018  a pass over one token: what its kernels refuse is said now
     return target
 
@@ -227,7 +227,23 @@ def int8_target(path: str, trust_remote_code: bool, told: Mapping[str, object] |
     folder = int8_folder(model_folder(path), whole)
     target = load_target(folder, "float32", "cpu", trust_remote_code, None, told)
     target.name = path
+    if in_pairs():
+        pack(target, weight_files(folder))
     return target
+
+
+def pack(target: Target, files: list[Path]) -> None:
+    """Pack all codes of a target just loaded, and keep no page of its files that packing reads."""
+    for parameter in target.model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.clone()
+    target.lean, target.shapes  # noqa: B018
+    target.head(torch.zeros(1, target.config.hidden_size))
+    parameters = dict(target.model.named_parameters())
+    for file in files:
+        for name, tensor in load_file(file).items():  # mapped, not read
+            if name in parameters and tensor.dtype == torch.int8:
+                parameters[name].data = tensor
 
 
 def spread(target: Target, device: torch.device) -> None:

@@ -112,6 +112,11 @@ class Target:
         return self.number.dtype
 
     @property
+    def number_format(self) -> str:
+        """What reports call the numbers that it computes with, such as "float32" or "int8"."""
+        return "int8" if self.quantised else str(self.dtype).removeprefix("torch.")
+
+    @property
     def head_weight(self) -> torch.Tensor:
         """(V, D), shared with the drafter and frozen; of codes what they stand for, made anew."""
         return self.model.get_output_embeddings().weight
@@ -233,16 +238,17 @@ class Target:
     @cached_property
     def lean(self) -> LeanDecoder | None:
         """The lean pass where it computes what Hugging Face's layers do; None where it does not, which
-        a warning says, or layers keep states, or keys and values of several sizes, or their weights are
-        here one layer at a time."""
-        if self.spread or not self.shapes.alike:
+        a warning says, or layers keep states, or their weights are here one layer at a time."""
+        if self.spread or self.recurrent:
             return None
         alone = list(self.windows) * self.config.num_hidden_layers
         kinds = alone if len(self.windows) == 1 else self.config.layer_types
         heads = self.config.num_attention_heads, key_heads(self.config)
         try:
             with lock_of(self.model):
-                lean = lean_decoder(self.body, kinds, *heads, self.embed)
+                lean = lean_decoder(self.body, kinds, *heads, self.embed)  # before any pass: weights are packed once
+                if not self.shapes.alike:
+                    raise UnknownLayer("keys and values of several sizes")
                 compare(self, lean)
         except UnknownLayer as error:
             warnings.warn(f"{self.name} runs through transformers' own layers: it has {error}", stacklevel=2)

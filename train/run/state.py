@@ -214,7 +214,7 @@ def overview(
         part = [f"vocabulary {len(known):,} of {len(counts):,} tokens: {drafted:.1f} % of those to learn from"]
     return [
         f"target     {config.target.path}, {theirs.num_hidden_layers} layers of {theirs.hidden_size}, "
-        f"{str(target.dtype).removeprefix('torch.')}" + (f"; chat template told {told}" if told else ""),
+        f"{target.number_format}" + (f"; chat template told {told}" if told else ""),
         f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
         f"full; {learnt:,} tokens to learn from",
         f"run        {length_of(config, count)} of {config.optim.batch} rows, {config.anchors} blocks a row" + share,
