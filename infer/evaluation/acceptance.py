@@ -14,7 +14,7 @@ from infer.engine.loops import LONGEST_PERIOD
 from infer.engine.sequence import Sequence as Text
 from infer.evaluation.results import Acceptance, Evaluation, KnownText, Reference, read_result
 from infer.formats.folders import find_folder
-from infer.targets.target import Target
+from infer.targets.target import Target, number_format
 
 FILE = "acceptance.json"  # beside an exported drafter's config.json
 TOKENS = 64  # of an answer
@@ -41,7 +41,7 @@ def reference_of(
     length = drafter.block_size - 1
     counts = [count_accepted(text.commits, len(text.ids) - length, length) for _, text in pairs]
     return Reference(
-        dtype=target.number_format,
+        dtype=number_format(target),
         block_size=drafter.block_size,
         acceptance=Acceptance.of_all(counts),
         texts=[

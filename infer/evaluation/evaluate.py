@@ -23,7 +23,7 @@ from infer.evaluation.replay import replay_trees, study_of
 from infer.evaluation.results import GENERATE, Evaluation, MethodResult, Reference, tree_of
 from infer.evaluation.ruler import acceptance_length, counted, figures, rate
 from infer.evaluation.showing import show_texts
-from infer.targets.target import Target
+from infer.targets.target import Target, number_format
 from infer.utils.together import agreed
 
 BRIEF = 4  # a brief evaluation decodes every fourth prompt
@@ -150,7 +150,7 @@ def summarise_part(target: AnyTarget, drafter: Drafter | None, part: PromptSet, 
     return Evaluation(
         target=target.name,
         device=describe_device(target.device),
-        dtype=target.number_format,
+        dtype=number_format(target),
         prompts=len(plain.texts),
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

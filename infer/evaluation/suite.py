@@ -22,7 +22,7 @@ from infer.evaluation.evaluate import describe_device, summarise_part
 from infer.evaluation.measuring import Measured, Progress, PromptSet, Variant, join, measure, variants
 from infer.evaluation.results import SetResult, SuiteResult, read_result, write_result
 from infer.formats.folders import find_folder
-from infer.targets.target import Target
+from infer.targets.target import Target, number_format
 from infer.utils.files import file_digest, json_digest, refuse_other_settings
 
 Chat = list[list[dict[str, str]]]  # turns of messages {"role", "content"}: what is said until the model answers
@@ -183,7 +183,7 @@ def settings_of(
     unused = ("prompts", "outside", "prompt_tokens", "sampled")
     return {
         "target": target.name,
-        "dtype": target.number_format,
+        "dtype": number_format(target),
         "device": describe_device(target.device),
         "drafter": weights,
         "questions": json_digest(questions.chats),

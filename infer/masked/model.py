@@ -43,6 +43,7 @@ class MaskedModel:
     shifted: bool
     name: str = "masked model"
     spread: bool = False  # see `Target`
+    quantised: bool = False  # likewise
 
     @property
     def device(self) -> torch.device:

@@ -112,11 +112,6 @@ class Target:
         return self.number.dtype
 
     @property
-    def number_format(self) -> str:
-        """What reports call the numbers that it computes with, such as "float32" or "int8"."""
-        return "int8" if self.quantised else str(self.dtype).removeprefix("torch.")
-
-    @property
     def head_weight(self) -> torch.Tensor:
         """(V, D), shared with the drafter and frozen; of codes what they stand for, made anew."""
         return self.model.get_output_embeddings().weight
@@ -349,3 +344,8 @@ def tokenizer_digest(tokenizer: object) -> str:
     template, as 64 hexadecimal digits: two tokenizers with the same digest write the same ids."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([vocabulary, tokenizer.chat_template]).encode()).hexdigest()
+
+
+def number_format(target: Target) -> str:
+    """Return what reports call the numbers that a target computes with, such as "float32" or "int8"."""
+    return "int8" if target.quantised else str(target.dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from infer.drafters.families import FAMILIES
 from infer.formats.folders import open_folder
 from infer.formats.layouts import find_problems, read
 from infer.targets.loading import load_config, open_target, resolve_dtype
-from infer.targets.target import Target
+from infer.targets.target import Target, number_format
 from train.blocks import anchor_room
 from train.config import OptimConfig, TrainConfig, check_head_training
 from train.engine import compute_dtype, measured_precision, micro_batch
@@ -214,7 +214,7 @@ def overview(
         part = [f"vocabulary {len(known):,} of {len(counts):,} tokens: {drafted:.1f} % of those to learn from"]
     return [
         f"target     {config.target.path}, {theirs.num_hidden_layers} layers of {theirs.hidden_size}, "
-        f"{target.number_format}" + (f"; chat template told {told}" if told else ""),
+        f"{number_format(target)}" + (f"; chat template told {told}" if told else ""),
         f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
         f"full; {learnt:,} tokens to learn from",
         f"run        {length_of(config, count)} of {config.optim.batch} rows, {config.anchors} blocks a row" + share,
