@@ -24,7 +24,10 @@ def composed(name: str, overrides: list[str]):
     return config
 
 
-@pytest.mark.parametrize("name", list(SCHEMAS))
+LONG = pytest.param("study", marks=pytest.mark.robustness)  # its every variant is composed
+
+
+@pytest.mark.parametrize("name", [*(name for name in SCHEMAS if name != "study"), LONG])
 def test_entry_configs_compose(name):
     composed(name, [])
 
@@ -91,7 +94,7 @@ def test_model_bundles_differ_in_name_and_target_only():
         composed("train", ["+model=hf"])
 
 
-@pytest.mark.parametrize("model", ["qwen3-4b", "smollm2"])
+@pytest.mark.parametrize("model", [pytest.param("qwen3-4b", marks=pytest.mark.robustness), "smollm2"])
 def test_every_objective_composes_with_every_bundle(model):
     """`gamma` is the objective's: what a bundle says of one is nothing to another."""
     for objective in options_of("objective"):

@@ -36,7 +36,7 @@ def test_any_drafter_is_replayed_as_it_decodes(make_tiny, name):
     target, drafter = make_tiny(block_size=5, **TINY[name])
     orders = [Order("chain", 4), Order("ddtree", 12), Order("ddtree", 90), Order("static", 14)]
     prompts = [[7, 8, 9, 10], list(range(20, 41)), [3]]
-    real = {order: decoded(target, drafter, prompts, order, 24) for order in orders}
+    real = {order: decoded(target, drafter, prompts, order, 16) for order in orders}
     texts = [(text.prompt, text.ids) for text in real[orders[0]]]
     found = replay(target, drafter, texts, orders, [features_of(target, drafter.layer_ids, text) for text in texts])
     for order in orders:
@@ -49,7 +49,7 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
     drafter = load_drafter("embedded")
     prompts = [prompt.ids for prompt in outside_prompts(embedded.tokenizer, 48, False)[:5]]
     chain, tree, best = Order("chain", 7), Order("ddtree", 16), Order("ddtree", 16, "ideal")
-    real = decoded(embedded, drafter, prompts, chain, 40)
+    real = decoded(embedded, drafter, prompts, chain, 32)
     texts = [(text.prompt, text.ids) for text in real]
     by_chain = replay(embedded, drafter, texts, [chain], reference=chain)
     own = "marginals" if drafter.head_row is None else "head"
@@ -60,7 +60,7 @@ def test_what_is_counted_is_what_decoding_accepted(embedded):
         assert asked[0] == known.rounds and not np.any(behind)
         assert (np.array(known.accepted) <= right).all() and (right - known.accepted).sum() <= 1  # cut at the end
     found = replay(embedded, drafter, texts, [tree, best], reference=tree)
-    own_rounds = [text.commits for text in decoded(embedded, drafter, prompts, tree, 40)]
+    own_rounds = [text.commits for text in decoded(embedded, drafter, prompts, tree, 32)]
     assert [text.commits[tree] for text in found] == own_rounds
     study = study_of(found)
     gained = {one.by: one.tau for one in study.orders}

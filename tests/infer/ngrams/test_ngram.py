@@ -178,7 +178,7 @@ def test_lookups_in_damaged_files_do_no_harm(tmp_path, probabilities):
     generator = np.random.default_rng(0)
     sections = np.frombuffer(bytes(whole[: HEADER.itemsize]), HEADER)[0]["sections"].astype(int)
     tokens = [0, 5, 6, 39, (1 << 20) - 1]
-    for attempt in range(6):
+    for attempt in range(4):
         damaged = whole.copy()
         for at, size in sections[:5]:
             if attempt < 2:

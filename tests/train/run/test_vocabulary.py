@@ -11,7 +11,13 @@ from train.run.checkpoints import load, newest
 from train.run.log import read_log
 
 
-@pytest.mark.parametrize("options", [["head=selector", "drafter.head.rank=8"], ["drafter=dart", "deepspeed=zero2"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["head=selector", "drafter.head.rank=8"],
+        pytest.param(["drafter=dart", "deepspeed=zero2"], marks=pytest.mark.robustness),
+    ],
+)
 def test_the_tokens_are_the_most_frequent_ones(small, run_here, shallow, tmp_path, capsys, options):
     """The run checks itself before its first step (train/selfcheck.py), and decodes at its end."""
     config = small(*options, "drafter.vocabulary=60", "optim.steps=2")
