@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from infer.cli.models import OfDrafter, load
@@ -54,7 +55,8 @@ def opened(config: ServeCommand):
 def run(config: ServeCommand) -> None:
     from infer.serving.server import serve
 
-    engine, said = opened(config)
+    with ThreadPoolExecutor(1) as loader:  # OpenMP's threads end with it: beside the engine's own, both would fall
+        engine, said = loader.submit(opened, config).result()  # asleep between any two loops (LOG.md)
     HEARTBEAT.at(None)
     told = f"{said}; talk to it with ./launch.sh chat url={config.server.url}"
     serve(engine, config.server, lambda: print(told, file=sys.stderr, flush=True))
