@@ -24,10 +24,10 @@ def composed(name: str, overrides: list[str]):
     return config
 
 
-LONG = pytest.param("study", marks=pytest.mark.robustness)  # its every variant is composed
-
-
-@pytest.mark.parametrize("name", [*(name for name in SCHEMAS if name != "study"), LONG])
+@pytest.mark.parametrize(
+    "name",  # of a study every variant is composed
+    [pytest.param(name, marks=[pytest.mark.robustness] if name == "study" else []) for name in SCHEMAS],
+)
 def test_entry_configs_compose(name):
     composed(name, [])
 

@@ -147,7 +147,8 @@ class BudgetController(Budget):
         self.rounds += 1
         last = self.place(max(1, min(most, POSITIONS // rows - 1)))
         if self.rounds <= TRIAL or not self.promised.any():
-            cheap = int((self.by_rule(rows) <= TRIED * self.by_rule(rows)[0]).sum()) - 1
+            costs = self.by_rule(rows)
+            cheap = int((costs <= TRIED * costs[0]).sum()) - 1
             return min(self.sizes[max(1, min(cheap, last))], FIRST)
         costs = self.costs(rows)
         rates = (1 + np.append(0.0, self.promised[:last].cumsum())) / costs[: last + 1]
