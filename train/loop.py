@@ -196,7 +196,7 @@ def prepare_run(asked: TrainConfig, device: torch.device, folder: Path) -> RunSt
         stored.check(dependencies(config, target, drafter.layer_ids))
     few = first_only(lambda: note_few_prompts(config, target))
     first_only(lambda: begin_run(folder, asked, sources(config.target.path, target, dataset)))
-    said = first_only(lambda: overview(config, target, dataset, drafter.vocabulary.tokens))
+    said = first_only(lambda: overview(config, target, dataset, drafter.vocabulary.tokens, device))
     if dist.get_rank() == 0:  # before the work of the self-check, which takes a while for a large model
         print(*said, memory, sep="\n", flush=True)
     if config.target.shard:

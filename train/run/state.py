@@ -159,10 +159,7 @@ def precision_of(config: TrainConfig, device: torch.device) -> str:
         with suppress(ValueError, OSError, KeyError):  # damaged: it is refused later
             return json.loads((run / CONFIG).read_text())["optim"]["precision"]
     theirs = load_config(config.target.path, config.target.trust_remote_code).get_text_config()
-    precision = measured_precision(config, theirs, device)
-    if precision != config.optim.precision:
-        print(f"optim.precision=auto: {precision}, in which a layer takes less time here", flush=True)
-    return precision
+    return measured_precision(config, theirs, device)
 
 
 def as_begun(config: TrainConfig) -> DrafterConfig:
@@ -199,14 +196,16 @@ def most_anchors(rows: "StoredRows | Dataset", config: TrainConfig) -> int:
 
 
 def overview(
-    config: TrainConfig, target: Target, rows: "StoredRows | Dataset", known: torch.Tensor | None
+    config: TrainConfig, target: Target, rows: "StoredRows | Dataset", known: torch.Tensor | None, device: torch.device
 ) -> list[str]:
     """Return three lines: which target, told what; which data, and how much there is to learn; how many
-    steps. known (R,): the tokens of a drafter that does not know all, which has a line of its own."""
+    steps, and the dtype of their products. known (R,): the tokens of a drafter that does not know all,
+    which has a line of its own."""
     told, count, theirs = config.target.chat_template_kwargs, len(rows), target.config
     full = sum(int((part >= 0).sum()) for part in column_parts(rows, "documents")) / (count * config.data.length)
     learnt = sum(int(part.sum()) for part in column_parts(rows, "loss"))
     share = f", at most {config.document_anchors} a document" if config.document_anchors else ""
+    products = str(compute_dtype(config, device)).removeprefix("torch.")
     part = []
     if known is not None:
         counts = learnt_counts(rows, target)
@@ -217,7 +216,8 @@ def overview(
         f"{number_format(target)}" + (f"; chat template told {told}" if told else ""),
         f"data       {described(config.data)}: {count:,} rows of {config.data.length:,} tokens, {100 * full:.1f} % "
         f"full; {learnt:,} tokens to learn from",
-        f"run        {length_of(config, count)} of {config.optim.batch} rows, {config.anchors} blocks a row" + share,
+        f"run        {length_of(config, count)} of {config.optim.batch} rows, {config.anchors} blocks a row{share}, "
+        f"products in {products}",
         *part,
     ]
 

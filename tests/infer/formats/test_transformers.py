@@ -153,7 +153,7 @@ def test_a_tap_of_the_last_layer_is_trained_and_drafted_as_it_says(make_tiny, tm
         with cache.add(1) as row:
             prefilled = target.extend(IDS.tolist(), row, again.layer_ids).context
         found[kind] = target.packed_features(IDS, positions, torch.zeros_like(IDS), again.layer_ids).context
-        assert torch.allclose(prefilled, found[kind], atol=1e-5)
+        assert torch.allclose(prefilled, found[kind], atol=1e-4)  # states of up to 15, sums of another order
     theirs = target.model(IDS, output_hidden_states=True).hidden_states
     assert torch.allclose(found["normed"], torch.cat([theirs[LAYERS], theirs[2]], -1), atol=1e-5)
     raw = found["raw"][..., :32]
