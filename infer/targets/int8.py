@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -45,6 +45,7 @@ DAMPING, BLOCK = (
 ROOM = 4e9  # bytes for second moments at once
 
 
+@cache
 def in_pairs() -> bool:
     """Return whether this processor, an x86 without VNNI, adds products of codes in pairs of 16 bits:
     then FBGEMM's kernels are the fast ones, else oneDNN's."""
@@ -52,22 +53,29 @@ def in_pairs() -> bool:
     return able["architecture"] == "x86_64" and not (able["avx512_vnni"] or able["avx_vnni"])
 
 
-def integer_product(codes: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of whole numbers (N, D) from -127 to 127, float32, with codes (O, D) int8, times
-    scales (O,): (N, O) float32, each one exact sum rounded once. Next to each other, two codes of an output
-    must not be more than 128 in sum of absolute values, so that pairs of products stay within 16 bits.
+def codes_dtype() -> torch.dtype:
+    """Return the dtype of the activations' codes that this processor multiplies."""
+    return torch.float32 if in_pairs() else torch.int8
+
+
+def integer_product(codes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of whole numbers (N, D) from -127 to 127, of `codes_dtype`, with codes (O, D)
+    int8: (N, O) int32, or float32 where the codes are, each sum exact but for one rounding. Next to each
+    other, two codes of an output must not be more than 128 in sum of absolute values, so that pairs of
+    products stay within 16 bits.
 
     Both ways are private names of PyTorch, and this is their one door; a test holds them against
     integer arithmetic.
     """
     if in_pairs():
+        ones, zeros = torch.ones(len(codes)).double(), torch.zeros(len(codes)).long()
         with warnings.catch_warnings(action="ignore"):  # tensors of this kind are deprecated
-            weight = torch._make_per_channel_quantized_tensor(codes, scales.double(), torch.zeros(len(codes)).long(), 0)
+            weight = torch._make_per_channel_quantized_tensor(codes, ones, zeros, 0)
         packed = torch.ops.quantized.linear_prepack(weight, None)
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         return lambda whole: product(whole, 1.0, 128, packed)
     turned = codes.t()
-    return lambda whole: torch._int_mm(whole.to(torch.int8), turned).float().mul_(scales)
+    return lambda whole: torch._int_mm(whole, turned)
 
 
 @dataclass(frozen=True)
@@ -75,21 +83,22 @@ class Int8Product:
     """What a linear layer over int8 codes computes: a `lean.Product`."""
 
     sums: Callable[[torch.Tensor], torch.Tensor]  # see `integer_product`
+    scales: torch.Tensor  # (O,) of the codes
     smooth: torch.Tensor  # (D,) that activations are multiplied by
     digits: int  # of activations
     bias: torch.Tensor | None = None
 
     def __call__(self, states: torch.Tensor, norm: loops.Scale | None = None) -> torch.Tensor:
         """Return the product (N, O) of states (N, D), behind a norm if there is one."""
-        whole, scales = loops.codes(states, self.smooth, self.digits, norm)
-        return loops.finish(self.sums(whole), scales, self.bias)
+        whole, scales = loops.codes(states, self.smooth, self.digits, codes_dtype(), norm)
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias)
 
     normed = __call__
 
     def onto(self, before: torch.Tensor, states: torch.Tensor, factor: float) -> torch.Tensor:
         """Return the product of states (N, D) times a factor added to others (N, O)."""
-        whole, scales = loops.codes(states, self.smooth, self.digits)
-        return loops.finish(self.sums(whole), scales, self.bias, before, factor)
+        whole, scales = loops.codes(states, self.smooth, self.digits, codes_dtype())
+        return loops.finish(self.sums(whole), scales, self.scales, self.bias, before, factor)
 
 
 class Int8Linear(nn.Module):
@@ -110,7 +119,7 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def product(self) -> Int8Product:
-        return Int8Product(integer_product(self.codes.data, self.scales.data), self.smooth, self.digits, self.bias)
+        return Int8Product(integer_product(self.codes.data), self.scales, self.smooth, self.digits, self.bias)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the products of states (..., D), (..., O)."""
@@ -132,11 +141,11 @@ class Int8Linear(nn.Module):
                 for part, (begin, end) in zip(parts, places, strict=True):
                     if name != "codes" or not in_pairs():  # those that FBGEMM packs are needed no more
                         part.data = whole[name][begin:end]
-        sums = integer_product(whole["codes"], whole["scales"])
+        sums = integer_product(whole["codes"])
         for module, place in zip(modules, places, strict=True):
             part = lambda states, place=place: sums(states)[:, slice(*place)].contiguous()  # noqa: E731
-            module.product = Int8Product(part, first.smooth, first.digits, module.bias)
-        return Int8Product(sums, first.smooth, first.digits, whole.get("bias"))
+            module.product = Int8Product(part, module.scales, first.smooth, first.digits, module.bias)
+        return Int8Product(sums, whole["scales"], first.smooth, first.digits, whole.get("bias"))
 
 
 class Int8Embedding(nn.Module):
@@ -207,7 +216,7 @@ class Inputs:
         exact, tried = sample @ weight.t(), []
         for alpha in ALPHAS:
             factors = self.most.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (1 - alpha)
-            codes, scales = loops.codes(sample, 1 / factors, 1)
+            codes, scales = loops.codes(sample, 1 / factors, 1, torch.float32)
             found = (codes * scales[:, None] * factors) @ weight.t()
             loss = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-9)
             tried.append((loss.square().mean().sqrt().item(), factors))

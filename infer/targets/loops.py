@@ -1,16 +1,15 @@
 """What the lean pass has compiled by numba, in float32 and on the CPU: norms, heads on their way into
 attention, gates; attention and the codes of int8 targets. Tensor operations take several times as many
 calls, each of which costs more than what it computes for few positions. Arguments of compiled loops are
-addresses and sizes, as the loops are called hundreds of times in a pass.
+words in memory, addresses and sizes, as the loops are called hundreds of times in a pass, by all threads
+of a team: each takes the next part, until none is left.
 
 N positions of B rows, Q each, D hidden size, H query heads, K key heads, G = H / K, E head size, R of
 its features rotated, S places in a cache. A position's numbers do not depend on what is computed beside
 it.
 """
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import ctypes
 from functools import cache
 from typing import NamedTuple
 
@@ -19,12 +18,13 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
 
 from infer.attention.kv_cache import LayerWindow
 from infer.attention.masks import Mask
 from infer.trees import compiled
-from infer.utils.jit import IN_ORDER, REORDERS, njit
+from infer.utils.jit import IN_ORDER, REORDERS, address_of, njit
 
 LOG2, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 # e^x about 0: coefficients of x^2 .. x^7 of its Taylor series
@@ -35,8 +35,9 @@ Bend = tuple[np.float32, np.float32]  # of an activation x sigmoid(a x + b x^3)
 SILU = np.float32(1), np.float32(0)
 GELU = np.float32(1.59576912), np.float32(1.59576912 * 0.044715)  # by tanh
 SECOND = 254  # how much finer the second digit of an activation is than the first
-STEP = 16  # places that attention scores at once
-QUERIES, PLACES = 16, 128  # of a row that attention takes together, and places at a time: near enough to be read again
+WIDTH = 16  # numbers that attention computes at once, of an AVX-512 register; others take several
+BYTES = 4 * WIDTH
+QUERIES, PLACES = 32, 128  # of a row that attention takes together, and places at a time: near enough to be read again
 WORTH = 3 * 10**5  # cycles, about, that other threads are called for
 
 
@@ -53,7 +54,31 @@ def pointer(kind: types.Type):
     return point
 
 
-floats, longs, ints = pointer(types.float32), pointer(types.int64), pointer(types.int32)
+floats, longs, ints, bytes_ = (pointer(kind) for kind in (types.float32, types.int64, types.int32, types.int8))
+
+
+@intrinsic
+def take(typing, at):
+    """Return the word at an address, which counts on: threads that share it take the parts of a loop."""
+
+    def generate(context, builder, signature, arguments):
+        word = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", word, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def words(typing, at, count):
+    """Return as many words from memory, behind the one that counts parts."""
+    kind = types.UniTuple(types.int64, count.literal_value)
+
+    def generate(context, builder, signature, arguments):
+        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        places = (builder.gep(first, [ir.Constant(ir.IntType(64), 1 + n)]) for n in range(kind.count))
+        return context.make_tuple(builder, kind, [builder.load(place) for place in places])
+
+    return kind(types.intp, count), generate
 
 
 @intrinsic
@@ -66,6 +91,22 @@ def as_float(typing, bits):
     return types.float32(types.int32), generate
 
 
+@numba.njit(inline="always")
+def number(word):
+    """Return the float32 that a word holds (`bits`)."""
+    return as_float(np.int32(word))
+
+
+@intrinsic
+def as_bits(typing, value):
+    """The 32 bits of a number."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(types.int32))
+
+    return types.int32(types.float32), generate
+
+
 @intrinsic
 def power_of_two(typing, shifted):
     """2^n of a float32 n + SHIFT, whose last bits are n."""
@@ -76,6 +117,64 @@ def power_of_two(typing, shifted):
         return builder.bitcast(exponent, context.get_value_type(types.float32))
 
     return types.float32(types.float32), generate
+
+
+class Lanes(types.Type):
+    """WIDTH numbers in a register."""
+
+    def __init__(self) -> None:
+        super().__init__("Lanes")
+
+
+LANES, VECTOR = Lanes(), ir.VectorType(ir.FloatType(), WIDTH)
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager, kind) -> None:
+        super().__init__(manager, kind, VECTOR)
+
+
+@intrinsic
+def nothing(typing):
+    """Return lanes of 0."""
+    return LANES(), lambda context, builder, signature, arguments: ir.Constant(VECTOR, None)
+
+
+@intrinsic
+def load(typing, at):
+    """Return the lanes at an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], VECTOR.as_pointer()), align=4)
+
+    return LANES(types.intp), generate
+
+
+@intrinsic
+def store(typing, at, lanes):
+    """Put lanes to an address."""
+
+    def generate(context, builder, signature, arguments):
+        builder.store(arguments[1], builder.inttoptr(arguments[0], VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.intp, LANES), generate
+
+
+@intrinsic
+def fma(typing, total, factor, lanes):
+    """Return total + factor * lanes, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        total, factor, lanes = arguments
+        one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), factor, ir.Constant(ir.IntType(32), 0))
+        all_of_it = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), None))
+        kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{WIDTH}f32")
+        return builder.call(function, [all_of_it, lanes, total])
+
+    return LANES(LANES, types.float32, LANES), generate
 
 
 @numba.njit(inline="always")
@@ -91,154 +190,189 @@ def exp(x):
 
 
 @njit(fast=IN_ORDER)
-def _gate(begin, step, both, out, rows, size, first, third):
+def _gate(at):
     """Fill out (N, I) with gate * up * sigmoid(first * gate + third * gate^3) of both (N, 2 I)."""
+    both, out, rows, size, first, third = words(at, 6)
     both, out = carray(floats(both), (rows, 2 * size)), carray(floats(out), (rows, size))
-    for n in range(begin, rows, step):
+    first, third = number(first), number(third)
+    n = take(at)
+    while n < rows:
         gates, ups, to = both[n, :size], both[n, size:], out[n]
         for i in range(size):
             x = gates[i]
             y = min(max(x * (first + third * x * x), LEAST), -LEAST)
             to[i] = x / (np.float32(1) + exp(-y)) * ups[i]
+        n = take(at)
 
 
 @njit(fast=REORDERS)
-def _norm(states, weight, eps, out, rows, size):
-    """Fill out (N, D) with the RMS norm of states (N, D) by a weight (D,)."""
-    states, weight, out = (
-        carray(floats(states), (rows, size)), carray(floats(weight), size), carray(floats(out), (rows, size))
-    )  # fmt: skip
-    for n in range(rows):
-        total = np.float32(size * eps)
-        for d in range(size):
-            total += states[n, d] * states[n, d]
-        factor = np.sqrt(np.float32(size) / total)
-        for d in range(size):
-            out[n, d] = states[n, d] * factor * weight[d]
+def _norm_row(x, weight, eps, out):
+    """Fill out (D,) with the RMS norm of x (D,) by a weight (D,)."""
+    total = np.float32(len(x) * eps)
+    for d in range(len(x)):
+        total += x[d] * x[d]
+    factor = np.sqrt(np.float32(len(x)) / total)
+    for d in range(len(x)):
+        out[d] = x[d] * factor * weight[d]
 
 
 @njit
-def _codes(begin, step, states, weight, eps, smooth, out, scales, rows, size, digits):
+def _norm(at):
+    """Fill out (N, D) with the RMS norm of states (N, D) by a weight (D,)."""
+    states, weight, eps, out, rows, size = words(at, 6)
+    states, out = carray(floats(states), (rows, size)), carray(floats(out), (rows, size))
+    n = take(at)
+    while n < rows:
+        _norm_row(states[n], carray(floats(weight), size), number(eps), out[n])
+        n = take(at)
+
+
+@njit
+def _codes(at):
     """Fill scales (N,) and out (digits N, D) with whole numbers from -127 to 127: states (N, D), behind
     an RMS norm by a weight (D,) unless its address is 0, times smooth (D,) are scales * (out + the second
-    digit / SECOND)."""
+    digit / SECOND). Out is of int8 where `small`, else of float32."""
+    states, weight, eps, smooth, out, scales, rows, size, digits, small = words(at, 10)
     inputs, smooth = carray(floats(states), (rows, size)), carray(floats(smooth), size)
-    codes, scales = carray(floats(out), (digits * rows, size)), carray(floats(scales), rows)
-    bits = carray(ints(out), (digits * rows, size))
-    for n in range(begin, rows, step):
-        most = np.int32(0)  # of absolute values as bits, which are in the same order
+    codes, wide = carray(bytes_(out), (digits * rows, size)), carray(floats(out), (digits * rows, size))
+    scales, row = carray(floats(scales), rows), np.empty(size, np.float32)
+    n = take(at)
+    while n < rows:
         if weight != 0:
-            _norm(states + 4 * n * size, weight, eps, out + 4 * n * size, 1, size)
+            _norm_row(inputs[n], carray(floats(weight), size), number(eps), row)
             for d in range(size):
-                codes[n, d] *= smooth[d]
+                row[d] *= smooth[d]
         else:
             for d in range(size):
-                codes[n, d] = inputs[n, d] * smooth[d]
-        for d in range(size):
-            most = max(most, bits[n, d] & np.int32(0x7FFFFFFF))
-        top = max(as_float(most), np.float32(1e-30))
+                row[d] = inputs[n, d] * smooth[d]
+        top = max(_most(row), np.float32(1e-30))
         scales[n], factor = top / np.float32(127), np.float32(127) / top
         for d in range(size):
-            exact = codes[n, d] * factor
-            codes[n, d] = np.rint(exact)
-            if digits == 2:
-                codes[rows + n, d] = np.rint((exact - codes[n, d]) * np.float32(SECOND))
+            row[d] *= factor
+        for digit in range(digits):
+            to = n + digit * rows
+            if small:
+                for d in range(size):
+                    codes[to, d] = np.int8(as_bits(row[d] + SHIFT))
+            else:
+                for d in range(size):
+                    wide[to, d] = (row[d] + SHIFT) - SHIFT
+            if digit + 1 < digits:
+                for d in range(size):
+                    row[d] = (row[d] - ((row[d] + SHIFT) - SHIFT)) * np.float32(SECOND)
+        n = take(at)
 
 
 @njit
-def _finish(begin, step, sums, scales, bias, before, factor, rows, size, digits):
-    """Put in the first N of sums (digits N, O) of codes: before (N, O) + factor * scales (N,) * sums +
-    bias (O,). An address of 0 says that there is no bias or nothing before."""
-    whole, scales = carray(floats(sums), (digits * rows, size)), carray(floats(scales), rows)
+def _most(row):
+    """Return the greatest absolute value of a row (D,)."""
+    bits, most = row.view(np.int32), np.int32(0)  # of absolute values, which are in the same order
+    for d in range(len(row)):
+        most = max(most, bits[d] & np.int32(0x7FFFFFFF))
+    return as_float(most)
+
+
+@njit
+def _finish(at):
+    """Put in the place of the first N of sums (digits N, O) of codes, int32 where `small`, else float32:
+    before (N, O) + factor * scales (N,) * each (O,) * sums + bias (O,). An address of 0 says that there
+    is no bias or nothing before."""
+    sums, scales, each, bias, before, factor, rows, size, digits, small = words(at, 10)
+    out, whole = carray(floats(sums), (digits * rows, size)), carray(ints(sums), (digits * rows, size))
+    scales, each = carray(floats(scales), rows), carray(floats(each), size)
     biases, others = carray(floats(bias), size), carray(floats(before), (rows, size))
-    for n in range(begin, rows, step):
-        out, scale = whole[n], scales[n] * factor
-        if digits == 2:
-            second = whole[rows + n]
+    n = take(at)
+    while n < rows:
+        to, counts, last, scale = out[n], whole[n], n + (digits - 1) * rows, scales[n] * number(factor)
+        if small:
             for o in range(size):
-                out[o] = second[o] / np.float32(SECOND) + out[o]
+                to[o] = np.float32(counts[o])
+        if digits == 2 and small:
+            for o in range(size):
+                to[o] += np.float32(whole[last, o]) / np.float32(SECOND)
+        elif digits == 2:
+            for o in range(size):
+                to[o] += out[last, o] / np.float32(SECOND)
         for o in range(size):
-            out[o] *= scale
+            to[o] *= scale * each[o]
         if bias != 0:
             for o in range(size):
-                out[o] += biases[o]
+                to[o] += biases[o]
         if before != 0:
             for o in range(size):
-                out[o] = others[n, o] + out[o]
+                to[o] = others[n, o] + to[o]
+        n = take(at)
 
 
-@njit(fast=IN_ORDER)
-def _score(query, turned, scores):
-    """Fill scores (n,) of a query (E,) with keys (E, n), n a multiple of STEP."""
-    for j in range(len(scores)):
-        scores[j] = 0
-    for e in range(0, len(query), 4):
-        x0, x1, x2, x3 = query[e], query[e + 1], query[e + 2], query[e + 3]
-        t0, t1, t2, t3 = turned[e], turned[e + 1], turned[e + 2], turned[e + 3]
-        for j in range(len(scores)):
-            scores[j] = scores[j] + x0 * t0[j] + x1 * t1[j] + x2 * t2[j] + x3 * t3[j]
+@njit
+def _multiply(a0, a1, a2, a3, count, b, stride, c0, c1, c2, c3, adds):
+    """Put products of four rows (count,) at a0 .. a3 with a matrix (count, 2 WIDTH), `stride` bytes from
+    row to row, into rows at c0 .. c3, or add them there. Sums go from the first number to the last."""
+    x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = nothing()
+    if adds:
+        x0, x1, x2, x3 = load(c0), load(c1), load(c2), load(c3)
+        y0, y1, y2, y3 = load(c0 + BYTES), load(c1 + BYTES), load(c2 + BYTES), load(c3 + BYTES)
+    for n in range(count):
+        low, high = load(b + n * stride), load(b + n * stride + BYTES)
+        f0, f1, f2, f3 = floats(a0)[n], floats(a1)[n], floats(a2)[n], floats(a3)[n]
+        x0, x1, x2, x3 = fma(x0, f0, low), fma(x1, f1, low), fma(x2, f2, low), fma(x3, f3, low)
+        y0, y1, y2, y3 = fma(y0, f0, high), fma(y1, f1, high), fma(y2, f2, high), fma(y3, f3, high)
+    store(c0, x0), store(c1, x1), store(c2, x2), store(c3, x3)
+    store(c0 + BYTES, y0), store(c1 + BYTES, y1), store(c2 + BYTES, y2), store(c3 + BYTES, y3)
 
 
 @njit(fast=IN_ORDER)
 def _soften(weights, hides, whole, scale, count):
     """Put e^(score - greatest) in the place of the first `count` scores (S,), scaled and under an additive
-    mask (S,), unless the query sees the whole of them, and 0 behind them."""
+    mask (S,), unless the query sees the whole of them, and 0 behind them; return their sum, one by one."""
+    tops, total = np.full(WIDTH, np.float32(-3e38)), np.float32(0)
+    for j in range(count, len(weights)):
+        weights[j] = np.float32(-3e38)
     for j in range(len(weights)):
         weights[j] *= scale
     if not whole:
         for j in range(count):
             weights[j] += hides[j]
-    top = np.float32(-3e38)
-    for j in range(count):
-        top = max(top, weights[j])
+    for j in range(0, len(weights), WIDTH):
+        for n in range(WIDTH):
+            tops[n] = max(tops[n], weights[j + n])
+    top = tops.max()
     for j in range(len(weights)):
         weights[j] = exp(weights[j] - top)
     for j in range(count, len(weights)):
         weights[j] = 0
-
-
-@njit(fast=IN_ORDER)
-def _mix(weights, values, h, begin, end, count, total, out):
-    """Add to out (E,) the values (S, K, E) of key head h at places `begin` to `end` of `count` by their
-    weights (S,), one by one; return the total of weights that far. At the end out is their mean. Behind
-    `count` weights are 0 up to a multiple of 4."""
-    if begin == 0:
-        total = np.float32(0)
-        for e in range(len(out)):
-            out[e] = 0
-    for j in range(begin, end, 4):
-        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-        v0, v1 = values[j, h], values[min(j + 1, end - 1), h]
-        v2, v3 = values[min(j + 2, end - 1), h], values[min(j + 3, end - 1), h]
-        total = total + w0 + w1 + w2 + w3
-        for e in range(len(out)):
-            out[e] = out[e] + w0 * v0[e] + w1 * v1[e] + w2 * v2[e] + w3 * v3[e]
-    if end == count:
-        for e in range(len(out)):
-            out[e] /= total
+    for j in range(count):
+        total += weights[j]
     return total
 
 
 @njit(fast=IN_ORDER)
-def _attend(
-    first, step, queries, keys, values, mask, scale, out, rows, capacity, seen, width, shared, groups, size
-):  # fmt: skip
+def _attend(at):
     """Fill out (B, Q, K, G, E) with the attention of queries (B, K, G, Q, E) over the first S = `seen`
     places of keys and values (B, capacity, K E), under an additive mask (B, Q, S), unless its address
     is 0. Sums go from the first place to the last, one by one, and a hidden place adds 0: so a query's
     numbers follow from what it sees alone, wherever that lies and whatever lies between.
 
-    Some queries of a row and a key head go together over some places, which stay near."""
+    Some queries of a row and a key head go together over some places, which stay near: R of them, by
+    fours, the last one again where there are less."""
+    queries, keys, values, mask, scale, out, rows, capacity, seen, width, shared, groups, size = words(at, 13)
     whole, many, hidden = mask == 0, min(width, QUERIES), carray(floats(mask), (rows, width, seen))
+    scale, wide = number(scale), (size + 2 * WIDTH - 1) // (2 * WIDTH) * (2 * WIDTH)
     q, to = carray(floats(queries), (rows, shared, groups, width, size)), carray(
         floats(out), (rows, width, shared, groups, size)
     )  # fmt: skip
     k, v = carray(floats(keys), (rows, capacity, shared, size)), carray(floats(values), (rows, capacity, shared, size))
-    turned = np.zeros((size, PLACES + STEP), np.float32)  # a STEP more: rows begin in other lines of a cache
-    weights = np.empty((groups, many, (seen + STEP - 1) // STEP * STEP), np.float32)
-    last, totals = np.empty(many, np.int64), np.empty((groups, many), np.float32)
+    turned = np.zeros((size, PLACES + WIDTH), np.float32)  # WIDTH more: rows begin in other lines of a cache
+    near_values, v_step = np.zeros((PLACES, wide), np.float32), 4 * wide
+    asked = np.empty((groups * many, size), np.float32)
+    weights = np.empty((groups * many, (seen + 2 * WIDTH - 1) // (2 * WIDTH) * (2 * WIDTH)), np.float32)
+    mixed, last = np.empty((groups * many, wide), np.float32), np.empty(many, np.int64)
+    totals = np.empty(groups * many, np.float32)
+    q_at, w_at, mixed_at = asked.ctypes.data, weights.ctypes.data, mixed.ctypes.data
+    q_step, w_step, mixed_step = 4 * size, 4 * weights.shape[1], 4 * wide
     parts = (width + many - 1) // many
-    for unit in range(first, rows * shared * parts, step):
+    unit = take(at)
+    while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
         count, most = min(many, width - begin), 0
         for i in range(count):
@@ -246,41 +380,66 @@ def _attend(
             while not whole and last[i] > 1 and hidden[b, begin + i, last[i] - 1] < 0:
                 last[i] -= 1
             most = max(most, last[i])
+            for g in range(groups):
+                asked[i * groups + g] = q[b, h, g, begin + i]
+        end = count * groups - 1
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
             for j in range(near):
                 for e in range(size):
                     turned[e, j] = k[b, place + j, h, e]
-            up = place + (near + STEP - 1) // STEP * STEP
-            for i in range(count):
-                for g in range(groups if last[i] > place else 0):
-                    _score(q[b, h, g, begin + i], turned, weights[g, i, place:up])
-        for i in range(count):
-            up = (last[i] + STEP - 1) // STEP * STEP
-            for g in range(groups):
-                hides = turned[0] if whole else hidden[b, begin + i]
-                _soften(weights[g, i, :up], hides, whole, scale, last[i])
+            for r in range(0, end + 1, 4):
+                r1, r2, r3 = min(r + 1, end), min(r + 2, end), min(r + 3, end)
+                for j in range(0, near, 2 * WIDTH):
+                    to_0 = w_at + 4 * (place + j)
+                    _multiply(
+                        q_at + r * q_step, q_at + r1 * q_step, q_at + r2 * q_step, q_at + r3 * q_step, size,
+                        turned.ctypes.data + 4 * j, 4 * (PLACES + WIDTH),
+                        to_0 + r * w_step, to_0 + r1 * w_step, to_0 + r2 * w_step, to_0 + r3 * w_step, False,
+                    )  # fmt: skip
+        for r in range(end + 1):
+            i = r // groups
+            up = (most + WIDTH - 1) // WIDTH * WIDTH
+            hides = asked[0] if whole else hidden[b, begin + i]
+            totals[r] = _soften(weights[r, :up], hides, whole, scale, last[i])
         for place in range(0, most, PLACES):
-            for i in range(count):
-                for g in range(groups if last[i] > place else 0):
-                    end, mixed = min(place + PLACES, last[i]), to[b, begin + i, h, g]
-                    totals[g, i] = _mix(weights[g, i], v[b], h, place, end, last[i], totals[g, i], mixed)
+            near, v_at = min(PLACES, most - place), near_values.ctypes.data
+            if wide == size:
+                v_at, v_step = values + 4 * ((b * capacity + place) * shared + h) * size, 4 * shared * size
+            else:
+                for j in range(near):
+                    near_values[j, :size] = v[b, place + j, h]
+            for r in range(0, end + 1, 4):
+                r1, r2, r3 = min(r + 1, end), min(r + 2, end), min(r + 3, end)
+                for e in range(0, wide, 2 * WIDTH):
+                    from_0, to_0 = w_at + 4 * place, mixed_at + 4 * e
+                    _multiply(
+                        from_0 + r * w_step, from_0 + r1 * w_step, from_0 + r2 * w_step, from_0 + r3 * w_step, near,
+                        v_at + 4 * e, v_step, to_0 + r * mixed_step, to_0 + r1 * mixed_step,
+                        to_0 + r2 * mixed_step, to_0 + r3 * mixed_step, place > 0,
+                    )  # fmt: skip
+        for r in range(end + 1):
+            for e in range(size):
+                to[b, begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r]
+        unit = take(at)
 
 
 @njit(fast=REORDERS)
-def _place_heads(
-    parts, stride, weight, eps, cos, sin, slots, keys, values, queries, rows, width, heads, shared, size, rotated
-):
+def _place_heads(at):
     """Take heads parts (N, H + 2 K, E) of N = `rows` positions, `stride` numbers apart, `width` = Q of
     each text, to where attention reads them: queries (B, H, Q, E), keys and values (S, K E) at slots
     (N,). Queries and keys are normed by weight (H + K, E), unless its address is 0, and their first R
     features are turned by cos and sin (N, R). Norms change parts."""
-    normed, half = weight != 0, rotated // 2
+    (
+        parts, stride, weight, eps, cos, sin, slots, keys, values, queries, rows, width, heads, shared, size, rotated
+    ) = words(at, 16)  # fmt: skip
+    normed, half, eps = weight != 0, rotated // 2, number(eps)
     weight = carray(floats(weight), (heads + shared, size))
     cos, sin = carray(floats(cos), (rows, rotated)), carray(floats(sin), (rows, rotated))
     slots = carray(longs(slots), rows)
-    for n in range(rows):
-        begin, at, slot = n // width * heads * width, n % width, 4 * slots[n] * shared * size
+    n = take(at)
+    while n < rows:
+        begin, place, slot = n // width * heads * width, n % width, 4 * slots[n] * shared * size
         of_position = carray(floats(parts + 4 * n * stride), (heads + 2 * shared, size))
         for h in range(heads + shared):
             x = of_position[h]
@@ -291,7 +450,7 @@ def _place_heads(
                 factor = np.sqrt(np.float32(size) / total)
                 for e in range(size):
                     x[e] *= factor * weight[h, e]
-            to = queries + 4 * (begin + h * width + at) * size if h < heads else keys + slot + 4 * (h - heads) * size
+            to = queries + 4 * (begin + h * width + place) * size if h < heads else keys + slot + 4 * (h - heads) * size
             to = carray(floats(to), size)
             for e in range(half):
                 to[e] = x[e] * cos[n, e] + x[e + half] * sin[n, e]
@@ -303,6 +462,7 @@ def _place_heads(
         for h in range(shared):
             for e in range(size):
                 to[h, e] = of_position[heads + shared + h, e]
+        n = take(at)
 
 
 class Scale(NamedTuple):
@@ -320,8 +480,8 @@ def serve(states: torch.Tensor) -> bool:
 def norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return states (..., D) behind an RMS norm with a weight (D,)."""
     states, size = states.contiguous(), weight.shape[0]
-    out = torch.empty_like(states)
-    _norm(states.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), states.numel() // size, size)
+    out, rows = torch.empty_like(states), states.numel() // size
+    run(_norm, rows, rows * size, states.data_ptr(), weight.data_ptr(), bits(eps), out.data_ptr(), rows, size)
     return out
 
 
@@ -338,13 +498,13 @@ def place(
     (rows, shared, _, size), (count, heads, _), width = memory.keys.shape, parts.shape, memory.width
     heads -= 2 * shared
     queries = parts.new_empty(rows, shared, heads // shared * width, size)
-    weight, eps = (0, 0.0) if norm is None else (norm.wide.data_ptr(), norm.eps)
+    weight, eps = (0, 0) if norm is None else (norm.wide.data_ptr(), bits(norm.eps))
     cos, sin, rotated = (0, 0, 0) if rotation is None else (*(x.data_ptr() for x in rotation), rotation[0].shape[-1])
     plane = 4 * memory.buffer.stride(0)
     keys = memory.buffer.data_ptr() + 2 * memory.index * plane
-    _place_heads(
-        parts.data_ptr(), parts.stride(0), weight, eps, cos, sin, memory.slots.data_ptr(), keys, keys + plane,
-        queries.data_ptr(), count, width, heads, shared, size, rotated,
+    run(
+        _place_heads, count, 2 * count * (heads + 2 * shared) * size, parts.data_ptr(), parts.stride(0), weight, eps,
+        cos, sin, memory.slots.data_ptr(), keys, keys + plane, queries.data_ptr(), count, width, heads, shared, size, rotated,
     )  # fmt: skip
     return queries
 
@@ -353,22 +513,23 @@ def gate(both: torch.Tensor, bend: Bend) -> torch.Tensor:
     """Return activation(gate) * up, (N, I), of both (N, 2 I)."""
     both, (rows, size) = both.contiguous(), both.shape
     out = both.new_empty(rows, size // 2)
-    on_threads(_gate, rows, 3 * out.numel(), both.data_ptr(), out.data_ptr(), rows, size // 2, *bend)
+    first, third = bend
+    run(_gate, rows, 3 * out.numel(), both.data_ptr(), out.data_ptr(), rows, size // 2, bits(first), bits(third))
     return out
 
 
 def codes(
-    states: torch.Tensor, smooth: torch.Tensor, digits: int, norm: Scale | None = None
+    states: torch.Tensor, smooth: torch.Tensor, digits: int, dtype: torch.dtype, norm: Scale | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whole numbers from -127 to 127 as float32, (digits N, D), and scales (N,), that stand for
-    states (N, D), behind a norm if there is one, times smooth (D,): scale * (first digit + second digit /
-    SECOND)."""
+    """Return whole numbers from -127 to 127 of a dtype, int8 or float32, (digits N, D), and scales (N,),
+    that stand for states (N, D), behind a norm if there is one, times smooth (D,): scale * (first digit +
+    second digit / SECOND)."""
     states, (rows, size) = states.contiguous(), states.shape
-    out, scales = states.new_empty(digits * rows, size), states.new_empty(rows)
-    weight, eps = (0, 0.0) if norm is None else (norm.wide.data_ptr(), norm.eps)
-    on_threads(
+    out, scales = states.new_empty((digits * rows, size), dtype=dtype), states.new_empty(rows)
+    weight, eps = (0, 0) if norm is None else (norm.wide.data_ptr(), bits(norm.eps))
+    run(
         _codes, rows, rows * size, states.data_ptr(), weight, eps, smooth.data_ptr(), out.data_ptr(),
-        scales.data_ptr(), rows, size, digits,
+        scales.data_ptr(), rows, size, digits, dtype == torch.int8,
     )  # fmt: skip
     return out, scales
 
@@ -376,20 +537,23 @@ def codes(
 def finish(
     sums: torch.Tensor,
     scales: torch.Tensor,
+    each: torch.Tensor,
     bias: torch.Tensor | None,
     before: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return what sums (digits N, O) of codes with scales (N,) stand for, times a factor, plus bias (O,),
-    added to others (N, O), in place of the first N."""
+    """Return what sums (digits N, O) of codes with scales (N,) and weights' scales `each` (O,) stand for,
+    times a factor, plus bias (O,), added to others (N, O): float32, in place of the first N."""
     rows, size = scales.shape[0], sums.shape[1]
-    digits = sums.shape[0] // rows
+    digits, small = sums.shape[0] // rows, sums.dtype == torch.int32
     before = None if before is None else before.contiguous()
-    on_threads(
-        _finish, rows, sums.numel(), sums.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        0 if before is None else before.data_ptr(), np.float32(factor), rows, size, digits,
+    run(
+        _finish, rows, sums.numel(), sums.data_ptr(), scales.data_ptr(), each.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if before is None else before.data_ptr(), bits(factor), rows, size,
+        digits, small,
     )  # fmt: skip
-    return sums if digits == 1 else sums[:rows]
+    found = sums.view(torch.float32) if small else sums
+    return found if digits == 1 else found[:rows]
 
 
 def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scale: float) -> torch.Tensor:
@@ -399,25 +563,42 @@ def attend_in_order(queries: torch.Tensor, memory: LayerWindow, mask: Mask, scal
     additive, groups = mask.for_packed(1, queries.dtype), queries.shape[2] // width
     out = queries.new_empty(rows * width, shared * groups * size)
     hidden = 0 if additive is None else additive.data_ptr()
-    on_threads(
+    run(
         _attend, rows * shared * -(-width // QUERIES), queries.numel() * seen // 2, queries.data_ptr(),
-        keys.data_ptr(), memory.values.data_ptr(), hidden, np.float32(scale), out.data_ptr(), rows,
+        keys.data_ptr(), memory.values.data_ptr(), hidden, bits(scale), out.data_ptr(), rows,
         keys.stride(0) // keys.stride(2), seen, width, shared, groups, size,
     )  # fmt: skip
     return out
 
 
 @cache
-def pool(process: int) -> ThreadPoolExecutor:
-    """Return the other threads of a process, which a fork of it does not have."""
-    return ThreadPoolExecutor(thread_name_prefix="loops")
+def bits(value: float) -> int:
+    """Return the word that holds a float32 (`number`)."""
+    return int(np.float32(value).view(np.int32))
 
 
-def on_threads(loop: Callable[..., None], parts: int, work: int, *arguments: float) -> None:
-    """Run a loop over its parts `begin`, `begin + step` .., on as many threads as torch has where the work,
-    in cycles, is worth it. What is computed for a part does not depend on it."""
-    step = min(torch.get_num_threads(), parts) if work > WORTH else 1
-    others = [pool(os.getpid()).submit(loop, begin, step, *arguments) for begin in range(1, step)]
-    loop(0, step, *arguments)
-    for other in others:
-        other.result()
+@cache
+def team() -> "ctypes._CFuncPtr | None":
+    """Return what calls a function from several threads, those of torch's products: libgomp's entry for
+    `omp parallel`. None where torch comes with another library."""
+    found = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if found is not None:
+        found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found
+
+
+@cache
+def entry(loop: object) -> "ctypes._CFuncPtr":
+    """Return a compiled loop as a function of an address."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(loop))
+
+
+def run(loop: object, parts: int, work: int, *arguments: int) -> None:
+    """Run a loop over its parts, on as many threads as torch has where the work, in cycles, is worth it.
+    What is computed for a part does not depend on who takes it."""
+    memory = (ctypes.c_int64 * (len(arguments) + 1))(0, *arguments)
+    threads = min(torch.get_num_threads(), parts) if work > WORTH and team() else 1
+    if threads > 1:
+        team()(entry(loop), ctypes.byref(memory), threads, 0)
+    else:
+        entry(loop)(ctypes.byref(memory))

@@ -5,6 +5,7 @@ from contextlib import suppress
 from functools import partial
 
 import numba
+from numba import types
 
 REORDERS = {"reassoc", "contract"}  # sums may be taken in any order and multiplications joined with them
 IN_ORDER = {"contract", "nnan", "nsz"}  # multiplications may be joined with sums; there is no NaN
@@ -16,7 +17,7 @@ def njit(function: Callable | None = None, *, fast: Collection[str] = ()) -> Cal
     compiled in every process anew. `fast`: what vectors of numbers need (LLVM's fast-math flags)."""
     if function is None:
         return partial(njit, fast=fast)
-    options = {"nogil": True, "fastmath": set(fast), "error_model": "numpy", "no_cfunc_wrapper": True}
+    options = {"nogil": True, "fastmath": set(fast), "error_model": "numpy"}
     try:
         compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError as error:
@@ -32,3 +33,10 @@ def njit(function: Callable | None = None, *, fast: Collection[str] = ()) -> Cal
 
     cache.save_overload = save_if_there_is_room
     return compiled
+
+
+def address_of(compiled: object) -> int:
+    """Return the address of a function of one word as C calls it; it is compiled where it was not."""
+    compiled.compile((types.intp,))
+    code = compiled.overloads[types.intp,]
+    return code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name)
