@@ -504,7 +504,8 @@ def place(
     keys = memory.buffer.data_ptr() + 2 * memory.index * plane
     run(
         _place_heads, count, 2 * count * (heads + 2 * shared) * size, parts.data_ptr(), parts.stride(0), weight, eps,
-        cos, sin, memory.slots.data_ptr(), keys, keys + plane, queries.data_ptr(), count, width, heads, shared, size, rotated,
+        cos, sin, memory.slots.data_ptr(), keys, keys + plane, queries.data_ptr(), count, width, heads, shared, size,
+        rotated,
     )  # fmt: skip
     return queries
 
