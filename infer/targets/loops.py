@@ -36,7 +36,7 @@ SILU = np.float32(1), np.float32(0)
 GELU = np.float32(1.59576912), np.float32(1.59576912 * 0.044715)  # by tanh
 SECOND = 254  # how much finer the second digit of an activation is than the first
 WIDTH = 16  # numbers that attention computes at once, of an AVX-512 register; others take several
-BYTES = 4 * WIDTH
+BYTES, STEP = 4 * WIDTH, 2 * WIDTH
 QUERIES, PLACES = 32, 128  # of a row that attention takes together, and places at a time: near enough to be read again
 WORTH = 3 * 10**5  # cycles, about, that other threads are called for
 
@@ -305,20 +305,33 @@ def _finish(at):
 
 
 @njit
-def _multiply(a0, a1, a2, a3, count, b, stride, c0, c1, c2, c3, adds):
-    """Put products of four rows (count,) at a0 .. a3 with a matrix (count, 2 WIDTH), `stride` bytes from
-    row to row, into rows at c0 .. c3, or add them there. Sums go from the first number to the last."""
+def _four_rows(a0, a1, a2, a3, count, b, b_step, c0, c1, c2, c3, adds):
+    """`_product` of four rows with STEP columns."""
     x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = nothing()
     if adds:
         x0, x1, x2, x3 = load(c0), load(c1), load(c2), load(c3)
         y0, y1, y2, y3 = load(c0 + BYTES), load(c1 + BYTES), load(c2 + BYTES), load(c3 + BYTES)
     for n in range(count):
-        low, high = load(b + n * stride), load(b + n * stride + BYTES)
+        low, high = load(b + n * b_step), load(b + n * b_step + BYTES)
         f0, f1, f2, f3 = floats(a0)[n], floats(a1)[n], floats(a2)[n], floats(a3)[n]
         x0, x1, x2, x3 = fma(x0, f0, low), fma(x1, f1, low), fma(x2, f2, low), fma(x3, f3, low)
         y0, y1, y2, y3 = fma(y0, f0, high), fma(y1, f1, high), fma(y2, f2, high), fma(y3, f3, high)
     store(c0, x0), store(c1, x1), store(c2, x2), store(c3, x3)
     store(c0 + BYTES, y0), store(c1 + BYTES, y1), store(c2 + BYTES, y2), store(c3 + BYTES, y3)
+
+
+@njit
+def _product(a, a_step, rows, count, b, b_step, columns, c, c_step, adds):
+    """Put the product of matrices at a (rows, count) and b (count, columns), whose rows are `_step` bytes
+    apart, to c, or add it there. Sums go from the first number to the last. Columns are taken by STEP,
+    rows by fours, the last one again where there are less."""
+    for r in range(0, rows, 4):
+        r1, r2, r3 = min(r + 1, rows - 1), min(r + 2, rows - 1), min(r + 3, rows - 1)
+        for at in range(0, 4 * columns, 4 * STEP):
+            _four_rows(
+                a + r * a_step, a + r1 * a_step, a + r2 * a_step, a + r3 * a_step, count, b + at, b_step,
+                c + at + r * c_step, c + at + r1 * c_step, c + at + r2 * c_step, c + at + r3 * c_step, adds,
+            )  # fmt: skip
 
 
 @njit(fast=IN_ORDER)
@@ -353,72 +366,50 @@ def _attend(at):
     is 0. Sums go from the first place to the last, one by one, and a hidden place adds 0: so a query's
     numbers follow from what it sees alone, wherever that lies and whatever lies between.
 
-    Some queries of a row and a key head go together over some places, which stay near: R of them, by
-    fours, the last one again where there are less."""
+    Some queries of a row and a key head go together over some places, which stay near."""
     queries, keys, values, mask, scale, out, rows, capacity, seen, width, shared, groups, size = words(at, 13)
     whole, many, hidden = mask == 0, min(width, QUERIES), carray(floats(mask), (rows, width, seen))
-    scale, wide = number(scale), (size + 2 * WIDTH - 1) // (2 * WIDTH) * (2 * WIDTH)
-    q, to = carray(floats(queries), (rows, shared, groups, width, size)), carray(
-        floats(out), (rows, width, shared, groups, size)
-    )  # fmt: skip
+    wide, up = (size + STEP - 1) // STEP * STEP, (seen + STEP - 1) // STEP * STEP
+    q = carray(floats(queries), (rows, shared, groups, width, size))
+    to = carray(floats(out), (rows, width, shared, groups, size))
     k, v = carray(floats(keys), (rows, capacity, shared, size)), carray(floats(values), (rows, capacity, shared, size))
     turned = np.zeros((size, PLACES + WIDTH), np.float32)  # WIDTH more: rows begin in other lines of a cache
-    near_values, v_step = np.zeros((PLACES, wide), np.float32), 4 * wide
-    asked = np.empty((groups * many, size), np.float32)
-    weights = np.empty((groups * many, (seen + 2 * WIDTH - 1) // (2 * WIDTH) * (2 * WIDTH)), np.float32)
-    mixed, last = np.empty((groups * many, wide), np.float32), np.empty(many, np.int64)
-    totals = np.empty(groups * many, np.float32)
-    q_at, w_at, mixed_at = asked.ctypes.data, weights.ctypes.data, mixed.ctypes.data
-    q_step, w_step, mixed_step = 4 * size, 4 * weights.shape[1], 4 * wide
-    parts = (width + many - 1) // many
+    padded, asked = np.zeros((PLACES, wide), np.float32), np.empty((groups * many, size), np.float32)
+    weights, mixed = np.empty((groups * many, up), np.float32), np.empty((groups * many, wide), np.float32)
+    last, totals = np.empty(many, np.int64), np.empty(groups * many, np.float32)
+    parts, w_at = (width + many - 1) // many, weights.ctypes.data
     unit = take(at)
     while unit < rows * shared * parts:
         b, h, begin = unit // (shared * parts), unit // parts % shared, unit % parts * many
-        count, most = min(many, width - begin), 0
-        for i in range(count):
-            last[i] = seen
+        count, most = min(many, width - begin) * groups, 0
+        for r in range(count):
+            i, g = r // groups, r % groups
+            asked[r], last[i] = q[b, h, g, begin + i], seen
             while not whole and last[i] > 1 and hidden[b, begin + i, last[i] - 1] < 0:
                 last[i] -= 1
             most = max(most, last[i])
-            for g in range(groups):
-                asked[i * groups + g] = q[b, h, g, begin + i]
-        end = count * groups - 1
         for place in range(0, most, PLACES):
             near = min(PLACES, most - place)
             for j in range(near):
                 for e in range(size):
                     turned[e, j] = k[b, place + j, h, e]
-            for r in range(0, end + 1, 4):
-                r1, r2, r3 = min(r + 1, end), min(r + 2, end), min(r + 3, end)
-                for j in range(0, near, 2 * WIDTH):
-                    to_0 = w_at + 4 * (place + j)
-                    _multiply(
-                        q_at + r * q_step, q_at + r1 * q_step, q_at + r2 * q_step, q_at + r3 * q_step, size,
-                        turned.ctypes.data + 4 * j, 4 * (PLACES + WIDTH),
-                        to_0 + r * w_step, to_0 + r1 * w_step, to_0 + r2 * w_step, to_0 + r3 * w_step, False,
-                    )  # fmt: skip
-        for r in range(end + 1):
-            i = r // groups
-            up = (most + WIDTH - 1) // WIDTH * WIDTH
-            hides = asked[0] if whole else hidden[b, begin + i]
-            totals[r] = _soften(weights[r, :up], hides, whole, scale, last[i])
+            _product(
+                asked.ctypes.data, 4 * size, count, size, turned.ctypes.data, 4 * (PLACES + WIDTH), near,
+                w_at + 4 * place, 4 * up, False,
+            )  # fmt: skip
+        for r in range(count):
+            hides = asked[0] if whole else hidden[b, begin + r // groups]
+            line = weights[r, : (most + WIDTH - 1) // WIDTH * WIDTH]
+            totals[r] = _soften(line, hides, whole, number(scale), last[r // groups])
         for place in range(0, most, PLACES):
-            near, v_at = min(PLACES, most - place), near_values.ctypes.data
+            near, v_at, v_step = min(PLACES, most - place), padded.ctypes.data, 4 * wide
             if wide == size:
                 v_at, v_step = values + 4 * ((b * capacity + place) * shared + h) * size, 4 * shared * size
             else:
                 for j in range(near):
-                    near_values[j, :size] = v[b, place + j, h]
-            for r in range(0, end + 1, 4):
-                r1, r2, r3 = min(r + 1, end), min(r + 2, end), min(r + 3, end)
-                for e in range(0, wide, 2 * WIDTH):
-                    from_0, to_0 = w_at + 4 * place, mixed_at + 4 * e
-                    _multiply(
-                        from_0 + r * w_step, from_0 + r1 * w_step, from_0 + r2 * w_step, from_0 + r3 * w_step, near,
-                        v_at + 4 * e, v_step, to_0 + r * mixed_step, to_0 + r1 * mixed_step,
-                        to_0 + r2 * mixed_step, to_0 + r3 * mixed_step, place > 0,
-                    )  # fmt: skip
-        for r in range(end + 1):
+                    padded[j, :size] = v[b, place + j, h]
+            _product(w_at + 4 * place, 4 * up, count, near, v_at, v_step, wide, mixed.ctypes.data, 4 * wide, place > 0)
+        for r in range(count):
             for e in range(size):
                 to[b, begin + r // groups, h, r % groups, e] = mixed[r, e] / totals[r]
         unit = take(at)
