@@ -274,10 +274,7 @@ class DraftState:
 
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin (rows, width, E) of the positions behind every row's committed ones."""
-        return self.angles_at(self.cache.positions(rows, width))
-
-    def angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (B, W, E) of positions (B, W)."""
+        positions = self.cache.positions(rows, width)
         cos, sin = (torch.embedding(table[0], positions) for table in self.angles)
         return cos, sin
 

@@ -140,12 +140,6 @@ class MethodResult:
     again: int | None = None  # prompts that something disturbed, which were measured again
 
     @property
-    def acceptance(self) -> Acceptance:
-        """Of a chain: how many drafts were accepted by position."""
-        sums = [sum(self.histogram[k + 1 :]) for k in range(len(self.histogram) - 1)]
-        return Acceptance(sum(self.histogram), sums)
-
-    @property
     def finding(self) -> str:
         """What the speedup shows: faster, slower or undecided (not significant); nothing for figures of
         earlier versions, which have no intervals."""
