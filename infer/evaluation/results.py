@@ -14,7 +14,7 @@ from infer.trees.methods import ALONE, TREES, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-GENERATE = TreeMethod(  # plain decoding by transformers: infer/evaluation/others.py
+GENERATE = TreeMethod(  # plain decoding by transformers: infer/evaluation/measuring.py
     "generate", "transformers", "", "#e69f00", drafts=False, most_nodes=lambda block_size: 0
 )
 

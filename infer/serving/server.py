@@ -84,7 +84,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
         kept = {"namespace": "blockdraft", "registry": self.registry}
-        counter, gauge = (partial(kind, **kept) for kind in (prometheus_client.Counter, prometheus_client.Gauge))
+        counter = partial(prometheus_client.Counter, **kept)
+        gauge = partial(prometheus_client.Gauge, **kept)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
         self.reused = counter("reused_prompt_tokens", "Of these, not computed: an earlier text began alike")
         self.tokens = counter("generated_tokens", "Committed tokens")
