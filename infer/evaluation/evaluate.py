@@ -117,7 +117,7 @@ def decode_all(
 
 def decided(target: Target, value: object) -> object:
     """Return what the clock decided: where processes compute every pass of the target together
-    (`target.shard`), which must not decide by clocks of their own, the first one's."""
+    (`target.shard`), the first one's, as they must not decide by clocks of their own."""
     return agreed(value) if target.spread else value
 
 

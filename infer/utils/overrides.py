@@ -2,8 +2,9 @@
 no DictConfig survives.
 
 GROUP=NAME and +model=NAME choose files of conf/. KEY=VALUE sets a key: a text is taken as it is typed
-(quotes, brackets, newlines, any language), anything else is YAML. `COMMAND --help` says what there is:
-every key with its default, its type and its meaning, from the dataclasses of the options.
+(quotes, brackets, newlines, any language), anything else is YAML.
+
+`COMMAND --help` shows every key with its default, type and meaning.
 """
 
 import json

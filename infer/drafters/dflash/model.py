@@ -59,9 +59,11 @@ def layer_patterns(config: Qwen3Config) -> list[tuple[bool, int | None]]:
 
 
 class Convolution(nn.Module):
-    """DFlash 2's two convolutions around a sublayer, attention or feed-forward: every slot of a block sees
-    a little of the slots before it. Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero across
-    the block's edge, with kernels made from what the sublayer is given; a fresh one changes nothing.
+    """DFlash 2's two convolutions around a sublayer, attention or feed-forward: every slot of a block
+    sees a little of the slots before it. A fresh one changes nothing.
+
+    Conv(x)_t = sum_o (base[o] + delta_t[o, group]) x_{t-o}, zero across the block's edge; one before
+    the sublayer and one behind it, both with kernels made from what the sublayer is given.
 
     Q queries of all blocks, W queries of a block, O taps, C channels that share a kernel.
     """
