@@ -3,7 +3,7 @@
 import argparse
 from itertools import islice
 
-from data.prompts import held_out_prompts
+from data.prompts import evaluation_prompts
 from data.rows import DataConfig, in_turn
 from data.suites import SuiteConfig, load_suite
 from infer import Target, load_target
@@ -32,7 +32,8 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def prompts_of(args: argparse.Namespace, tokenizer) -> list[list[int]]:
     """Return prompts: first questions from all sets of --suite in turn, or held-out ones."""
     if args.suite is None:
-        return held_out_prompts(DataConfig(), tokenizer, args.prompts, args.prompt_tokens)
+        found = evaluation_prompts(DataConfig(), tokenizer, args.prompts, args.prompt_tokens)
+        return [prompt.ids for prompt in found]
     chats = in_turn([one.chats for one in load_suite(SuiteConfig("files", args.suite))])
     settings = {"add_generation_prompt": True, "return_dict": True}
     return [tokenizer.apply_chat_template(chat[0], **settings)["input_ids"] for chat in islice(chats, args.prompts)]

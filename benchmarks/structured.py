@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from data.prompts import held_out_prompts
+from data.prompts import evaluation_prompts
 from data.rows import DataConfig
 from infer import Engine, load_drafter, load_target
 from infer.config import DrafterConfig, EngineConfig, TextOptions
@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     target, drafter = load_target("embedded", device="cpu"), load_drafter("embedded")
-    prompts = held_out_prompts(DataConfig(), target.tokenizer, args.prompts, 64)
+    prompts = [prompt.ids for prompt in evaluation_prompts(DataConfig(), target.tokenizer, args.prompts, 64)]
     gains(target, drafter, prompts, args.tokens)
     shares(target, drafter, prompts, args.tokens)
     shares(*big_target(), [list(range(300 + i, 316 + i)) for i in range(min(4, args.prompts))], args.tokens // 2)

@@ -102,11 +102,6 @@ def outside_prompts(tokenizer, tokens: int, chats: bool) -> list[Prompt]:
     return prompts
 
 
-def held_out_prompts(config: DataConfig, tokenizer, count: int, tokens: int) -> list[list[int]]:
-    """Return the ids of `evaluation_prompts` without those from outside."""
-    return [prompt.ids for prompt in evaluation_prompts(config, tokenizer, count, tokens)]
-
-
 def few_prompts(found: int, wanted: int) -> str | None:
     """Return the sentence about data too small for the prompts that are wanted, None where it is
     not."""

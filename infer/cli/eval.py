@@ -7,8 +7,7 @@ from pathlib import Path
 
 from data.rows import check_source
 from data.suites import SuiteConfig
-from infer.cli.measured import OfData
-from infer.cli.models import load
+from infer.cli.models import OfData, load
 from infer.masked.config import MaskedConfig
 from infer.utils.progress import Progress
 

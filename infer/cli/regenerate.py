@@ -108,7 +108,7 @@ def answer(config: RegenerateCommand, out: Path) -> None:
     """Write the answers to `out`."""
     from data.questions import opening
     from data.template import habits
-    from infer.serving.clients import by_server
+    from infer.serving.clients import Client
     from infer.serving.regenerate import by_engine, options_of, regenerate, rows_content
     from infer.targets.identity import target_identity
     from infer.targets.loading import load_tokenizer
@@ -145,7 +145,7 @@ def answer(config: RegenerateCommand, out: Path) -> None:
             capacity = config.capacity or longest(rows(), target, options.max_new_tokens)
             answers = by_engine(target, drafter, options, capacity)
         else:
-            answers = by_server(server, options, config.at_once, prompt_end)
+            answers = Client(server, options, config.at_once, prompt_end).answers
         return regenerate(rows(), answers, out, settings, MOST_FAILURES, total)
 
     rows = partial(chosen_rows, config, tokenizer)

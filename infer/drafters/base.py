@@ -39,11 +39,10 @@ from infer.attention.kv_cache import KVCache, Window
 from infer.attention.masks import Mask, block_mask, cached_blocks
 from infer.config import DrafterConfig
 from infer.drafters.families import FAMILIES, Family
-from infer.drafters.gated import weights_of
 from infer.drafters.heads.base import Confidence, Head, head_rows
 from infer.drafters.heads.table import HeadRow, head_of, new_head
 from infer.drafters.int8 import rounded
-from infer.drafters.warm import can_start_as
+from infer.drafters.warm import can_start_as, weights_of
 from infer.targets.layers import read_norm, some_outputs
 from infer.targets.support import head_size, key_heads, mlp_size, norm_eps, rope
 from infer.targets.target import Target
@@ -274,10 +273,7 @@ class DraftState:
 
     def rotary(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin (rows, width, E) of the positions behind every row's committed ones."""
-        return self.angles_at(self.cache.positions(rows, width))
-
-    def angles_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin (B, W, E) of positions (B, W)."""
+        positions = self.cache.positions(rows, width)
         cos, sin = (torch.embedding(table[0], positions) for table in self.angles)
         return cos, sin
 

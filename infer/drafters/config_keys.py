@@ -295,12 +295,3 @@ def config_dict(config: Qwen3Config) -> dict:
         for key in ("use_sliding_window", "sliding_window"):
             everything[key] = None
     return {key: everything[key] for key in WRITTEN if everything.get(key) is not None}
-
-
-def known_tokens(d2t: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
-    """Return t2d, (V,) bool: the tokens that a head has rows for; d2t (rows,) offsets, None for a whole
-    vocabulary."""
-    if d2t is None:
-        return torch.ones(vocabulary, dtype=torch.bool)
-    tokens = d2t.cpu() + torch.arange(len(d2t))
-    return torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, tokens, True)

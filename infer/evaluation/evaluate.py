@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 
 from infer.api import AnyTarget
 from infer.config import EvaluationConfig
@@ -24,7 +25,6 @@ from infer.evaluation.results import GENERATE, Evaluation, MethodResult, Referen
 from infer.evaluation.ruler import acceptance_length, counted, figures, rate
 from infer.evaluation.showing import show_texts
 from infer.targets.target import Target, number_format
-from infer.utils.together import agreed
 
 BRIEF = 4  # a brief evaluation decodes every fourth prompt
 
@@ -116,9 +116,16 @@ def decode_all(
 
 
 def decided(target: Target, value: object) -> object:
-    """Return what the clock decided: where processes compute every pass of the target together, the
-    first one's."""
+    """Return what the clock decided: where processes compute every pass of the target together
+    (`target.shard`), the first one's, as they must not decide by clocks of their own."""
     return agreed(value) if target.spread else value
+
+
+def agreed(value: object) -> object:
+    """Return the first process's value, in every process."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def summarise(

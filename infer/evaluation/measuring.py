@@ -7,21 +7,22 @@ from collections import abc
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from infer.api import AnyTarget, open_engine
-from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig
+from infer.config import NO_NGRAMS, TEXT_NGRAMS, DecodeOptions, EvaluationConfig, TextOptions
 from infer.drafters.base import Drafter
 from infer.drafters.families import LOOKUP
 from infer.drafters.lookup import Lookup
 from infer.engine.loops import LONGEST_PERIOD, TIMES, loop_period
 from infer.engine.sampling import derived_seed
-from infer.engine.sequence import Sequence
+from infer.engine.sequence import Sequence, text_end
 from infer.evaluation.acceptance import AnyPrompt
-from infer.evaluation.others import decode_by_generate
 from infer.evaluation.replay import ReplayedText
 from infer.evaluation.results import GENERATE, PromptResult
 from infer.evaluation.ruler import DISTURBED
 from infer.evaluation.showing import Shown
+from infer.targets.target import Target
 from infer.trees.methods import ALONE, TREES, TreeMethod
 
 SHARED = ("max_new_tokens", "temperature")  # with DecodeOptions
@@ -186,6 +187,41 @@ def measure(
             one.prompts[i] = run(one.variant, numbers[i], list(prompts[i])).prompts[0]
             one.again += 1
     return measured
+
+
+def decode_by_generate(target: Target, prompt: list[int], options: TextOptions) -> Sequence:
+    """Continue a prompt with transformers' `generate`, as long as the engine would. A sampled text is
+    another than the engine's: it is drawn with other noise."""
+    sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    ends = [] if options.ignore_eos else sorted(target.end_ids)
+    config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature > 0,
+        # none: a token that cannot come, as None would be filled in from the model's own configuration
+        eos_token_id=ends or [target.vocabulary],
+        pad_token_id=0,
+        repetition_penalty=1.0,
+        **(sampled if options.temperature else {}),
+    )
+
+    def looped(ids: torch.Tensor, scores: object, **unused: object) -> torch.Tensor:
+        new = ids[0, len(prompt) :].tolist()
+        return torch.tensor([bool(new and loop_period(new, len(new), options.loop_period))], device=ids.device)
+
+    ids = torch.tensor([prompt], device=target.device)
+    stops = StoppingCriteriaList([looped] if options.loop_period else [])
+    with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(options.seed)
+        out = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, stopping_criteria=stops
+        )
+    text, new = Sequence(prompt, options), out[0, len(prompt) :].tolist()
+    length, text.finish = text_end(new, 0, options, target) or (len(new), "length")
+    text.ids, text.commits = new[:length], [1] * length
+    text.stats.tokens = length
+    text.stats.rounds = length - 1  # the first pass is the prompt's
+    text.stats.histogram = [length - 1]
+    return text
 
 
 def synchronised_clock(device: torch.device) -> abc.Callable[[], float]:

@@ -14,7 +14,7 @@ from infer.trees.methods import ALONE, TREES, TreeMethod
 from infer.utils.files import write_json
 
 Result = TypeVar("Result")
-GENERATE = TreeMethod(  # plain decoding by transformers: infer/evaluation/others.py
+GENERATE = TreeMethod(  # plain decoding by transformers: infer/evaluation/measuring.py
     "generate", "transformers", "", "#e69f00", drafts=False, most_nodes=lambda block_size: 0
 )
 
@@ -138,12 +138,6 @@ class MethodResult:
     speedup_interval: list[float] | None = None
     prompts: list[PromptResult] | None = None
     again: int | None = None  # prompts that something disturbed, which were measured again
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """Of a chain: how many drafts were accepted by position."""
-        sums = [sum(self.histogram[k + 1 :]) for k in range(len(self.histogram) - 1)]
-        return Acceptance(sum(self.histogram), sums)
 
     @property
     def finding(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import httpx
 
 from infer.config import DecodeOptions, TextOptions
-from infer.serving.dialogue import Answering, Dialogue, Row, Turn, arguments_of, of_row, with_opening
+from infer.serving.dialogue import Dialogue, Row, Turn, arguments_of, of_row, with_opening
 
 TRIES = 3  # requests for one answer, before its row counts as failed
 REST = 1.0  # seconds before the second request, four times as long before the third
@@ -63,9 +63,13 @@ def turn_of(response: dict, chat: bool, prompt_end: str = "") -> Turn:
 
 
 class Client:
-    """A server that answers, and how it is asked. prompt_end: the last words of a row's prompts."""
+    """A server that answers rows, `at_once` requests under way. prompt_end: the last words of a row's
+    prompts. A request is tried three times before its row counts as failed; the key in OPENAI_API_KEY
+    is sent. Raises ValueError where no server has a model."""
 
-    def __init__(self, url: str, options: DecodeOptions, at_once: int, prompt_end: Callable[[Row], str]) -> None:
+    def __init__(
+        self, url: str, options: DecodeOptions, at_once: int, prompt_end: Callable[[Row], str] = lambda row: ""
+    ) -> None:
         self.url, self.options, self.at_once, self.prompt_end = url.rstrip("/"), options, at_once, prompt_end
         key = os.environ.get("OPENAI_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -131,12 +135,3 @@ class Client:
             return error
         dialogue.fail(error, keep=status == 400)  # asking again changes nothing; a chat may have grown too long
         return None
-
-
-def by_server(
-    url: str, options: DecodeOptions, at_once: int, prompt_end: Callable[[Row], str] = lambda row: ""
-) -> Answering:
-    """Return a function that answers rows by a server, `at_once` requests under way, in the rows'
-    order. A request is tried three times before its row counts as failed; the key in OPENAI_API_KEY is
-    sent. Raises ValueError where no server has a model."""
-    return Client(url, options, at_once, prompt_end).answers

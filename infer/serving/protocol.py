@@ -67,7 +67,7 @@ SHARED = {"temperature", "top_p", "min_p", "repetition_penalty", "ignore_eos", "
 class StreamOptions(Strict):
     """What a stream says beside the text."""
 
-    include_usage: bool = False
+    include_usage: bool = False  # token counts at its end
 
 
 class CompletionRequest(Strict):
@@ -117,11 +117,6 @@ class CompletionRequest(Strict):
         if (self.stream_options or self.trace) and not self.stream:
             raise ValueError("stream_options and trace: for streams only, add stream=true or leave them out")
         return self
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def shapes(self) -> dict[str, str]:
         """Return what the answer must look like, as `TextOptions` name it. Raises ValueError for
@@ -391,9 +386,6 @@ class Form:
     def opening(self, index: int) -> dict | None:
         """Return what is sent before the first chunk of a text, if anything."""
         return None
-
-    def choice(self, index: int, piece: TextPiece, chunk: bool = False) -> dict:
-        raise NotImplementedError
 
     def word(self, id: int) -> str:
         return self.target.tokenizer.decode([id])

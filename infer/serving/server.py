@@ -83,18 +83,17 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = prometheus_client.CollectorRegistry()
-        counter = partial(self._new, prometheus_client.Counter)
+        kept = {"namespace": "blockdraft", "registry": self.registry}
+        counter = partial(prometheus_client.Counter, **kept)
+        gauge = partial(prometheus_client.Gauge, **kept)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of texts let in")
         self.reused = counter("reused_prompt_tokens", "Of these, not computed: an earlier text began alike")
         self.tokens = counter("generated_tokens", "Committed tokens")
         self.rounds = counter("rounds", "Rounds, one count per row")
         self.drafted = counter("drafted_tokens", "Verified draft nodes")
         self.accepted = counter("accepted_tokens_per_pos", "Rounds that accepted a draft so deep", ["position"])
-        self.writing = self._new(prometheus_client.Gauge, "texts_writing", "Texts being written")
-        self.waiting = self._new(prometheus_client.Gauge, "texts_waiting", "Texts waiting for a row")
-
-    def _new(self, kind: type, name: str, text: str, labels: list[str] = ()):
-        return kind(f"blockdraft_{name}", text, labels, registry=self.registry)
+        self.writing = gauge("texts_writing", "Texts being written")
+        self.waiting = gauge("texts_waiting", "Texts waiting for a row")
 
 
 class Worker(threading.Thread):
@@ -343,7 +342,7 @@ class Service:
         except HTTPException as refused:
             yield event({"error": {"message": refused.detail, "type": "server_error"}})
             return
-        if body.wants_usage:
+        if body.stream_options and body.stream_options.include_usage:
             usage = form.usage(tokens, reused(tickets[:: body.n]))
             yield event(form.envelope([], chunk=True) | {"usage": usage})
         yield "data: [DONE]\n\n"

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from infer.utils.help import help_text
 from infer.utils.hub import refrain_from_silent_hub
 from infer.utils.interrupts import INTERRUPTS, interrupted
-from infer.utils.overrides import composed, in_one_sentence, merged, values
+from infer.utils.overrides import composed, help_text, in_one_sentence, merged, values
 from infer.utils.progress import HEARTBEAT
 from infer.utils.redact import redact_text
 

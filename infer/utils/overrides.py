@@ -3,6 +3,8 @@ no DictConfig survives.
 
 GROUP=NAME and +model=NAME choose files of conf/. KEY=VALUE sets a key: a text is taken as it is typed
 (quotes, brackets, newlines, any language), anything else is YAML.
+
+`COMMAND --help` shows every key with its default, type and meaning.
 """
 
 import json
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import Field, asdict, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from inspect import cleandoc
 from pathlib import Path
 from typing import get_origin
 
@@ -24,6 +27,10 @@ CONF = Path(__file__).resolve().parent.parent.parent / "conf"
 BUNDLES = ("model", "recipe")  # groups that change others, the second what the first one says
 TYPED = re.compile(r"\+{0,2}(?P<key>[^\W\d][\w.]*)=(?P<value>.*)", re.DOTALL)
 LARGEST = 2**62  # of a number: seeds and counts are 64 bits
+HOW = (
+    "A text is taken as it is typed; lists are [a,b]; nothing is null. A group is chosen by GROUP=NAME, a bundle of "
+    "settings by +model=NAME.\n--cfg job prints the configuration that a command line stands for."
+)
 LONGEST_SENTENCE = 480  # characters
 LARGEST_PROMPT = 16 << 20  # bytes of a file that is a prompt
 # What a command whose class says FROM_RUN takes of its checkpoint's own run: not the device, which is
@@ -222,3 +229,29 @@ def of_run(schema: type, config, groups: dict[str, str], given) -> dict[str, dic
                 )
             found[section] = {key: value for key, value in theirs if key in OF_RUN[section]}
     return found
+
+
+def explained(config: object, prefix: str = "") -> Iterator[str]:
+    """Yield the docstring of a dataclass of options, its keys with their defaults and types; then its
+    parts'."""
+    own = {field.name: field for field in fields(config)}
+
+    def with_default(entry: re.Match) -> str:
+        field = own.get(entry[1])
+        if field is None or is_dataclass(field.type):
+            return entry[0]
+        kind = re.sub(r"<class '(\w+)'>", r"\1", str(field.type))
+        return f"  {prefix}{field.name}={json.dumps(getattr(config, field.name), default=vars)}  ({kind})\n    "
+
+    yield re.sub(r"^(\w+): ", with_default, cleandoc(config.__doc__), flags=re.MULTILINE)
+    for field in own.values():
+        if is_dataclass(field.type):
+            options = options_of(field.name)
+            yield f"\n{prefix}{field.name}" + (f", a group: {', '.join(options)}" if options else "")
+            yield from explained(getattr(config, field.name), f"{prefix}{field.name}.")
+
+
+def help_text(name: str, config: object) -> str:
+    """Return the help of a command. `config`: its options as they are if nothing more is given."""
+    bundles = f"\n+model=NAME: {', '.join(options_of('model'))}\n" if name == "train" else ""
+    return "\n".join([f"{name}:", *explained(config), bundles, HOW])

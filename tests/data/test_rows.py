@@ -11,7 +11,7 @@ import pytest
 
 from data.chat import normalise
 from data.corpus import is_held_out as held_out_file, stdlib_documents
-from data.prompts import evaluation_prompts, few_prompts, held_out_prompts
+from data.prompts import evaluation_prompts, few_prompts
 from data.rows import DataConfig, DataPart, files_of, held_out_rows, is_held_out, read_rows, training_rows
 
 LLAMA3 = """{{- '<|begin|>' -}}
@@ -28,6 +28,10 @@ def tokenizer(repo):
     made = AutoTokenizer.from_pretrained(repo / "data" / "embedded")
     made.chat_template = LLAMA3
     return made
+
+
+def held_out_prompts(config, tokenizer, count, tokens):
+    return [prompt.ids for prompt in evaluation_prompts(config, tokenizer, count, tokens)]
 
 
 def chat(*turns: str, system: str | None = None) -> list[dict[str, str]]:

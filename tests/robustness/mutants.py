@@ -424,7 +424,7 @@ MUTANTS = [
     ),
     (
         "gates of a warm start are all open",
-        "infer/drafters/gated.py",
+        "infer/drafters/warm.py",
         (" * openness(layer, target)}", "}"),
         "tests/infer/drafters/test_warm.py",
     ),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data.prompts import evaluation_prompts, few_prompts
 from infer.drafters.base import Drafter
 from infer.evaluation.cost import fit, limits_of
-from infer.evaluation.evaluate import brief, decode_all, parts_of, summarise
+from infer.evaluation.evaluate import agreed, brief, decode_all, parts_of, summarise
 from infer.evaluation.measuring import Measured, PromptSet, join
 from infer.evaluation.report import RunFacts, write_report
 from infer.evaluation.results import Evaluation, read_result, write_result
@@ -31,7 +31,6 @@ from infer.utils.entry import Stopped, command_line, disk
 from infer.utils.files import atomic_write
 from infer.utils.progress import HEARTBEAT, Progress
 from infer.utils.redact import redact_text
-from infer.utils.together import agreed
 from train.config import TrainConfig
 from train.processes import first_only
 from train.run.checkpoints import checkpoints, mark_best, step_of

@@ -7,7 +7,7 @@ from infer.drafters.families import Family
 from infer.drafters.heads.table import read_head
 
 
-def default_layer_ids(target_layers: int) -> list[int]:
+def default_layer_ids(target_layers: int, layers: int = 1) -> list[int]:
     """DART appendix B.2: the outputs of layers 1, N / 2 - 1 and N - 4, counted from 0 as in the
     authors' code."""
     return [1, target_layers // 2 - 1, target_layers - 4]

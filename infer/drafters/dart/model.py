@@ -114,6 +114,7 @@ class DART(Drafter):
     anchor_offset = 1  # a block begins with the last item, one position before the bonus token
     family = FAMILIES["dart"]
     read = staticmethod(layouts.read)
+    default_layer_ids = staticmethod(layouts.default_layer_ids)
     attention_patterns = [(True, None)]
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -125,10 +126,6 @@ class DART(Drafter):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.add_ends(embedding=False, head=True)
         self.add_conditional_head()
-
-    @staticmethod
-    def default_layer_ids(target_layers: int, layers: int) -> list[int]:
-        return layouts.default_layer_ids(target_layers)
 
     @staticmethod
     def warm_layers(layer_ids: tuple[int, ...], layers: int, theirs: PretrainedConfig) -> list[int]:

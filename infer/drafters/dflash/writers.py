@@ -11,7 +11,7 @@ import math
 import torch
 
 from infer.drafters.base import Drafter
-from infer.drafters.config_keys import config_dict, known_tokens
+from infer.drafters.config_keys import config_dict
 from infer.drafters.dflash.layouts import LAYOUTS, NATIVE, NATIVE_TYPE, PROJECTORS, Layout
 from infer.targets.target import Target
 
@@ -158,7 +158,8 @@ def speculators_config(drafter: Drafter, verifier: str, architectures: list[str]
 def write_speculators(drafter: Drafter, target: Target, public: dict, weights: Weights) -> tuple[dict, Weights]:
     """speculators' layout; `target.name` tells the engine where to find the target."""
     if drafter.d2t is not None:
-        weights["t2d"] = known_tokens(drafter.d2t, drafter.config.vocab_size)
+        known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)  # (V,)
+        weights["t2d"] = known.index_fill_(0, drafter.vocabulary.tokens.cpu(), True)
     architectures = target.model.config.architectures or [type(target.model).__name__]
     config = speculators_config(drafter, target.name, architectures)
     if config["speculators_model_type"] == "dflash2":

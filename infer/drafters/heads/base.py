@@ -83,9 +83,6 @@ class Head(nn.Module):
         columns = (torch.cat(column, 1) if column[0] is not None else None for column in zip(*answers, strict=True))
         return Conditioned(*columns)
 
-    def init_weights(self, generator: torch.Generator) -> None:
-        raise NotImplementedError
-
 
 def head_rows(config: Qwen3Config) -> int:
     """Return R, how many tokens a drafter knows."""

@@ -40,18 +40,17 @@ class GRU(Head):
         embedded = ends.embed(before).to(memory.dtype)  # (..., D)
         after = self.prefix_gru(embedded.reshape(-1, 1, embedded.shape[-1]), memory.reshape(1, -1, memory.shape[-1]))[1]
         after = after.view(memory.shape)
-        correction = self._correction(states, after)
-        return Conditioned(states, correction * (slots >= self.first).to(correction)[..., None], after)
+        return Conditioned(states, self._correction(states, after, slots), after)
 
     def teach(self, ends: Ends, states: torch.Tensor, before: torch.Tensor) -> Conditioned:
         """Return the answers of whole blocks in one pass."""
         after = self.prefix_gru(ends.embed(before).to(self.out.dtype))[0]  # (G, L, S)
         states, slots = states[:, -before.shape[1] :], torch.arange(before.shape[1], device=before.device)
-        correction = self._correction(states, after)
-        return Conditioned(states, correction * (slots >= self.first).to(correction)[:, None], after)
+        return Conditioned(states, self._correction(states, after, slots), after)
 
-    def _correction(self, states: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        return self.embed_proj[:2](torch.cat([states.to(after.dtype), after], -1))
+    def _correction(self, states: torch.Tensor, after: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        correction = self.embed_proj[:2](torch.cat([states.to(after.dtype), after], -1))
+        return correction * (slots >= self.first).to(correction)[..., None]
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Begin with corrections of 0."""

@@ -6,7 +6,7 @@ from transformers import Qwen3_5TextConfig
 
 from infer.config import DrafterConfig
 from infer.drafters.base import new_drafter
-from infer.drafters.gated import openness, plain_order, plain_weights
+from infer.drafters.warm import openness, plain_order, plain_weights
 from infer.targets.support import attention_layers
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from infer import generate
 from infer.config import DecodeOptions
-from infer.serving.clients import by_server
+from infer.serving.clients import Client
 from infer.serving.dialogue import Dialogue, Row, Turn
 from infer.serving.regenerate import by_engine, regenerate
 
@@ -71,7 +71,7 @@ def expected(tmp_path_factory, server):
     """What one server that nothing happens to writes."""
     out = tmp_path_factory.mktemp("once") / "a.jsonl"
     with server() as url:
-        assert regenerate(chats(), by_server(url, OPTIONS, 4), out, {}, 0) == {"answers": 90, "failed": 0}
+        assert regenerate(chats(), Client(url, OPTIONS, 4).answers, out, {}, 0) == {"answers": 90, "failed": 0}
     return out
 
 
@@ -97,7 +97,7 @@ def test_a_server_that_fails_now_and_then(expected, server, tmp_path):
     """Stopped twice, the second time within a line: the same file. A folder of shards holds the same lines."""
     out = tmp_path / "a.jsonl"
     with server(fails=13) as url:
-        answers = by_server(url, OPTIONS, 4)
+        answers = Client(url, OPTIONS, 4).answers
         for stop in (20, 35):
 
             def stopped(rows, stop=stop):
@@ -121,10 +121,10 @@ def test_a_run_ends_where_no_server_is_left(server, tmp_path, monkeypatch):
     monkeypatch.setattr("infer.serving.clients.PATIENCE", 0.3)
     out = tmp_path / "a.jsonl"
     with server(dies_after=9) as url, pytest.raises(ValueError, match="has not answered for"):
-        regenerate(chats(20), by_server(url, OPTIONS, 2), out, {}, 0)
+        regenerate(chats(20), Client(url, OPTIONS, 2).answers, out, {}, 0)
     assert not (tmp_path / "a.jsonl.failed").read_text()
     with server() as url:
-        assert regenerate(chats(20), by_server(url, OPTIONS, 2), out, {}, 0)["answers"] == 20
+        assert regenerate(chats(20), Client(url, OPTIONS, 2).answers, out, {}, 0)["answers"] == 20
 
 
 def test_recorded_results_of_tools_must_fit():

@@ -14,7 +14,7 @@ import pytest
 from data.rows import DataConfig, read_rows
 from infer import Engine, generate
 from infer.config import DecodeOptions, EngineConfig
-from infer.serving.clients import by_server
+from infer.serving.clients import Client
 from infer.serving.dialogue import Row
 from infer.serving.regenerate import by_engine, regenerate
 from infer.utils.entry import Stopped
@@ -203,7 +203,7 @@ def test_answers_from_a_server(answering, tmp_path, monkeypatch):
     wanted = rows() + [Row(30, [{"role": "user", "content": "hello"}])]
     out = tmp_path / "a.jsonl"
     with answering(say) as url:
-        counts = regenerate(wanted, by_server(url, OPTIONS, at_once=5), out, {}, 3)
+        counts = regenerate(wanted, Client(url, OPTIONS, at_once=5).answers, out, {}, 3)
     assert counts == {"answers": 30, "failed": 1}
     written = lines(out)
     assert [line["index"] for line in written] == [i for i in range(31) if i != 5]
@@ -216,7 +216,7 @@ def test_answers_from_a_server(answering, tmp_path, monkeypatch):
 
 def test_no_server_is_one_sentence():
     with pytest.raises(ValueError, match="no models there"):
-        by_server("http://127.0.0.1:9/v1", OPTIONS, 2)
+        Client("http://127.0.0.1:9/v1", OPTIONS, 2)
 
 
 def test_no_secret_of_an_address_reaches_a_file(answering, tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_sampled_answers_have_independent_seeds_wherever_they_are_written(shallo
     for first in range(3):  # each server has a third of the rows
         engine = Engine(shallow_target, None, EngineConfig("plain", rows=2 + first), capacity)
         with running(engine) as (url, _):
-            regenerate(wanted[first::3], by_server(f"{url}/v1", sampled, 4), tmp_path / f"{first}", {}, 0)
+            regenerate(wanted[first::3], Client(f"{url}/v1", sampled, 4).answers, tmp_path / f"{first}", {}, 0)
     thirds = [lines(tmp_path / f"{first}") for first in range(3)]
     together = sorted(sum(thirds, []), key=lambda line: line["index"])
     assert together == lines(tmp_path / "whole")
